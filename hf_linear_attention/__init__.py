@@ -1,0 +1,35 @@
+"""Linear-cost attention for pretrained Hugging Face models.
+
+Importing this package registers the `linear_<x>` model types with the Auto classes and changes no native one.
+
+    from hf_linear_attention import convert
+    model = convert("path/to/checkpoint", mechanism="linear", feature_map="exp")
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from .registration import register, supported_model_types
+
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "LinearAttentionSettings": "configuration_linear_attention",
+    "convert": "conversion_api",
+    "softmax_attention": "modeling_linear_attention",
+}
+__all__ = ["LinearAttentionSettings", "convert", "softmax_attention", "supported_model_types"]
+
+register()
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_LAZY))

@@ -1,0 +1,171 @@
+"""Kernel attention: phi(q)·S / phi(q)·Z with S = sum phi(k) v^T and Z = sum phi(k), state in, state out.
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, D head dimension of the values,
+F features, C tokens in a block. All sums run in float32 (float64 for float64 inputs) whatever the dtype of the input:
+bfloat16 sums of Z stop growing at 256.
+
+The state is one tensor per layer, S and Z side by side (and, for log features, the running maximum m):
+
+              D columns      1    1 (log features only)
+           +-------------+-----+-----+
+    F rows |      S      |  Z  |  m  |        [B, Hkv, F, D + 1 or D + 2]
+           +-------------+-----+-----+
+
+Log features: exponential maps hand over exponents. S and Z are then stored divided by exp(m), where m is the running
+maximum per feature of the key exponents, and a query uses exp(u + m - max(u + m)): no epsilon, no overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+# The running maximum of an empty state. Finite, because -inf - -inf is nan, and far below any real exponent.
+EMPTY_MAXIMUM = -1e30
+# Tokens per block of the causal form, largest first. Log features take the largest that cannot underflow.
+BLOCK_SIZES = (64, 16, 4, 1)
+
+
+def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """float64 stays float64 (for gradient checks), everything else accumulates in float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def kernel_attention(
+    query_features: torch.Tensor,
+    key_features: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    log_features: bool,
+    is_causal: bool,
+    key_mask: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with the weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, equations 5, 9, 18-20).
+
+    Args:
+        query_features: `[B, H, N, F]`, non-negative features, or their logarithms when `log_features`.
+        key_features: `[B, Hkv, S, F]`, likewise. In the causal form S = N and the state lies before the first token.
+        value: `[B, Hkv, S, D]`.
+        key_mask: bool `[B, S]`, False where a key takes no part. A query that sees no key at all returns 0.
+        state: the state after the tokens before these, or None at the start.
+
+    Returns:
+        The output `[B, H, N, D]` in the accumulation dtype, and the state after these tokens.
+    """
+    dtype = accumulation_dtype(value)
+    batch, num_kv_heads, _, _ = key_features.shape
+    query_features = query_features.to(dtype).unflatten(1, (num_kv_heads, -1))
+    key_features, values = key_features.to(dtype), with_ones(value, dtype)
+    if key_mask is not None:
+        key_mask = key_mask[:, None, :, None]
+    sums, maximum = unpack_state(state, log_features)
+    if is_causal:
+        size = _block_size(key_features, key_mask, maximum) if log_features else BLOCK_SIZES[0]
+        blocks = []
+        masks = key_mask.split(size, dim=2) if key_mask is not None else None
+        # `.split` and not slices: autograd through slices of one tensor costs O(N^2).
+        for index, (query, key, val) in enumerate(
+            zip(query_features.split(size, dim=3), key_features.split(size, dim=2), values.split(size, dim=2))
+        ):
+            mask = masks[index] if masks is not None else None
+            output, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True)
+            blocks.append(output)
+        output = torch.cat(blocks, dim=3) if len(blocks) > 1 else blocks[0]
+    else:
+        output, sums, maximum = _block(query_features, key_features, values, key_mask, sums, maximum, log_features, False)
+    return normalize(output).flatten(1, 2), pack_state(sums, maximum)
+
+
+def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[..., S, D]` -> `[..., S, D + 1]`: the column of ones makes one product give numerator and denominator."""
+    return F.pad(value.to(dtype), (0, 1), value=1.0)
+
+
+def normalize(sums: torch.Tensor) -> torch.Tensor:
+    """Numerator over denominator, `[..., D + 1]` -> `[..., D]`; 0 where the denominator is 0 (nothing to see)."""
+    numerator, denominator = sums.split((sums.shape[-1] - 1, 1), dim=-1)
+    return numerator / denominator.masked_fill(denominator == 0, 1.0)
+
+
+def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tensor of the cache -> `(S and Z [B, Hkv, F, D + 1], m [B, Hkv, F] or None)`."""
+    if state is None or not log_features:
+        return state, None
+    return state[..., :-1], state[..., -1]
+
+
+def pack_state(sums: torch.Tensor, maximum: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `unpack_state`."""
+    return sums if maximum is None else torch.cat((sums, maximum.unsqueeze(-1)), dim=-1)
+
+
+def _block(query, key, values, mask, sums, maximum, log_features, is_causal):
+    """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, D + 1]`, `mask [B, 1, C, 1]`."""
+    if log_features:
+        query, key, sums, maximum = _exponentiate(query, key, mask, sums, maximum)
+    if mask is not None:
+        key = key * mask
+    rows = query.flatten(2, 3)
+    new_sums = key.transpose(-1, -2) @ values
+    if sums is not None:
+        new_sums = sums + new_sums
+    if not is_causal:
+        return (rows @ new_sums).unflatten(2, query.shape[2:4]), new_sums, maximum
+    scores = (rows @ key.transpose(-1, -2)).unflatten(2, query.shape[2:4]).tril().flatten(2, 3)
+    output = scores @ values
+    if sums is not None:
+        output = output + rows @ sums
+    return output.unflatten(2, query.shape[2:4]), new_sums, maximum
+
+
+def _exponentiate(query, key, mask, sums, maximum):
+    """Exponents -> features in [0, 1] and the carried sums rescaled to the new running maximum.
+
+    Every maximum is a constant that cancels between numerator and denominator, so none needs a gradient.
+    """
+    visible = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
+    new_maximum = visible.amax(dim=2)
+    if maximum is not None:
+        new_maximum = torch.maximum(new_maximum, maximum.detach())
+        sums = sums * (maximum - new_maximum).exp().unsqueeze(-1)
+    key = (key - new_maximum.unsqueeze(2)).exp() if mask is None else _masked_exp(key - new_maximum.unsqueeze(2), mask)
+    query = query + new_maximum[:, :, None, None]
+    query = (query - query.detach().amax(dim=-1, keepdim=True)).exp()
+    return query, key, sums, new_maximum
+
+
+def _masked_exp(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """exp where `mask`, and exponent 0 elsewhere: a padded key may hold an exponent that would overflow."""
+    return exponent.masked_fill(~mask, 0.0).exp()
+
+
+def _block_size(key: torch.Tensor, mask: torch.Tensor | None, maximum: torch.Tensor | None) -> int:
+    """The largest block in which the features of an early query cannot underflow.
+
+    A block is stabilised by the maximum over all of its keys, so a query before a very large key sees its own keys
+    scaled down by exp(maximum of the block - maximum so far). Up to 60 nats (600 in float64) of that, float32 keeps
+    full relative precision: exp(-60) times its last digit is still a normal number.
+    """
+    length = key.shape[2]
+    if length == 1:
+        return 1
+    if torch.compiler.is_compiling():  # no branch on data inside a graph
+        return BLOCK_SIZES[1]
+    limit = 600.0 if key.dtype == torch.float64 else 60.0
+    key = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
+    return next(size for size in BLOCK_SIZES if size == 1 or _largest_drop(key, maximum, size) <= limit)
+
+
+def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) -> float:
+    """Upper bound over blocks and features of (maximum of the block) - (maximum at the block's first visible key)."""
+    blocks = F.pad(key, (0, 0, 0, -key.shape[2] % size), value=EMPTY_MAXIMUM).unflatten(2, (-1, size))
+    largest = blocks.amax(dim=3)
+    seen = largest.cummax(dim=2).values.roll(1, dims=2)
+    seen[:, :, 0] = EMPTY_MAXIMUM if maximum is None else maximum.detach()
+    if maximum is not None:
+        seen = torch.maximum(seen, maximum.detach().unsqueeze(2))
+    first = (blocks[..., :1] > EMPTY_MAXIMUM).to(torch.uint8).argmax(dim=3, keepdim=True)
+    before = torch.maximum(blocks.take_along_dim(first, dim=3).squeeze(3), seen)
+    return (torch.maximum(largest, before) - before).max().item()

@@ -1,0 +1,197 @@
+"""Attention masks that are linear in the length: which keys are padding, and which packed sequence each belongs to.
+
+transformers builds masks through a function registered under the name of the attention implementation. Ours returns
+`[B, 1, 1, S]`: bool (False at padding), or integers that number packed sequences from 1 (0 at padding). Layers that
+stay softmax need N x N masks; where a model has such layers, ours are read off their diagonals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+
+def linear_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask function of the attention implementation `linear_attention` (arguments as `sdpa_mask`).
+
+    Raises:
+        ValueError: for a custom overlay (`or_mask_function`, `and_mask_function`, block-wise bidirectional parts):
+            linear attention cannot honour it, and it must not be ignored.
+    """
+    if use_vmap:
+        raise ValueError(
+            "Linear attention honours causality, padding and packed sequences, but not a custom mask overlay; "
+            "keep these layers softmax (setting `layers`), or call the model without the overlay."
+        )
+    segments = None
+    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        segments = _packed_segments(mask_function, batch_size, q_length, q_offset, device)
+    if attention_mask is not None:
+        # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes.
+        is_cached = isinstance(q_offset, torch.Tensor) or q_offset + q_length == kv_length
+        attention_mask = _new_columns(attention_mask.bool(), q_length if is_cached else kv_length, q_offset)
+        if not _is_tracing() and attention_mask.all():
+            attention_mask = None
+    if segments is None:
+        return None if attention_mask is None else attention_mask[:, None, None]
+    if attention_mask is not None:
+        segments = segments * attention_mask
+    return segments[:, None, None]
+
+
+def _is_tracing() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) -> torch.Tensor:
+    """The columns of the `length` newest keys of a mask `[B, columns]` of which `offset` keys are older.
+
+    A mask of the new keys alone (columns == length) is returned as it is.
+    """
+    if mask.shape[1] == length:
+        return mask
+    if isinstance(offset, int):
+        start = min(offset, mask.shape[1] - length)
+        return mask[:, start : start + length]
+    start = offset.clamp(max=mask.shape[1] - length)
+    return mask.index_select(1, start + torch.arange(length, device=mask.device))
+
+
+def _packed_segments(mask_function, batch_size, length, offset, device) -> torch.Tensor | None:
+    """Numbers of the packed sequences `[B, N]` from 1, or None if there is one; the function is asked at O(N) places."""
+    if length == 1:
+        return None
+    rows = torch.arange(batch_size, device=device)[:, None]
+    later = torch.arange(1, length, device=device)[None, :] + offset
+    head = torch.zeros((), dtype=torch.long, device=device)
+    if torch.as_tensor(mask_function(rows, head, later - 1, later)).any():
+        raise ValueError(
+            "Linear attention got a mask in which tokens of a causal model look ahead (a prefix or a block that is "
+            "bidirectional); it cannot honour that. Keep these layers softmax (setting `layers`)."
+        )
+    connected = torch.as_tensor(mask_function(rows, head, later, later - 1), device=device)
+    connected = connected.expand(batch_size, length - 1)
+    if not _is_tracing() and connected.all():
+        return None
+    first = torch.ones(batch_size, 1, dtype=torch.long, device=device)
+    return torch.cat((first, (~connected).long()), dim=1).cumsum(dim=1)
+
+
+def read_mask(
+    mask: torch.Tensor | None, length: int, seen: int | torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Any mask that reaches an attention layer -> `(key mask bool [B, S] or None, segments [B, S] or None)`.
+
+    Args:
+        mask: None; `[B, columns]` (flash attention's); `[B, 1, 1, columns]` (ours); or `[B, 1, N, columns]`, bool or
+            additive, of softmax attention.
+        length: S, the number of new keys.
+        seen: the number of keys before them, already in the state.
+
+    Raises:
+        ValueError: if the mask is one that linear attention cannot honour.
+    """
+    if mask is None:
+        return None, None
+    if mask.ndim == 4 and mask.shape[1] != 1:
+        raise ValueError(f"Linear attention takes one mask for all heads; got a mask of shape {tuple(mask.shape)}.")
+    if mask.is_floating_point():
+        mask = mask > -1.0  # additive: 0 where visible, a huge negative number elsewhere
+    if mask.ndim == 4 and mask.shape[2] > 1:
+        return _read_square_mask(mask[:, 0], length, seen, is_causal)
+    columns = _new_columns(mask if mask.ndim == 2 else mask[:, 0, 0], length, seen)
+    is_packed = mask.ndim == 4 and columns.dtype != torch.bool
+    return columns > 0, columns if is_packed else None
+
+
+def _read_square_mask(mask, length, seen, is_causal):
+    """`mask [B, N, columns]`: the diagonal tells padding, the place before it whether two tokens are together."""
+    start = min(seen, mask.shape[2] - length) if isinstance(seen, int) else seen
+    position = torch.arange(length, device=mask.device)
+    square = mask.index_select(2, start + position)
+    valid = square.diagonal(dim1=1, dim2=2)
+    if not is_causal:
+        # Padded queries may see nothing, so a key is real if any query sees it.
+        valid = square.any(dim=1)
+    # The newest real token before each one; a boundary lies where a real token does not see it.
+    previous = torch.where(valid, position, -1).cummax(dim=1).values.roll(1, dims=1)
+    previous[:, 0] = -1
+    together = square.gather(2, previous.clamp(min=0).unsqueeze(2)).squeeze(2) | (previous < 0) | ~valid
+    segments = ((~together).long().cumsum(dim=1) + 1) * valid
+    if _is_tracing():
+        return valid, None
+    _check_square_mask(square, segments, is_causal)
+    return (None if valid.all() else valid), (segments if (segments > 1).any() else None)
+
+
+def _check_square_mask(square, segments, is_causal) -> None:
+    """Refuse what padding, causality, packing and a band (sliding window) do not explain."""
+    expected = (segments.unsqueeze(2) == segments.unsqueeze(1)) & (segments > 0).unsqueeze(1)
+    if is_causal:
+        expected = expected.tril()
+    visible = square & (segments > 0).unsqueeze(2)
+    if (visible & ~expected).any():
+        raise ValueError(
+            "Linear attention got a mask that lets tokens see more than causality, padding and packed sequences allow "
+            "(a prefix or a block that is bidirectional); it cannot honour that. Keep these layers softmax (`layers`)."
+        )
+    missing = expected & ~visible & (segments > 0).unsqueeze(2)
+    # A band (sliding window) only hides what lies beyond everything visible; anything between is a hole.
+    counted = visible.long().cumsum(dim=2)
+    if (missing & (counted > 0) & (counted < counted[..., -1:])).any():
+        raise ValueError(
+            "Linear attention got a mask with holes: it honours causality, padding and packed sequences, and no other "
+            "pattern. Keep these layers softmax (setting `layers`)."
+        )
+
+
+def attend_packed(attend: Callable, query, key, value, key_mask, segments):
+    """Attention within each packed sequence: `attend(query, key, value, key_mask)` on the sequences as a padded batch.
+
+    Sequences are grouped by length to the next power of two, so the padding at most doubles the work. Any mechanism
+    is exact this way, and none has to know of packing.
+
+    Args:
+        query: `[B, H, N, D]`; key, value `[B, Hkv, N, D]`; segments `[B, N]`, runs of equal numbers, 0 at padding.
+
+    Returns:
+        `[B, N, H, D]`, 0 at padding.
+    """
+    batch, heads, length, _ = query.shape
+    # Every row starts a run, whatever the number before it.
+    change = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    starts = change.flatten().nonzero().squeeze(1)
+    lengths = torch.diff(starts, append=starts.new_tensor([batch * length]))
+    real = segments.flatten()[starts] > 0
+    starts, lengths = starts[real], lengths[real]
+    output = query.new_zeros(batch * length, heads, value.shape[-1])
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    sizes = [1 << max(0, math.ceil(math.log2(n))) for n in lengths.tolist()]
+    for size in sorted(set(sizes)):
+        chosen = [index for index, other in enumerate(sizes) if other == size]
+        position = torch.arange(size, device=query.device)
+        inside = position < lengths[chosen, None]
+        index = (starts[chosen, None] + position).clamp(max=batch * length - 1)
+        if key_mask is not None:
+            inside = inside & key_mask.flatten()[index]
+        rows = [tensor[index].transpose(1, 2) for tensor in flat]
+        result = attend(*rows, inside)
+        keep = position < lengths[chosen, None]
+        output = output.index_put((index[keep],), result[keep].to(output.dtype))
+    return output.unflatten(0, (batch, length))
+

@@ -1,0 +1,132 @@
+"""The contract of an attention mechanism, and of the options it can be configured with.
+
+A mechanism replaces softmax(q k^T) v inside one attention layer. It is one file `mechanism_<name>.py` and one line in
+`mechanisms.py`; its class attributes say what it can do, and a configuration that asks for more is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+
+State = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a mechanism: a key of `config.linear_attention` and a flag `--<name>` of the conversion script."""
+
+    kind: type
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    minimum: int | float | None = None
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with this value, or None."""
+        if value is None and self.default is None:
+            return None
+        number = self.kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and self.kind(value) == value) and not isinstance(value, self.kind):
+            return f"must be of type {self.kind.__name__}"
+        if self.choices and value not in self.choices:
+            return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
+        if self.minimum is not None and value < self.minimum:
+            return f"must be at least {self.minimum}"
+        return None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a mechanism has to know of the attention layer it serves.
+
+    `layer` counts the attention layers of the model from 0; `max_length` is the longest input the model takes, in
+    tokens or patches (None where the architecture sets no limit).
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer: int
+    max_length: int | None = None
+
+
+class AttentionMechanism(nn.Module):
+    """Base class. `settings` holds a value for every name in `options`, already validated."""
+
+    options: ClassVar[dict[str, Option]] = {}
+    supports_causal: ClassVar[bool] = False
+    supports_bidirectional: ClassVar[bool] = False
+    supports_cross: ClassVar[bool] = False
+    supports_padding: ClassVar[bool] = False
+    supports_state: ClassVar[bool] = False
+    supports_gqa: ClassVar[bool] = False
+
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
+        super().__init__()
+        self.settings, self.shape = dict(settings), shape
+
+    @classmethod
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """Every impossible combination of options in `settings`, each as one sentence."""
+        return []
+
+    def share_with(self, first: AttentionMechanism) -> None:
+        """Called on every layer but the first with the first layer's mechanism, for parameters shared by all layers."""
+
+    def reset_parameters(self) -> None:
+        """Initialise parameters and buffers that no checkpoint has filled. The same seed gives the same values."""
+
+    def generator(self) -> torch.Generator:
+        """A CPU generator that depends on `seed` and the layer alone: every process draws the same projections."""
+        return torch.Generator().manual_seed(self.settings.get("seed", 0) * 100_003 + self.shape.layer)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Attention output and new state.
+
+        Args:
+            query: `[B, H, N, D]`, after rotary embedding and normalisation.
+            key, value: `[B, Hkv, S, D]`; with a state, only the keys after it.
+            attention_mask: bool `[B, S]`, False at padded keys, or None.
+            scaling: the factor of the layer's q·k.
+            state: what came before, as returned by an earlier call; never changed in place. None at the start.
+
+        Returns:
+            The output `[B, N, H, D]` in the dtype of `query`; 0 for a query that sees no key. And the new state (None
+            if the mechanism has none).
+        """
+        raise NotImplementedError
+
+    def absorb(self, key, value, *, attention_mask, scaling, state) -> State | None:
+        """The state after these keys, without an output."""
+        query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
+        return self(
+            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state
+        )[1]
+
+    def attention_weights(self, query, key, *, attention_mask, scaling, is_causal) -> torch.Tensor:
+        """The matrix `[B, H, N, S]` that this mechanism never forms, for inspection: its output on v = identity.
+
+        Costs O(N S) memory (Performer 2020, appendix C.4). Every mechanism here is linear in v.
+        """
+        batch, num_kv_heads, length, _ = key.shape
+        identity = torch.eye(length, dtype=query.dtype, device=key.device).expand(batch, num_kv_heads, -1, -1)
+        output, _ = self(
+            query, key, identity, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=None
+        )
+        return output.transpose(1, 2)

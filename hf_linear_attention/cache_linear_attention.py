@@ -1,0 +1,194 @@
+"""The cache layer of linear attention: a state that does not grow, in the place of keys and values."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, StaticLayer
+
+from .attention_mechanism import State
+
+
+class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
+    """Holds the state of one attention layer, a tuple of float32 tensors with the batch first.
+
+    The first base makes transformers size masks by the remaining softmax layers, the second gives it a length.
+    `static` keeps the tensors at one address and the length in a tensor, for `torch.compile`.
+
+    Rollback (assisted decoding) is exact: while recording, keys and values since the last `crop` are kept beside the
+    state of that moment; `crop` goes back to it and leaves the keys that stay as `pending`, to be absorbed by the
+    mechanism before the next tokens.
+    """
+
+    supports_early_init = False
+    is_croppable = False
+    # Asked for instead of isinstance: a local folder loads its own copy of this class into the same process.
+    holds_linear_state = True
+
+    def __init__(self, max_cache_len: int = -1, static: bool = False):
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self)
+        self.max_cache_len, self.static = max_cache_len, static
+        self.is_compileable = static
+        self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=int) if static else 0
+        self.state: State | None = None
+        self.state_at_crop: State | None = None
+        self.recorded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        self.pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    @classmethod
+    def replacing(cls, layer) -> LinearAttentionStateLayer:
+        """A new layer in the place of an empty softmax one.
+
+        Raises:
+            ValueError: if that layer already holds keys and values, which no state can be made of afterwards.
+        """
+        length = layer.get_seq_length()
+        if not isinstance(length, torch.Tensor) and length > 0:
+            raise ValueError(
+                f"Got a cache that already holds {length} tokens of softmax keys and values; a linear attention layer "
+                "needs its state from the first token on. Pass an empty cache, or none."
+            )
+        static = isinstance(layer, StaticLayer)
+        new = cls(max_cache_len=layer.max_cache_len if static else -1, static=static)
+        new.record_past = getattr(layer, "record_past", False)
+        return new
+
+    def lazy_initialization(self, key_states, value_states):
+        self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
+        if self.static:
+            self.cumulative_length = self.cumulative_length.to(key_states.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.cumulative_length)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Counts the tokens and returns the new keys and values alone; the mechanism adds them to the state."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.static:
+            self.cumulative_length.add_(key_states.shape[2])
+        else:
+            self.cumulative_length += key_states.shape[2]
+        return key_states, value_states
+
+    def store(self, state: State) -> None:
+        """Keep the state after the newest tokens."""
+        self.batch_size = state[0].shape[0]
+        if self.static and self.state is not None and self.state[0].shape == state[0].shape:
+            for old, new in zip(self.state, state):
+                old.copy_(new)
+        else:
+            self.state = tuple(tensor.clone() for tensor in state) if self.static else state
+            if self.static and not torch.compiler.is_compiling():
+                for tensor in self.state:
+                    torch._dynamo.mark_static_address(tensor)
+
+    def activate_past_recording(self) -> None:
+        if not self.record_past:
+            self.state_at_crop = self.state
+        self.record_past = True
+
+    def record(self, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        """Keep `key`, `value` `[B, Hkv, S, D]` and their mask `[B, S]` while a rollback may come."""
+        if self.record_past:
+            self.recorded.append((key, value, attention_mask))
+
+    def take_pending(self):
+        """Keys, values and mask that stayed after a `crop`, once; None if there are none."""
+        pending, self.pending = self.pending, None
+        return pending
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens. `crop(0)` only forgets what was recorded."""
+        if not self.record_past:
+            raise RuntimeError("Call `activate_past_recording()` on the cache before the tokens that `crop` may remove.")
+        if tokens_to_remove > 0:
+            raise ValueError(f"Got `crop({tokens_to_remove})`; give the number of tokens to remove as a negative number.")
+        if self.pending is not None:
+            self.recorded.insert(0, self.pending)
+        available = sum(key.shape[2] for key, _, _ in self.recorded)
+        if -tokens_to_remove > available:
+            raise ValueError(f"Got `crop({tokens_to_remove})`, but only {available} tokens were recorded since the last one.")
+        if tokens_to_remove < 0:
+            self.state = self.state_at_crop
+            self.pending = _concatenate(self.recorded, available + tokens_to_remove)
+            self.cumulative_length += tokens_to_remove
+        elif self.pending is None:
+            self.state_at_crop = self.state
+        self.recorded = []
+
+    def absorbed(self, state: State | None) -> None:
+        """`pending` has gone into `state`: the next rollback starts from here."""
+        self.state = self.state_at_crop = state
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def state_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state or ())
+
+    def reset(self) -> None:
+        self.state = self.state_at_crop = self.pending = None
+        self.recorded = []
+        if self.static:
+            self.cumulative_length.zero_()
+        else:
+            self.cumulative_length = 0
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map_batch(lambda tensor: tensor[indices])
+
+    def _map_batch(self, function) -> None:
+        def over(tensors):
+            return None if tensors is None else tuple(None if t is None else function(t) for t in tensors)
+
+        if self.state is not None:
+            self.store(over(self.state))
+        self.state_at_crop, self.pending = over(self.state_at_crop), over(self.pending)
+        self.recorded = [over(entry) for entry in self.recorded]
+
+    def offload(self) -> None:
+        """Nothing to gain: the state is small and does not grow."""
+
+    prefetch = offload
+
+
+def _concatenate(entries, length: int):
+    """The first `length` recorded tokens as one (key, value, mask), or None if there are none."""
+    if length == 0:
+        return None
+    keys, values, masks = zip(*entries)
+    mask = None
+    if any(entry is not None for entry in masks):
+        mask = torch.cat(
+            [
+                torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if entry is None else entry
+                for key, entry in zip(keys, masks)
+            ],
+            dim=1,
+        )[:, :length]
+    return torch.cat(keys, dim=2)[:, :, :length], torch.cat(values, dim=2)[:, :, :length], mask
+
+
+def state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer:
+    """The state layer of `cache` at `layer_idx`, put there first if the place still holds an empty softmax layer."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    while len(cache.layers) <= layer_idx:
+        if cache.layer_class_to_replicate is None:
+            raise ValueError(f"Got a cache of {len(cache.layers)} layers, but layer {layer_idx} needs one.")
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[layer_idx]
+    if not getattr(layer, "holds_linear_state", False):
+        layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
+    return layer

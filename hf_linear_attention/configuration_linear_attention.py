@@ -1,0 +1,235 @@
+"""Settings of linear attention and the `Linear<X>Config` classes, made on demand from the stock ones.
+
+`LinearLlamaConfig` is `LlamaConfig` with `model_type = "linear_llama"` and one more field, `linear_attention`:
+
+    {"mechanism": "linear", "feature_map": "exp", "num_features": 64, "layers": "all"}
+
+A model type of its own is on purpose: nobody can load converted weights into a softmax model without noticing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+PREFIX = "linear_"
+MODELING_MODULE = "modeling_linear_attention"
+# Called with a config class when its first instance is built; the plugin registers the Auto classes of its heads here.
+FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
+
+
+class LinearAttentionSettings(dict):
+    """`config.linear_attention` with every option filled in and checked; a plain dict everywhere else.
+
+    Args:
+        settings: `mechanism`, `layers` and the options of the mechanism; what is missing takes its default.
+        model_type: the stock model type, for the messages.
+        is_causal: whether the model attends causally; None skips that check.
+        num_layers: number of attention layers, to check `layers`; None skips that check.
+        max_length: the longest input the architecture takes, or None.
+
+    Raises:
+        ValueError: naming every unknown option, impossible value and impossible combination at once.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        model_type: str = "",
+        is_causal: bool | None = None,
+        num_layers: int | None = None,
+        max_length: int | None = None,
+    ):
+        from .mechanisms import MECHANISMS
+
+        given = {"mechanism": "linear", "layers": "all", **(settings or {})}
+        mechanism = MECHANISMS.get(given["mechanism"])
+        if mechanism is None:
+            raise _settings_error([f"`mechanism` = {given['mechanism']!r}; it must be one of {_names(MECHANISMS)}"])
+        options = mechanism.options
+        filled = {name: given.get(name, option.default) for name, option in options.items()}
+        problems = _option_problems(given, filled, options)
+        problems += _layer_problems(given["layers"], num_layers)
+        if not problems:
+            problems += mechanism.problems(filled, max_length)
+        if is_causal is not None and not (mechanism.supports_causal if is_causal else mechanism.supports_bidirectional):
+            kind, able = ("causal", "supports_causal") if is_causal else ("bidirectional", "supports_bidirectional")
+            possible = _names(name for name, other in MECHANISMS.items() if getattr(other, able))
+            problems.append(
+                f"`mechanism` = `{given['mechanism']}` has no {kind} form, which `{model_type}` needs; use one of {possible}"
+            )
+        if problems:
+            raise _settings_error(problems)
+        super().__init__(mechanism=given["mechanism"], **filled, layers=given["layers"])
+
+
+def _names(names) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _settings_error(problems: list[str]) -> ValueError:
+    return ValueError("Invalid `linear_attention` settings:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _option_problems(given, filled, options) -> list[str]:
+    unknown = [name for name in given if name not in options and name not in ("mechanism", "layers")]
+    problems = [
+        f"`{name}` is not an option of `mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
+        for name in unknown
+    ]
+    for name, value in filled.items():
+        if problem := options[name].problem(value):
+            problems.append(f"`{name}` = {value!r} {problem}")
+    return problems
+
+
+def _layer_problems(layers, num_layers: int | None) -> list[str]:
+    if layers in ("all", "none"):
+        return []
+    if not isinstance(layers, (list, tuple)) or any(type(layer) is not int or layer < 0 for layer in layers):
+        return [f"`layers` = {layers!r}; it must be `all`, `none` or a list of layer numbers counted from 0"]
+    beyond = [layer for layer in layers if num_layers is not None and layer >= num_layers]
+    return [f"`layers` names {beyond}, but the model has layers 0 to {num_layers - 1}"] if beyond else []
+
+
+def parse_layers(text: str) -> str | list[int]:
+    """`all`, `none` or `0,2,4-7` -> the value of the setting `layers`.
+
+    Raises:
+        ValueError: if the text is none of these.
+    """
+    if text in ("all", "none"):
+        return text
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise ValueError(f"`layers` = {text!r}; it must be `all`, `none` or a list like `0,2,4-7`")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"`layers` = {text!r}; the range {part.strip()} runs backwards")
+        layers.update(range(first, last + 1))
+    return sorted(layers)
+
+
+def converted_layers(settings: Mapping[str, Any], num_layers: int) -> list[int]:
+    """The numbers of the layers that get linear attention."""
+    layers = settings["layers"]
+    if isinstance(layers, str):
+        return list(range(num_layers)) if layers == "all" else []
+    return list(layers)
+
+
+class LinearAttentionConfigMixin:
+    """What `Linear<X>Config` adds to `<X>Config`."""
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.linear_attention = dict(
+            LinearAttentionSettings(
+                self.linear_attention,
+                model_type=self.stock_model_type,
+                is_causal=is_causal_config(self, self.stock_model_type),
+                num_layers=getattr(self, "num_hidden_layers", None),
+                max_length=max_length_of(self),
+            )
+        )
+        # Every save, a Trainer checkpoint too, then names the class of every head.
+        if getattr(self, "auto_map", None) is None:
+            self.auto_map = auto_map(self.stock_model_type)
+        if not type(self).__dict__.get("_has_instances", False):
+            type(self)._has_instances = True
+            for hook in FIRST_INSTANCE_HOOKS:
+                hook(type(self))
+
+
+def is_causal_config(config, model_type: str) -> bool:
+    """Whether the self-attention of this model looks only back."""
+    from transformers.models.auto import modeling_auto  # slow to import, see `model_heads`
+
+    if (is_causal := getattr(config, "is_causal", None)) is not None:
+        return bool(is_causal)
+    if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # BERT and kin are either
+        return bool(getattr(config, "is_decoder", False))
+    return model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def max_length_of(config) -> int | None:
+    """The longest input in tokens, or patches with the class token, if the architecture has a limit."""
+    if (length := getattr(config, "max_position_embeddings", None)) is not None:
+        return length
+    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if isinstance(image, int) and isinstance(patch, int):
+        return (image // patch) ** 2 + 1
+    return None
+
+
+def model_heads(model_type: str) -> dict[str, str]:
+    """`{auto class: stock model class}` for every head that transformers knows for a stock model type."""
+    from transformers.models.auto import modeling_auto  # imports torch's compiler: half a second, not at import of ours
+
+    heads = {}
+    for name, auto_class in vars(modeling_auto).items():
+        mapping = getattr(auto_class, "_model_mapping", None)
+        if name.startswith("AutoModel") and mapping is not None:
+            stock = mapping._model_mapping.get(model_type)
+            if stock is not None:
+                heads[name] = stock[0] if isinstance(stock, (tuple, list)) else stock
+    return heads
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """The `auto_map` of config.json: which class of the shipped code serves which Auto class."""
+    entries = {"AutoConfig": f"configuration_linear_attention.{linear_config_name(model_type)}"}
+    for auto_class, stock in model_heads(model_type).items():
+        entries[auto_class] = f"{MODELING_MODULE}.Linear{stock}"
+    return entries
+
+
+def linear_config_name(model_type: str) -> str:
+    return f"Linear{CONFIG_MAPPING[model_type].__name__}"
+
+
+def linear_config_class(model_type: str) -> type:
+    """The `Linear<X>Config` of a stock model type such as `llama`.
+
+    Raises:
+        ValueError: if transformers has no such model type.
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"Unknown model type `{model_type}`; `hf_linear_attention.supported_model_types()` lists the tested ones."
+        )
+    return _make_config_class(CONFIG_MAPPING[model_type])
+
+
+def _make_config_class(stock: type) -> type:
+    name = f"Linear{stock.__name__}"
+    if name not in globals():
+        namespace = {
+            "__module__": __name__,
+            "__qualname__": name,
+            "__doc__": f"`{stock.__name__}` with linear attention: one more field, the dict `linear_attention`.",
+            "__annotations__": {"linear_attention": dict | None},
+            "linear_attention": None,
+            "model_type": PREFIX + stock.model_type,
+            "stock_model_type": stock.model_type,
+        }
+        globals()[name] = type(name, (LinearAttentionConfigMixin, stock), namespace)
+        globals()[name].register_for_auto_class()
+    return globals()[name]
+
+
+def __getattr__(name: str):
+    """`LinearLlamaConfig` and the like, made when first asked for (also by pickle and by `auto_map`)."""
+    match = re.fullmatch(r"Linear(\w+Config)", name)
+    stock = getattr(transformers, match[1], None) if match else None
+    if stock is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _make_config_class(stock)

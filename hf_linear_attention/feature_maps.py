@@ -1,0 +1,228 @@
+"""Feature maps phi with phi(q)·phi(k) > 0: what makes attention linear in the length.
+
+Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, F features.
+
+A map says by `log_features` what it returns: exponents, for maps of the form exp(...) (the kernels keep a running
+maximum, so nothing over- or underflows), or the non-negative features themselves. Maps that approximate the softmax
+kernel exp(scaling q·k) take sqrt(scaling) on queries and keys each; elu1 and relu act on q and k as they come, as in
+the papers. Parameters are raw `nn.Parameter`, so LoRA "all-linear" and quantisers leave them alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .attention_kernels import accumulation_dtype
+
+
+class FeatureMap(nn.Module):
+    """`forward_queries` and `forward_keys`: `[B, heads, N, D]` -> `[B, heads, N, F]` in float32."""
+
+    log_features: ClassVar[bool] = False
+    # Whether `num_features` can be chosen; otherwise it is `head_dim`.
+    has_num_features: ClassVar[bool] = False
+
+    def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
+        self.num_features = num_features or self.default_num_features(head_dim)
+
+    @staticmethod
+    def default_num_features(head_dim: int) -> int:
+        return head_dim
+
+    @classmethod
+    def check_num_features(cls, num_features: int) -> str | None:
+        """What is wrong with this number of features, or None."""
+        return None
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Initialise parameters and buffers, except those that a checkpoint has just filled."""
+
+    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ElementwiseFeatureMap(FeatureMap):
+    """The same non-negative function on every element of queries and keys."""
+
+    function: ClassVar[Callable[[torch.Tensor], torch.Tensor]]
+
+    def forward_queries(self, query, scaling):
+        return type(self).function(query.to(accumulation_dtype(query)))
+
+    def forward_keys(self, key, scaling):
+        return type(self).function(key.to(accumulation_dtype(key)))
+
+
+def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
+    """elu(x) + 1 (Katharopoulos 2020, equation 7), written so that it is positive where `F.elu(x) + 1` rounds to 0."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
+    """relu(x) + 1e-3 (Performer's generalised ReLU attention): the constant keeps every denominator positive."""
+    return x.relu() + 1e-3
+
+
+class EluFeatureMap(ElementwiseFeatureMap):
+    function = staticmethod(elu_plus_one)
+
+
+class ReluFeatureMap(ElementwiseFeatureMap):
+    function = staticmethod(relu_plus_epsilon)
+
+
+class LearnedFeatureMap(FeatureMap):
+    """A learned projection per head, queries and keys apart (keys: one per key/value head, so the state is too)."""
+
+    log_features = True
+    has_num_features = True
+
+    def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+        dtype = accumulation_dtype(x)
+        return (x.to(dtype) * math.sqrt(scaling)) @ weight.to(dtype)
+
+
+class ExpFeatureMap(LearnedFeatureMap):
+    """log phi_q(x) = x W_q and log phi_k(x) = x W_k + b - a |x|^2 / 2 on inputs scaled by sqrt(scaling).
+
+    It starts as the positive random features of the softmax kernel (Performer 2020, Lemma 1: W orthogonal Gaussian,
+    b = 0, a = 1) and is then free to learn. A bias or norm term of the queries would cancel in the normalisation.
+    """
+
+    def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
+        super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
+        self.query_projection = nn.Parameter(torch.empty(num_heads, head_dim, self.num_features))
+        self.key_projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features))
+        self.key_bias = nn.Parameter(torch.empty(num_key_value_heads, 1, self.num_features))
+        self.key_norm_weight = nn.Parameter(torch.empty(num_key_value_heads, 1, 1))
+
+    @staticmethod
+    def default_num_features(head_dim: int) -> int:
+        return 2 * head_dim
+
+    def reset_parameters(self, generator):
+        # One matrix per key/value head, shared by the query heads of its group: q and k must be projected alike.
+        weights = [
+            orthogonal_random_matrix(self.num_features, self.head_dim, generator).T
+            for _ in range(self.num_key_value_heads)
+        ]
+        keys = torch.stack(weights)
+        init.copy_(self.key_projection, keys)
+        init.copy_(self.query_projection, keys.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=0))
+        init.zeros_(self.key_bias)
+        init.ones_(self.key_norm_weight)
+
+    def forward_queries(self, query, scaling):
+        return self._project(query, self.query_projection, scaling)
+
+    def forward_keys(self, key, scaling):
+        exponent = self._project(key, self.key_projection, scaling) + self.key_bias.to(accumulation_dtype(key))
+        return exponent - self.key_norm_weight.to(exponent.dtype) * half_squared_norm(key, scaling)
+
+
+class HedgehogFeatureMap(LearnedFeatureMap):
+    """phi(x) = [softmax(x W), softmax(-x W)] per head, W starting as the identity (Hedgehog 2024, section 4.2).
+
+    The two softmaxes are apart, as in the paper; flash-linear-attention takes one softmax over both halves.
+    `num_features` = F is twice the width of W.
+    """
+
+    def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
+        super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
+        self.query_projection = nn.Parameter(torch.empty(num_heads, head_dim, self.num_features // 2))
+        self.key_projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features // 2))
+
+    @staticmethod
+    def default_num_features(head_dim: int) -> int:
+        return 2 * head_dim
+
+    @classmethod
+    def check_num_features(cls, num_features):
+        return None if num_features % 2 == 0 else "must be even for the feature map `hedgehog` (W and -W)"
+
+    def reset_parameters(self, generator):
+        identity = torch.eye(self.head_dim, self.num_features // 2)
+        init.copy_(self.query_projection, identity.expand_as(self.query_projection))
+        init.copy_(self.key_projection, identity.expand_as(self.key_projection))
+
+    def forward_queries(self, query, scaling):
+        return self._log_softmaxes(query, self.query_projection, scaling)
+
+    def forward_keys(self, key, scaling):
+        return self._log_softmaxes(key, self.key_projection, scaling)
+
+    def _log_softmaxes(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+        projected = self._project(x, weight, scaling)
+        return torch.cat((projected.log_softmax(dim=-1), (-projected).log_softmax(dim=-1)), dim=-1)
+
+
+class FavorFeatureMap(FeatureMap):
+    """FAVOR+ positive orthogonal random features of the softmax kernel (Performer 2020, Lemma 1 and section 3.2).
+
+    log phi(x) = w·x - |x|^2 / 2 on inputs scaled by sqrt(scaling), so that E[phi(q)·phi(k)] = F exp(scaling q·k).
+    One projection W `[F, D]` per layer, shared by queries, keys and heads; a persistent buffer, because the projection
+    is part of the function that a checkpoint stores.
+    """
+
+    log_features = True
+    has_num_features = True
+
+    def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
+        super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
+        self.register_buffer("projection", torch.empty(self.num_features, head_dim))
+
+    @staticmethod
+    def default_num_features(head_dim: int) -> int:
+        return 4 * head_dim
+
+    def reset_parameters(self, generator):
+        init.copy_(self.projection, orthogonal_random_matrix(self.num_features, self.head_dim, generator))
+
+    def _project(self, x: torch.Tensor, scaling: float) -> torch.Tensor:
+        dtype = accumulation_dtype(x)
+        return (x.to(dtype) * math.sqrt(scaling)) @ self.projection.to(dtype).T
+
+    def forward_queries(self, query, scaling):
+        return self._project(query, scaling)  # |q|^2 / 2 is one constant per query and cancels
+
+    def forward_keys(self, key, scaling):
+        return self._project(key, scaling) - half_squared_norm(key, scaling)
+
+
+def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
+    """scaling |x|^2 / 2 over the last axis, kept."""
+    return x.to(accumulation_dtype(x)).square().sum(dim=-1, keepdim=True) * (scaling / 2)
+
+
+def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """`[rows, columns]` whose blocks of `columns` rows are Haar orthogonal, each row with the norm of a Gaussian one.
+
+    LAPACK's QR is not Haar distributed: without multiplying by sign(diag R) (Mezzadri 2007) the kernel estimate is
+    off by a factor of 0.73 to 1.26 at dimension 16. The last block may be partial.
+    """
+    blocks = []
+    for start in range(0, rows, columns):
+        orthogonal, upper = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64))
+        blocks.append((orthogonal * upper.diagonal().sign()).T[: rows - start])
+    norms = torch.randn(rows, columns, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
+    return (torch.cat(blocks) * norms).float()
+
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "elu1": EluFeatureMap,
+    "relu": ReluFeatureMap,
+    "exp": ExpFeatureMap,
+    "hedgehog": HedgehogFeatureMap,
+    "favor": FavorFeatureMap,
+}

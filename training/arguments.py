@@ -1,0 +1,111 @@
+"""Every option of `training/finetune.py`, as dataclasses that `transformers.HfArgumentParser` reads.
+
+A field is an option of the same name; the help text is its documentation. `Recipe` is the whole, parsed and checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+TASKS = ("causal_lm", "masked_lm", "sequence_classification", "embedding")
+
+
+def option(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field with its help text; without a default the option is required."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = option("Model to train: a folder (such as a converted checkpoint) or a hub name.")
+    task: Literal["causal_lm", "masked_lm", "sequence_classification", "embedding"] = option("What the model is for.")
+    teacher_name_or_path: str | None = option("Model to learn from, usually the unconverted original.", None)
+    tokenizer_name: str | None = option("Tokenizer, when it is not that of the model.", None)
+    trust_remote_code: bool = option("Run the Python code that the model folders carry.", False)
+    trainable: Literal["all", "mechanism"] = option("Train all parameters or those of the attention mechanism.", "all")
+
+
+@dataclass
+class DataArguments:
+    train_file: str | None = option(".txt, .jsonl, .csv or .tsv (tsv: no quoting). None: evaluate only.", None)
+    validation_file: str | None = option("Like train_file; evaluated at the start, every eval_steps, at the end.", None)
+    dataset_name: str | None = option("Instead of files: name or folder for datasets.load_dataset.", None)
+    dataset_config_name: str | None = option("Configuration of dataset_name.", None)
+    text_column_name: str = option("Column with the text.", "text")
+    label_column_name: str = option("Column with the class.", "label")
+    max_length: int | None = option("Tokens in a sequence or block; default: 512, or less if the model says so.", None)
+    mlm_probability: float = option("Share of tokens masked (masked_lm).", 0.15)
+    max_eval_tokens: int | None = option("Evaluate on about the first so many tokens.", None)
+    max_eval_samples: int | None = option("Evaluate on the first so many examples.", None)
+    max_eval_chars: int | None = option("Evaluate on the first so many characters of a .txt validation_file.", None)
+
+
+@dataclass
+class ObjectiveArguments:
+    task_loss_weight: float | None = option("Weight of the task's cross-entropy; default: 1 without teacher.", None)
+    logits_kl_weight: float | None = option("Weight of KL(teacher || student) of the logits.", None)
+    hidden_state_weight: float | None = option("Weight of the relative squared error of hidden states.", None)
+    embedding_weight: float | None = option("Weight of 1 - cosine of the mean-pooled embeddings.", None)
+    hidden_state_layers: Literal["last", "all"] = option("Layers that hidden_state_weight matches.", "last")
+    temperature: float = option("Temperature of the KL; its value is multiplied by temperature squared.", 1.0)
+
+
+@dataclass
+class OptimizationArguments:
+    per_device_train_batch_size: int = option("Sequences in one forward pass of one process.", 8)
+    per_device_eval_batch_size: int = option("The same in evaluation.", 8)
+    gradient_accumulation_steps: int = option("Forward passes in one optimizer step.", 1)
+    learning_rate: float = option("Peak learning rate of AdamW.", 5e-5)
+    mechanism_learning_rate: float | None = option("For parameters named *.linear_attention.*; else as above.", None)
+    weight_decay: float = option("On matrices; never on one-dimensional parameters.", 0.0)
+    max_grad_norm: float = option("Gradients are clipped to this norm; 0: no clipping.", 1.0)
+    num_train_epochs: float | None = option("Length of the run; default 3 when nothing else limits it.", None)
+    max_train_steps: int | None = option("Limit in optimizer steps; the limit reached first ends the run.", None)
+    max_train_tokens: int | None = option("Limit in tokens (padding not counted).", None)
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option("Schedule.", "linear")
+    warmup_ratio: float = option("Share of the steps over which the rate rises from 0.", 0.0)
+    warmup_steps: int = option("The same as a number of steps.", 0)
+
+
+@dataclass
+class RunArguments:
+    output_dir: str = option("Receives the trained model, metrics.jsonl and checkpoint-<step> folders.")
+    overwrite_output_dir: bool = option("Start over in a folder that holds an earlier run.", False)
+    resume_from_checkpoint: str | None = option("`latest` or the path of a checkpoint-<step> folder.", None)
+    seed: int = option("Data order, masks, dropout and new heads.", 42)
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = option("Default: as `accelerate launch` says.", None)
+    logging_steps: int = option("Optimizer steps between lines in metrics.jsonl.", 10)
+    eval_steps: int | None = option("Optimizer steps between evaluations; default: at start and end only.", None)
+    checkpointing_steps: int | None = option("Optimizer steps between checkpoints; default: none.", None)
+    save_total_limit: int | None = option("Keep only the newest so many checkpoints.", None)
+
+
+GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments)
+
+
+@dataclass
+class Recipe:
+    """One run. `given` names the options that the user set, in the YAML file or on the command line."""
+
+    model: ModelArguments
+    data: DataArguments
+    objective: ObjectiveArguments
+    optimization: OptimizationArguments
+    run: RunArguments
+    given: frozenset[str] = frozenset()
+
+    @property
+    def has_training(self) -> bool:
+        return self.data.train_file is not None or self.data.dataset_name is not None
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.run.output_dir)
+
+    def flat(self) -> dict[str, Any]:
+        """All options in one dictionary, as they are stored in checkpoints and model cards."""
+        groups = (self.model, self.data, self.objective, self.optimization, self.run)
+        return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}

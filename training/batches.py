@@ -1,0 +1,141 @@
+"""Which examples each process sees, in which order, and how they become padded tensors.
+
+The order is a pure function of the seed: position p of the endless training stream is example
+`permutation(seed + p // n)[p % n]` of n examples. Optimizer step s takes the E positions [s E, (s + 1) E), E =
+batch size x accumulation x processes, so the same examples meet in the same step whatever that split is, and a resumed
+run needs nothing but the number of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from training.packing import IGNORED, Example, Examples, Tokens
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Masking:
+    """BERT's corruption: of the chosen tokens 80 % become [MASK], 10 % a random token, 10 % stay."""
+
+    probability: float
+    mask_token_id: int
+    vocab_size: int
+    special_ids: tuple[int, ...]
+
+    def __call__(self, example: Example, seed: int, position: int) -> Example:
+        """The masks depend on seed and position alone: resuming and more processes change nothing."""
+        random = np.random.default_rng([seed, position])
+        tokens: Tokens = np.array(example["input_ids"])
+        chosen = (random.random(len(tokens)) < self.probability) & ~np.isin(tokens, self.special_ids)
+        kind = random.random(len(tokens))
+        corrupted = np.where(chosen & (kind < 0.8), self.mask_token_id, tokens)
+        replacement = random.integers(0, self.vocab_size, len(tokens))
+        corrupted = np.where(chosen & (kind >= 0.9), replacement, corrupted)
+        return {"input_ids": corrupted, "labels": np.where(chosen, tokens, IGNORED)}
+
+
+class Stream(Dataset[Example]):
+    """Examples by position. Training streams are endless and reshuffled every epoch, evaluation runs once in order."""
+
+    def __init__(self, examples: Examples, seed: int, shuffle: bool, masking: Masking | None = None) -> None:
+        self.examples, self.seed, self.shuffle, self.masking = examples, seed, shuffle, masking
+        self._epoch, self._order = -1, np.arange(len(examples))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def indices(self, start: int, stop: int) -> Tokens:
+        """Example of each position in [start, stop)."""
+        return np.array([self._index(position) for position in range(start, stop)], dtype=np.int64)
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self.examples))
+        if self.shuffle and epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._order = torch.randperm(len(self.examples), generator=generator).numpy()
+            self._epoch = epoch
+        return int(self._order[offset])
+
+    def __getitem__(self, position: int) -> Example:
+        index = self._index(position)
+        example = {**self.examples[index], "index": index}
+        if self.masking is None:
+            return example
+        return {**example, **self.masking(example, self.seed, position)}
+
+
+def pad(examples: list[Example], pad_token_id: int) -> Batch:
+    """Right-padded tensors: input_ids, attention_mask, labels [B, N] (classes [B]) and index [B]."""
+    length = max(len(example["input_ids"]) for example in examples)
+    batch = {
+        "input_ids": _rows([example["input_ids"] for example in examples], length, pad_token_id),
+        "attention_mask": _rows([np.ones(len(example["input_ids"])) for example in examples], length, 0),
+        "index": torch.tensor([example["index"] for example in examples]),
+    }
+    if all("labels" in example for example in examples):
+        labels = [example["labels"] for example in examples]
+        scalar = np.ndim(labels[0]) == 0
+        batch["labels"] = torch.tensor(labels) if scalar else _rows(labels, length, IGNORED)
+    return batch
+
+
+def _rows(values: list[Tokens], length: int, fill: int) -> Tensor:
+    return torch.tensor(np.stack([np.pad(row, (0, length - len(row)), constant_values=fill) for row in values])).long()
+
+
+class TrainBatches:
+    """Positions of the batches that one process sees, from optimizer step `start` to `stop`."""
+
+    def __init__(self, start: int, stop: int, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
+        self.batches = range(start * accumulation, stop * accumulation)
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            first = (batch * self.world_size + self.rank) * self.batch_size
+            yield list(range(first, first + self.batch_size))
+
+
+class EvaluationBatches:
+    """Every `world_size`-th example belongs to one process: nothing is padded up or seen twice."""
+
+    def __init__(self, count: int, batch_size: int, rank: int, world_size: int) -> None:
+        self.mine, self.batch_size = range(rank, count, world_size), batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.mine) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.mine), self.batch_size):
+            yield list(self.mine[start : start + self.batch_size])
+
+
+def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_id: int) -> DataLoader[Batch]:
+    """A loader with a generator of its own: iterating it must not move the global one, or dropout would change."""
+    return DataLoader(
+        stream,
+        batch_sampler=batches,
+        collate_fn=lambda examples: pad(examples, pad_token_id),
+        generator=torch.Generator().manual_seed(stream.seed),
+    )
+
+
+def steps_for_tokens(stream: Stream, sequences_per_step: int, max_tokens: int, most: int) -> int:
+    """Optimizer steps, at most `most`, after which the stream has passed `max_tokens` tokens."""
+    lengths, seen = stream.examples.lengths, 0
+    for step in range(most):
+        seen += int(lengths[stream.indices(step * sequences_per_step, (step + 1) * sequences_per_step)].sum())
+        if seen >= max_tokens:
+            return step + 1
+    return most

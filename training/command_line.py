@@ -1,0 +1,103 @@
+"""From `sys.argv` and an optional YAML file to a checked `Recipe`; every problem ends in one `UsageError`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from training.arguments import GROUPS, Recipe
+from training.errors import UsageError
+from training.validation import fill_defaults, find_problems
+
+CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
+
+
+class Parser(HfArgumentParser):
+    """HfArgumentParser that knows no abbreviations and raises instead of printing a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError([message])
+
+
+def build_parser(description: str | None = None) -> Parser:
+    parser = Parser(
+        GROUPS, allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
+    return parser
+
+
+def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
+    """The recipe that `argv` describes. Raises `UsageError` with all problems found."""
+    parser = build_parser(description)
+    options = [name for group in GROUPS for name in group.__dataclass_fields__]
+    argv = [*_yaml_arguments(_config_path(argv), options), *argv]
+    _refuse_unknown(argv, options)
+    namespace = parser.parse_args(argv)
+    groups = [
+        group(**{name: getattr(namespace, name) for name in group.__dataclass_fields__}) for group in GROUPS
+    ]
+    recipe = Recipe(*groups, given=frozenset(_given(argv)))
+    fill_defaults(recipe)
+    if problems := find_problems(recipe):
+        raise UsageError(problems)
+    return recipe
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    parser = Parser((), allow_abbrev=False, add_help=False)
+    parser.add_argument("--config")
+    return parser.parse_known_args(argv)[0].config
+
+
+def _given(argv: Sequence[str]) -> list[str]:
+    """Option names in `argv`, in the spelling of the dataclass fields."""
+    return [word[2:].split("=", 1)[0].replace("-", "_") for word in argv if word.startswith("--")]
+
+
+def _yaml_arguments(path: str | None, options: Sequence[str]) -> list[str]:
+    """The YAML file as command-line words, so that both go through the same types and checks."""
+    if path is None:
+        return []
+    settings = _read_yaml(path)
+    unknown = [f"`{key}` in {path} is not an option{_suggestion(str(key), options)}" for key in settings]
+    problems = [text for key, text in zip(settings, unknown, strict=True) if key not in options]
+    problems += [
+        f"`{key}` in {path} is {value!r}; allowed is one plain value"
+        for key, value in settings.items()
+        if key in options and isinstance(value, (list, dict))
+    ]
+    if problems:
+        raise UsageError([*problems[:-1], f"{problems[-1]} (`--help` lists the options)"])
+    return [f"--{key}={value}" for key, value in settings.items() if value is not None]
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise UsageError([f"`--config {path}`: there is no such file"])
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UsageError([f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}"]) from error
+    if not isinstance(settings, dict):
+        raise UsageError([f"`--config {path}` holds {type(settings).__name__}; allowed is a mapping of option: value"])
+    return settings
+
+
+def _refuse_unknown(argv: Sequence[str], options: Sequence[str]) -> None:
+    known = {*options, "config", "help"}
+    unknown = [name for name in _given(argv) if name not in known]
+    if unknown:
+        named = [f"`--{name}` is not an option{_suggestion(name, options)}" for name in unknown]
+        raise UsageError([*named[:-1], f"{named[-1]} (`--help` lists the options; abbreviations are not allowed)"])
+
+
+def _suggestion(name: str, options: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, options, n=1)
+    return f", did you mean `{close[0]}`?" if close else ""

@@ -1,0 +1,174 @@
+"""Defaults that depend on other options, and every combination that cannot work. All problems are found at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from training.arguments import DataArguments, ObjectiveArguments, OptimizationArguments, Recipe, RunArguments
+
+FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv")
+WEIGHTS = ("task_loss_weight", "logits_kl_weight", "hidden_state_weight", "embedding_weight")
+TEACHER_WEIGHTS = WEIGHTS[1:]
+EVALUATION_OPTIONS = ("eval_steps", "per_device_eval_batch_size", "max_eval_tokens", "max_eval_samples")
+# What still means something when nothing is trained.
+EVALUATION_ONLY = {
+    *("model_name_or_path", "task", "teacher_name_or_path", "tokenizer_name", "trust_remote_code", "config"),
+    *("validation_file", "text_column_name", "label_column_name", "max_length", "mlm_probability", "max_eval_tokens"),
+    *("max_eval_samples", "max_eval_chars", "per_device_eval_batch_size", "output_dir", "overwrite_output_dir", "seed"),
+    "mixed_precision",
+}
+
+
+def fill_defaults(recipe: Recipe) -> None:
+    """Replace the `None` of objective weights by what the task and the teacher suggest (in place)."""
+    has_teacher = recipe.model.teacher_name_or_path is not None
+    embedding = recipe.model.task == "embedding"
+    suggested = {
+        "task_loss_weight": not has_teacher and not embedding,
+        "logits_kl_weight": has_teacher and not embedding,
+        "hidden_state_weight": has_teacher and embedding,
+        "embedding_weight": has_teacher and embedding,
+    }
+    for name, use in suggested.items():
+        if getattr(recipe.objective, name) is None:
+            setattr(recipe.objective, name, float(use))
+
+
+def find_problems(recipe: Recipe) -> list[str]:
+    """One sentence a problem: the option and value got, what is allowed, what to do."""
+    checks = (_numbers, _files, _columns, _evaluation, _objectives, _schedule, _folder, _modes)
+    return [problem for check in checks for problem in check(recipe)]
+
+
+def _numbers(recipe: Recipe) -> Iterator[str]:
+    at_least_one = {
+        DataArguments: ("max_eval_tokens", "max_eval_samples", "max_eval_chars"),
+        OptimizationArguments: (
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+            *("max_train_steps", "max_train_tokens"),
+        ),
+        RunArguments: ("logging_steps", "eval_steps", "checkpointing_steps", "save_total_limit"),
+    }
+    values = recipe.flat()
+    for name in (name for names in at_least_one.values() for name in names):
+        if values[name] is not None and values[name] < 1:
+            yield f"`--{name} {values[name]}`: allowed is 1 or more"
+    for name in ("learning_rate", "mechanism_learning_rate", "num_train_epochs", "temperature"):
+        if values[name] is not None and not values[name] > 0:
+            yield f"`--{name} {values[name]}`: allowed is a number above 0"
+    for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed", *WEIGHTS):
+        if not values[name] >= 0:
+            yield f"`--{name} {values[name]}`: allowed is 0 or more"
+    if values["max_length"] is not None and values["max_length"] < 2:
+        yield f"`--max_length {values['max_length']}`: allowed is 2 or more"
+    if not 0 < values["mlm_probability"] < 1:
+        yield f"`--mlm_probability {values['mlm_probability']}`: allowed is a number between 0 and 1"
+    if not 0 <= values["warmup_ratio"] < 1:
+        yield f"`--warmup_ratio {values['warmup_ratio']}`: allowed is a number from 0 to below 1"
+
+
+def _files(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    for name in ("train_file", "validation_file"):
+        path = getattr(data, name)
+        if path is None:
+            continue
+        if Path(path).suffix not in FILE_TYPES:
+            yield f"`--{name} {path}`: allowed are files named {', '.join('*' + kind for kind in FILE_TYPES)}"
+        elif not Path(path).is_file():
+            yield f"`--{name} {path}`: there is no such file"
+        elif Path(path).suffix == ".txt" and recipe.model.task == "sequence_classification":
+            yield f"`--{name} {path}`: a .txt has no classes; use .jsonl, .csv or .tsv with a label column"
+    if data.dataset_name is not None and data.train_file is not None:
+        yield "`--dataset_name` and `--train_file` exclude each other; give one"
+    if data.dataset_config_name is not None and data.dataset_name is None:
+        yield "`--dataset_config_name` needs `--dataset_name`"
+    if not recipe.has_training and data.validation_file is None:
+        yield "no data: give `--train_file` or `--dataset_name` to train, `--validation_file` alone to evaluate"
+
+
+def _columns(recipe: Recipe) -> Iterator[str]:
+    given, task, data = recipe.given, recipe.model.task, recipe.data
+    only_txt = all(path is None or path.endswith(".txt") for path in (data.train_file, data.validation_file))
+    if "text_column_name" in given and only_txt and data.dataset_name is None:
+        yield "`--text_column_name` does nothing for .txt files; drop it"
+    if "label_column_name" in given and task != "sequence_classification":
+        yield f"`--label_column_name` does nothing for `--task {task}`; drop it or use sequence_classification"
+    if "mlm_probability" in given and task != "masked_lm":
+        yield f"`--mlm_probability` does nothing for `--task {task}`; drop it or use masked_lm"
+
+
+def _evaluation(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    if data.validation_file is None and data.dataset_name is None:
+        for name in recipe.given.intersection(EVALUATION_OPTIONS):
+            yield f"`--{name}` needs data to evaluate on: give `--validation_file` or drop it"
+    if data.max_eval_chars is not None and not (data.validation_file or "").endswith(".txt"):
+        yield f"`--max_eval_chars` needs a .txt `--validation_file`, got {data.validation_file}"
+
+
+def _objectives(recipe: Recipe) -> Iterator[str]:
+    weights, task = recipe.objective, recipe.model.task
+    teacher = recipe.model.teacher_name_or_path
+    if task == "embedding":
+        if teacher is None:
+            yield "`--task embedding` learns from a teacher: give `--teacher_name_or_path`"
+        for name in ("task_loss_weight", "logits_kl_weight"):
+            if getattr(weights, name):
+                yield f"`--{name} {getattr(weights, name)}`: an embedding model has no logits; set it to 0"
+    if not recipe.has_training:
+        return
+    used = [name for name in TEACHER_WEIGHTS if getattr(weights, name)]
+    if teacher is None:
+        for name in used:
+            yield f"`--{name} {getattr(weights, name)}` needs `--teacher_name_or_path`"
+    if not any(getattr(weights, name) for name in WEIGHTS):
+        yield f"nothing to learn from: every weight is 0; set one of {', '.join('--' + name for name in WEIGHTS)}"
+    elif teacher is not None and not used and task != "embedding":
+        yield f"`--teacher_name_or_path {teacher}` is not used: set one of {', '.join(TEACHER_WEIGHTS)} above 0"
+    yield from _unused_details(recipe, weights)
+
+
+def _unused_details(recipe: Recipe, weights: ObjectiveArguments) -> Iterator[str]:
+    if "temperature" in recipe.given and not weights.logits_kl_weight:
+        yield "`--temperature` belongs to `--logits_kl_weight`, which is 0; drop it or set the weight"
+    if "hidden_state_layers" in recipe.given and not weights.hidden_state_weight:
+        yield "`--hidden_state_layers` belongs to `--hidden_state_weight`, which is 0; drop it or set the weight"
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    plan = recipe.optimization
+    if plan.warmup_ratio and plan.warmup_steps:
+        yield "`--warmup_ratio` and `--warmup_steps` exclude each other; give one"
+    if plan.lr_scheduler_type == "constant" and (plan.warmup_ratio or plan.warmup_steps):
+        yield "`--lr_scheduler_type constant` has no warmup; use constant_with_warmup or drop the warmup"
+    if recipe.model.trainable == "mechanism" and {"learning_rate", "mechanism_learning_rate"} <= recipe.given:
+        yield "`--learning_rate` does nothing with `--trainable mechanism` and `--mechanism_learning_rate`; drop one"
+
+
+def _folder(recipe: Recipe) -> Iterator[str]:
+    run, path = recipe.run, recipe.output_dir
+    resume = run.resume_from_checkpoint
+    if resume is not None and run.overwrite_output_dir:
+        yield "`--resume_from_checkpoint` and `--overwrite_output_dir` exclude each other; give one"
+    if resume not in (None, "latest") and not (Path(str(resume)) / "trainer_state.json").is_file():
+        yield f"`--resume_from_checkpoint {resume}`: not a checkpoint folder of this script; allowed: latest or a path"
+    if path.exists() and not path.is_dir():
+        yield f"`--output_dir {path}` is a file; give a folder"
+    elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:
+        yield (
+            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest` to go on, "
+            "or `--overwrite_output_dir` to start over"
+        )
+    if run.save_total_limit is not None and run.checkpointing_steps is None:
+        yield "`--save_total_limit` needs `--checkpointing_steps`"
+
+
+def _modes(recipe: Recipe) -> Iterator[str]:
+    if recipe.has_training:
+        return
+    for name in sorted(recipe.given - EVALUATION_ONLY):
+        yield f"`--{name}` does nothing without training data; give `--train_file` or drop it"
+    if recipe.model.teacher_name_or_path is not None and recipe.model.task != "embedding":
+        yield "`--teacher_name_or_path` is not used when a language model or classifier is only evaluated; drop it"
