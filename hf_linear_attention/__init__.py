@@ -18,9 +18,10 @@ __version__ = "0.1.0"
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
     "convert": "conversion_api",
+    "convert_config": "conversion_api",
     "softmax_attention": "modeling_linear_attention",
 }
-__all__ = ["LinearAttentionSettings", "convert", "softmax_attention", "supported_model_types"]
+__all__ = ["LinearAttentionSettings", "convert", "convert_config", "softmax_attention", "supported_model_types"]
 
 register()
 

@@ -17,6 +17,8 @@ maximum per feature of the key exponents, and a query uses exp(u + m - max(u + m
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -48,7 +50,8 @@ def kernel_attention(
         query_features: `[B, H, N, F]`, non-negative features, or their logarithms when `log_features`.
         key_features: `[B, Hkv, S, F]`, likewise. In the causal form S = N and the state lies before the first token.
         value: `[B, Hkv, S, D]`.
-        key_mask: bool `[B, S]`, False where a key takes no part. A query that sees no key at all returns 0.
+        key_mask: bool `[B, S]`, False where a key takes no part. A query that sees no key at all returns 0. Integers
+            number packed sequences from 1 (0 at padding): a query then sees the keys of its own sequence alone.
         state: the state after the tokens before these, or None at the start.
 
     Returns:
@@ -58,21 +61,24 @@ def kernel_attention(
     batch, num_kv_heads, _, _ = key_features.shape
     query_features = query_features.to(dtype).unflatten(1, (num_kv_heads, -1))
     key_features, values = key_features.to(dtype), with_ones(value, dtype)
+    segments = None
+    if key_mask is not None and key_mask.dtype != torch.bool:
+        segments, key_mask = key_mask, key_mask > 0
     if key_mask is not None:
         key_mask = key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
     if is_causal:
         size = _block_size(key_features, key_mask, maximum) if log_features else BLOCK_SIZES[0]
-        blocks = []
-        masks = key_mask.split(size, dim=2) if key_mask is not None else None
         # `.split` and not slices: autograd through slices of one tensor costs O(N^2).
-        for index, (query, key, val) in enumerate(
-            zip(query_features.split(size, dim=3), key_features.split(size, dim=2), values.split(size, dim=2))
-        ):
-            mask = masks[index] if masks is not None else None
-            output, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True)
+        parts = [query_features.split(size, dim=3), key_features.split(size, dim=2), values.split(size, dim=2)]
+        count = len(parts[1])
+        masks = key_mask.split(size, dim=2) if key_mask is not None else [None] * count
+        together = _sequence_masks(segments, size) if segments is not None else [None] * count
+        blocks = []
+        for query, key, val, mask, same in zip(*parts, masks, together):
+            output, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True, same)
             blocks.append(output)
-        output = torch.cat(blocks, dim=3) if len(blocks) > 1 else blocks[0]
+        output = torch.cat(blocks, dim=3) if count > 1 else blocks[0]
     else:
         output, sums, maximum = _block(query_features, key_features, values, key_mask, sums, maximum, log_features, False)
     return normalize(output).flatten(1, 2), pack_state(sums, maximum)
@@ -101,23 +107,55 @@ def pack_state(sums: torch.Tensor, maximum: torch.Tensor | None) -> torch.Tensor
     return sums if maximum is None else torch.cat((sums, maximum.unsqueeze(-1)), dim=-1)
 
 
-def _block(query, key, values, mask, sums, maximum, log_features, is_causal):
+def _block(query, key, values, mask, sums, maximum, log_features, is_causal, together=None):
     """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, D + 1]`, `mask [B, 1, C, 1]`."""
     if log_features:
         query, key, sums, maximum = _exponentiate(query, key, mask, sums, maximum)
     if mask is not None:
         key = key * mask
-    rows = query.flatten(2, 3)
-    new_sums = key.transpose(-1, -2) @ values
-    if sums is not None:
-        new_sums = sums + new_sums
+    rows, group = query.flatten(2, 3), query.shape[2:4]
     if not is_causal:
-        return (rows @ new_sums).unflatten(2, query.shape[2:4]), new_sums, maximum
-    scores = (rows @ key.transpose(-1, -2)).unflatten(2, query.shape[2:4]).tril().flatten(2, 3)
-    output = scores @ values
-    if sums is not None:
-        output = output + rows @ sums
-    return output.unflatten(2, query.shape[2:4]), new_sums, maximum
+        new_sums = _add(sums, key.transpose(-1, -2) @ values)
+        return (rows @ new_sums).unflatten(2, group), new_sums, maximum
+    scores = (rows @ key.transpose(-1, -2)).unflatten(2, group).tril()
+    carried = (rows @ sums).unflatten(2, group) if sums is not None else None
+    if together is not None:
+        scores = scores * together.pairs
+        carried = carried * together.with_carried if carried is not None else None
+        sums = sums * together.carried_stays if sums is not None else None
+        key = key * together.key_stays
+    output = _add(carried, (scores.flatten(2, 3) @ values).unflatten(2, group))
+    return output, _add(sums, key.transpose(-1, -2) @ values), maximum
+
+
+def _add(carried: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    return new if carried is None else carried + new
+
+
+class _Together(NamedTuple):
+    """Which tokens of a block belong to one packed sequence; every mask broadcasts over heads."""
+
+    pairs: torch.Tensor  # [B, 1, 1, C, C] query and key
+    with_carried: torch.Tensor  # [B, 1, 1, C, 1] query and the last token before the block
+    carried_stays: torch.Tensor  # [B, 1, 1, 1] the last token of the block and the last before it
+    key_stays: torch.Tensor  # [B, 1, C, 1] key and the last token of the block
+
+
+def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
+    """`segments [B, S]`, 0 at padding, in blocks of `size`: the state belongs to the sequence of the newest token."""
+    segments = segments.cummax(dim=1).values  # padding goes with the sequence before it; its keys are masked anyway
+    blocks, last = [], segments[:, :1]
+    for block in segments.split(size, dim=1):
+        before, last = last, block[:, -1:]
+        blocks.append(
+            _Together(
+                (block[:, :, None] == block[:, None, :])[:, None, None],
+                (block == before)[:, None, None, :, None],
+                (last == before)[:, None, None],
+                (block == last)[:, None, :, None],
+            )
+        )
+    return blocks
 
 
 def _exponentiate(query, key, mask, sums, maximum):

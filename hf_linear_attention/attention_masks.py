@@ -45,7 +45,7 @@ def linear_attention_mask(
         # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes.
         is_cached = isinstance(q_offset, torch.Tensor) or q_offset + q_length == kv_length
         attention_mask = _new_columns(attention_mask.bool(), q_length if is_cached else kv_length, q_offset)
-        if not _is_tracing() and attention_mask.all():
+        if not is_tracing() and attention_mask.all():
             attention_mask = None
     if segments is None:
         return None if attention_mask is None else attention_mask[:, None, None]
@@ -54,7 +54,8 @@ def linear_attention_mask(
     return segments[:, None, None]
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
+    """Inside a graph (torch.compile, torch.export) nothing may branch on data."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -79,14 +80,15 @@ def _packed_segments(mask_function, batch_size, length, offset, device) -> torch
     rows = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, length, device=device)[None, :] + offset
     head = torch.zeros((), dtype=torch.long, device=device)
-    if torch.as_tensor(mask_function(rows, head, later - 1, later)).any():
+    looks_ahead = torch.as_tensor(mask_function(rows, head, later - 1, later))
+    if not is_tracing() and looks_ahead.any():
         raise ValueError(
             "Linear attention got a mask in which tokens of a causal model look ahead (a prefix or a block that is "
             "bidirectional); it cannot honour that. Keep these layers softmax (setting `layers`)."
         )
     connected = torch.as_tensor(mask_function(rows, head, later, later - 1), device=device)
     connected = connected.expand(batch_size, length - 1)
-    if not _is_tracing() and connected.all():
+    if not is_tracing() and connected.all():
         return None
     first = torch.ones(batch_size, 1, dtype=torch.long, device=device)
     return torch.cat((first, (~connected).long()), dim=1).cumsum(dim=1)
@@ -133,7 +135,7 @@ def _read_square_mask(mask, length, seen, is_causal):
     previous[:, 0] = -1
     together = square.gather(2, previous.clamp(min=0).unsqueeze(2)).squeeze(2) | (previous < 0) | ~valid
     segments = ((~together).long().cumsum(dim=1) + 1) * valid
-    if _is_tracing():
+    if is_tracing():
         return valid, None
     _check_square_mask(square, segments, is_causal)
     return (None if valid.all() else valid), (segments if (segments > 1).any() else None)

@@ -31,8 +31,8 @@ class Option:
         """What is wrong with this value, or None."""
         if value is None and self.default is None:
             return None
-        number = self.kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number and self.kind(value) == value) and not isinstance(value, self.kind):
+        allowed = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
             return f"must be of type {self.kind.__name__}"
         if self.choices and value not in self.choices:
             return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
@@ -102,7 +102,8 @@ class AttentionMechanism(nn.Module):
         Args:
             query: `[B, H, N, D]`, after rotary embedding and normalisation.
             key, value: `[B, Hkv, S, D]`; with a state, only the keys after it.
-            attention_mask: bool `[B, S]`, False at padded keys, or None.
+            attention_mask: bool `[B, S]`, False at padded keys, or None. Inside a traced graph a causal mechanism may
+                get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
             scaling: the factor of the layer's q·k.
             state: what came before, as returned by an earlier call; never changed in place. None at the start.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 
 PREFIX = "linear_"
@@ -174,13 +174,17 @@ def model_heads(model_type: str) -> dict[str, str]:
     """`{auto class: stock model class}` for every head that transformers knows for a stock model type."""
     from transformers.models.auto import modeling_auto  # imports torch's compiler: half a second, not at import of ours
 
+    family = CONFIG_MAPPING_NAMES[model_type].removesuffix("Config")
     heads = {}
     for name, auto_class in vars(modeling_auto).items():
         mapping = getattr(auto_class, "_model_mapping", None)
-        if name.startswith("AutoModel") and mapping is not None:
-            stock = mapping._model_mapping.get(model_type)
-            if stock is not None:
-                heads[name] = stock[0] if isinstance(stock, (tuple, list)) else stock
+        if not name.startswith("AutoModel") or mapping is None:
+            continue
+        stock = mapping._model_mapping.get(model_type) or ""
+        stock = stock[0] if isinstance(stock, (tuple, list)) else stock
+        # Some heads wrap this model type in a composite of another one, with a config of its own.
+        if stock.startswith(family):
+            heads[name] = stock
     return heads
 
 

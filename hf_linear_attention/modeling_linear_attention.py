@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
+from transformers import AttentionInterface, AutoModel, GenerationMixin, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -27,6 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
 from .attention_masks import attend_packed
+from .attention_masks import is_tracing
 from .attention_masks import linear_attention_mask
 from .attention_masks import read_mask
 from .attention_mechanism import LayerShape
@@ -91,7 +92,9 @@ class LinearizedAttention:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
 
     def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
-        if segments is not None:
+        if segments is not None and is_tracing():
+            key_mask = segments
+        elif segments is not None:
 
             def attend(query, key, value, mask):
                 return self.linear_attention(
@@ -145,8 +148,12 @@ class LinearAttentionModelMixin:
     stock_class: type[PreTrainedModel]
 
     def __init__(self, config, *args, **kwargs):
+        # The generic classification heads build their base by `AutoModel.from_config`, which must give our class.
+        base_class = getattr(transformers, model_heads(self.stock_class.config_class.model_type)["AutoModel"])
+        AutoModel.register(type(config), linear_model_class(base_class), exist_ok=True)
         super().__init__(config, *args, **kwargs)
-        linearize(self)
+        if not linear_attention_modules(self):
+            linearize(self)
         if not any(parameter.is_meta for parameter in self.parameters()):
             reset_mechanisms(self)
 

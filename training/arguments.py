@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+
 TASKS = ("causal_lm", "masked_lm", "sequence_classification", "embedding")
 
 

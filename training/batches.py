@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from training.packing import IGNORED, Example, Examples, Tokens
 
+
 Batch = dict[str, Tensor]
 
 
@@ -77,7 +78,7 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
     length = max(len(example["input_ids"]) for example in examples)
     batch = {
         "input_ids": _rows([example["input_ids"] for example in examples], length, pad_token_id),
-        "attention_mask": _rows([np.ones(len(example["input_ids"])) for example in examples], length, 0),
+        "attention_mask": _rows([np.ones(len(example["input_ids"]), np.int64) for example in examples], length, 0),
         "index": torch.tensor([example["index"] for example in examples]),
     }
     if all("labels" in example for example in examples):
@@ -88,7 +89,7 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
 
 
 def _rows(values: list[Tokens], length: int, fill: int) -> Tensor:
-    return torch.tensor(np.stack([np.pad(row, (0, length - len(row)), constant_values=fill) for row in values])).long()
+    return torch.tensor(np.stack([np.pad(row, (0, length - len(row)), constant_values=fill) for row in values]))
 
 
 class TrainBatches:

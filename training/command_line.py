@@ -15,6 +15,7 @@ from training.arguments import GROUPS, Recipe
 from training.errors import UsageError
 from training.validation import fill_defaults, find_problems
 
+
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
 
 
@@ -27,7 +28,10 @@ class Parser(HfArgumentParser):
 
 def build_parser(description: str | None = None) -> Parser:
     parser = Parser(
-        GROUPS, allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        list[Any](GROUPS),
+        allow_abbrev=False,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
     return parser
@@ -40,18 +44,20 @@ def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
     argv = [*_yaml_arguments(_config_path(argv), options), *argv]
     _refuse_unknown(argv, options)
     namespace = parser.parse_args(argv)
-    groups = [
-        group(**{name: getattr(namespace, name) for name in group.__dataclass_fields__}) for group in GROUPS
-    ]
-    recipe = Recipe(*groups, given=frozenset(_given(argv)))
+    recipe = Recipe(*(_group(group, namespace) for group in GROUPS))
+    recipe.given = frozenset(_given(argv))
     fill_defaults(recipe)
     if problems := find_problems(recipe):
         raise UsageError(problems)
     return recipe
 
 
+def _group(group: type, namespace: argparse.Namespace) -> Any:
+    return group(**{name: getattr(namespace, name) for name in group.__dataclass_fields__})
+
+
 def _config_path(argv: Sequence[str]) -> str | None:
-    parser = Parser((), allow_abbrev=False, add_help=False)
+    parser = Parser([], allow_abbrev=False, add_help=False)
     parser.add_argument("--config")
     return parser.parse_known_args(argv)[0].config
 

@@ -1,12 +1,13 @@
 """Files and `datasets` data sets to examples of token ids (`packing.py`).
 
-| task                                 | .txt                                         | .jsonl, .csv, .tsv, --dataset_name     |
-| causal_lm, training                  | one stream, cut into blocks                  | BOS + text of every row, then blocks   |
-| causal_lm, evaluation                | overlapping windows, each token scored once  | BOS + text, cut at max_length          |
-| masked_lm, embedding                 | a paragraph is a text, cut at max_length     | a row is a text, cut at max_length     |
-| sequence_classification              | refused                                      | a row, cut at max_length, and its class|
+| task                    | .txt                                        | .jsonl, .csv, .tsv, --dataset_name  |
+| causal_lm, training     | one stream, cut into blocks                 | BOS + text of a row, joined, blocks |
+| causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
+| masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
+| sequence_classification | refused                                     | a row is a text with class, cut     |
 
-Paragraphs are what blank lines separate; in a .txt without blank lines every line is a text.
+"Cut" is to max_length tokens. Paragraphs are what blank lines separate; in a .txt without blank lines every line is
+a text.
 A tokenizer without BOS gets its EOS after each text instead. Everything is tokenised at the start, in memory.
 """
 
@@ -26,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from training.arguments import DataArguments, Recipe
 from training.errors import TrainingError
 from training.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
+
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ def build_examples(
     if task == "causal_lm":
         examples = _causal_examples(texts, tokenizer, max_length, running_text, split == "train")
     else:
+        texts = paragraphs(texts[0]) if running_text else texts
         documents = _tokenize(texts, tokenizer, add_special_tokens=True, truncation=True, max_length=max_length)
         labels = _labels(rows, recipe, classes, split) if task == "sequence_classification" else None
         examples = Documents(_without_empty(documents, keep=labels is not None), labels)
@@ -100,7 +103,7 @@ def _joined(first: int | None, tokens: Tokens, last: int | None = None) -> Token
 
 
 def _texts(rows: datasets.Dataset, data: DataArguments, running_text: bool, max_chars: int | None) -> list[str]:
-    """The texts of `rows`; a running text is one string, split into paragraphs by `paragraphs` where needed."""
+    """The texts of `rows`; a running text is one string."""
     if running_text:
         return ["".join(rows["text"])[:max_chars]]
     name = data.text_column_name
@@ -141,9 +144,7 @@ def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
     return [document for document in documents if len(document)]
 
 
-def _labels(
-    rows: datasets.Dataset, recipe: Recipe, classes: dict[str, int] | None, split: str
-) -> list[int] | None:
+def _labels(rows: datasets.Dataset, recipe: Recipe, classes: dict[str, int] | None, split: str) -> list[int] | None:
     """Class index of every row; None when training only imitates a teacher and the data is unlabelled."""
     name = recipe.data.label_column_name
     if name not in rows.column_names:

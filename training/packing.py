@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+
 Tokens = npt.NDArray[np.int64]
 Example = dict[str, Any]
 IGNORED = -100  # the label that cross-entropy skips
@@ -33,7 +34,7 @@ class Examples(Protocol):
 
 
 class PackedBlocks:
-    """A stream of tokens cut into blocks of `block_size`; the last one may be shorter, no token is dropped."""
+    """A stream of tokens cut into blocks of `block_size`; the last one may be shorter."""
 
     def __init__(self, stream: Tokens, block_size: int) -> None:
         self.stream, self.block_size = stream, block_size

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from training.arguments import DataArguments, ObjectiveArguments, OptimizationArguments, Recipe, RunArguments
 
+
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv")
 WEIGHTS = ("task_loss_weight", "logits_kl_weight", "hidden_state_weight", "embedding_weight")
 TEACHER_WEIGHTS = WEIGHTS[1:]

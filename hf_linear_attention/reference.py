@@ -1,0 +1,75 @@
+"""Float64 oracles, written as in the papers and as slowly: the N x N weights are formed. The tests compare with them.
+
+Axes: B batch, H query heads, Hkv key/value heads, N queries, S keys, D head dimension, F features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """`[B, Hkv, S, D]` -> `[B, H, S, D]`: each key/value head serves H / Hkv query heads."""
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def attend(log_weights: torch.Tensor, value: torch.Tensor, key_mask=None, is_causal: bool = False) -> torch.Tensor:
+    """Normalised attention from the logarithms of its weights `[B, H, N, S]`; 0 for a query that sees no key."""
+    queries, keys = log_weights.shape[-2:]
+    visible = torch.ones(queries, keys, dtype=torch.bool)
+    if is_causal:
+        visible = visible.tril(keys - queries)
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, None, :]
+    log_weights = log_weights.masked_fill(~visible, -math.inf)
+    weights = log_weights.softmax(dim=-1).nan_to_num(0.0)
+    return weights @ repeat_heads(value.double(), log_weights.shape[1])
+
+
+def kernel_attention(query_features, key_features, value, *, log_features, key_mask=None, is_causal=False):
+    """Katharopoulos 2020, equation 4: weights phi(q_i)·phi(k_j), from features or their logarithms."""
+    query_features = query_features.double()
+    key_features = repeat_heads(key_features.double(), query_features.shape[1])
+    if log_features:
+        exponents = query_features.unsqueeze(-2) + key_features.unsqueeze(-3)
+        return attend(exponents.logsumexp(dim=-1), value, key_mask, is_causal)
+    return attend((query_features @ key_features.transpose(-1, -2)).log(), value, key_mask, is_causal)
+
+
+def elu1(x: torch.Tensor) -> torch.Tensor:
+    """Katharopoulos 2020, equation 7."""
+    x = x.double()
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """Performer 2020, section 4: generalised attention with f = ReLU and the kernel epsilon 1e-3."""
+    return x.double().clamp(min=0) + 1e-3
+
+
+def hedgehog(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Hedgehog 2024, section 4.2: [softmax(x W), softmax(-x W)] per head; x `[B, H, N, D]`, weight `[H, D, F / 2]`."""
+    projected = torch.einsum("bhnd,hdf->bhnf", x.double() * math.sqrt(scaling), weight.double())
+    return torch.cat((projected.softmax(-1), (-projected).softmax(-1)), dim=-1)
+
+
+def favor(x: torch.Tensor, projection: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Logarithms of FAVOR+ (Performer 2020, Lemma 1): w·x - |x|^2 / 2 - log(F) / 2 with x scaled by sqrt(scaling)."""
+    x = x.double() * math.sqrt(scaling)
+    return x @ projection.double().T - x.square().sum(-1, keepdim=True) / 2 - math.log(projection.shape[0]) / 2
+
+
+def exp_keys(x, weight, bias, norm_weight, scaling: float) -> torch.Tensor:
+    """Logarithms of the learned exponential features of keys: x W + b - a |x|^2 / 2, x scaled by sqrt(scaling)."""
+    x = x.double() * math.sqrt(scaling)
+    return x @ weight.double() + bias.double() - norm_weight.double() * x.square().sum(-1, keepdim=True) / 2
+
+
+def linformer(query, key, value, key_projection, value_projection, scaling: float) -> torch.Tensor:
+    """Linformer 2020, equation 7: softmax(q (E K)^T) (F V) for one unpadded input of the full length."""
+    heads = query.shape[1]
+    key, value = key_projection.double() @ key.double(), value_projection.double() @ value.double()
+    logits = scaling * query.double() @ repeat_heads(key, heads).transpose(-1, -2)
+    return logits.softmax(dim=-1) @ repeat_heads(value, heads)

@@ -1,0 +1,77 @@
+"""Settings are validated together, by name, when the config is built."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hf_linear_attention import LinearAttentionSettings, convert, convert_config
+from hf_linear_attention.configuration_linear_attention import parse_layers
+from matrix import stock_config, stock_model
+
+
+def test_defaults_are_filled_in_and_survive_json(tmp_path):
+    config = convert_config(stock_config("llama"), mechanism="performer")
+    assert config.model_type == "linear_llama"
+    assert config.linear_attention == {"mechanism": "performer", "num_features": None, "seed": 0, "layers": "all"}
+    config.save_pretrained(tmp_path)
+    again = type(config).from_pretrained(tmp_path)
+    assert again.linear_attention == config.linear_attention
+    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(ValueError) as error:
+        LinearAttentionSettings(
+            {"mechanism": "linear", "feature_map": "gelu", "num_feature": 3, "layers": [0, 9]}, num_layers=4
+        )
+    message = str(error.value)
+    for part in ("`feature_map` = 'gelu'", "`elu1`", "`num_feature` is not an option", "`num_features`", "names [9]", "0 to 3"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mechanism": "flash"}, "must be one of `linear`"),
+        ({"mechanism": "linear", "feature_map": "elu1", "num_features": 8}, "has no effect"),
+        ({"mechanism": "linear", "feature_map": "hedgehog", "num_features": 7}, "must be even"),
+        ({"mechanism": "performer", "num_features": 0}, "at least 1"),
+        ({"mechanism": "performer", "num_features": 2.5}, "type int"),
+        ({"mechanism": "performer", "num_features": True}, "type int"),
+        ({"mechanism": "linear", "layers": "some"}, "`all`, `none` or a list"),
+        ({"mechanism": "linformer"}, "sets no limit"),
+    ],
+)
+def test_impossible_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LinearAttentionSettings(settings)
+
+
+def test_causal_linformer_is_refused_when_the_config_is_built():
+    with pytest.raises(ValueError, match=r"`linformer` has no causal form, which `gpt2` needs; use one of `linear`, `performer`"):
+        convert_config(stock_config("gpt2"), mechanism="linformer", projection_size=8)
+    with pytest.raises(ValueError, match="no causal form"):
+        convert_config(stock_config("bert", is_decoder=True), mechanism="linformer", projection_size=8)
+    assert convert_config(stock_config("bert"), mechanism="linformer", projection_size=8)
+    with pytest.raises(ValueError, match="`projection_size` = 100 is larger than the longest input, 64"):
+        convert_config(stock_config("bert"), mechanism="linformer", projection_size=100)
+
+
+def test_converting_twice_or_the_unknown_is_refused():
+    model = convert(stock_model("llama"))
+    with pytest.raises(ValueError, match="converted already"):
+        convert(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("all", "all"), ("none", "none"), ("0,2,4-7", [0, 2, 4, 5, 6, 7]), ("3", [3]), ("1, 0", [0, 1])]
+)
+def test_parse_layers(text, layers):
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "4-2", "-1", "1,,2"])
+def test_parse_layers_refuses(text):
+    with pytest.raises(ValueError, match="layers"):
+        parse_layers(text)

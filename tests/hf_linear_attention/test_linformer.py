@@ -1,0 +1,73 @@
+"""Linformer: the paper's formula at full length, means of what is there at any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_linear_attention import reference
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.mechanism_linformer import LinformerAttention, mean_pool_matrix
+from matrix import build_mechanism, stock_model
+from hf_linear_attention import convert
+
+
+ROWS = ("linformer-none", "linformer-headwise", "linformer-key-value", "linformer-layerwise")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_full_length_is_the_formula_of_the_paper(row):
+    mechanism = build_mechanism(row, max_length=24, dtype=torch.float64)
+    query, key = torch.randn(2, 4, 24, 8, dtype=torch.float64), torch.randn(2, 2, 24, 8, dtype=torch.float64)
+    value = torch.randn(2, 2, 24, 8, dtype=torch.float64)
+    leaves = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), *mechanism.parameters()]
+    actual = mechanism(query, key, value, attention_mask=None, scaling=0.3, is_causal=False, state=None)[0]
+    expected = reference.linformer(query, key, value, *mechanism._projections, 0.3).transpose(1, 2)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    direction = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad((actual * direction).sum(), leaves), torch.autograd.grad((expected * direction).sum(), leaves)
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 13, 24])
+def test_a_shorter_input_is_pooled_by_the_count_of_what_is_there(length):
+    """At the start every slot is the mean of the real keys of its segment; slots without keys take no part."""
+    settings = LinearAttentionSettings({"mechanism": "linformer", "projection_size": 6}, max_length=24)
+    mechanism = LinformerAttention(settings, build_mechanism("linformer-none", max_length=24).shape)
+    mechanism.reset_parameters()
+    query, key, value = torch.randn(1, 4, length, 8), torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8)
+    segments = [slice(start, min(start + 4, length)) for start in range(0, length, 4)]
+    means = [torch.stack([x[:, :, part].mean(2) for part in segments], dim=2) for x in (key, value)]
+    weights = (query @ reference.repeat_heads(means[0], 4).transpose(-1, -2) * 0.3).softmax(-1)
+    expected = (weights @ reference.repeat_heads(means[1], 4)).transpose(1, 2)
+    actual = mechanism(query, key, value, attention_mask=None, scaling=0.3, is_causal=False, state=None)[0]
+    torch.testing.assert_close(actual, expected)
+    ones = mechanism(query, key, torch.ones_like(value), attention_mask=None, scaling=0.3, is_causal=False, state=None)
+    torch.testing.assert_close(ones[0], torch.ones_like(ones[0]), rtol=0, atol=1e-6)
+
+
+def test_mean_pool_matrix_averages():
+    pool = mean_pool_matrix(5, 13)
+    torch.testing.assert_close(pool.sum(1), torch.ones(5))
+    assert ((pool > 0).sum(0) == 1).all()
+
+
+@pytest.mark.parametrize(("sharing", "count"), [("none", 288), ("headwise", 24), ("key-value", 12), ("layerwise", 1)])
+def test_sharing_has_the_papers_number_of_matrices(sharing, count, tmp_path):
+    """Linformer 2020, section 4: for 12 layers of 12 heads, 288, 24, 12 or 1 distinct projection matrices."""
+    stock = stock_model("bert", num_hidden_layers=12, num_attention_heads=12, hidden_size=24, intermediate_size=24)
+    model = convert(stock, mechanism="linformer", projection_size=4, projection_sharing=sharing)
+    names = [name for name in model.state_dict() if "_projection" in name]
+    assert sum(model.state_dict()[name].shape[0] for name in names) == count
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    ids = torch.randint(3, 60, (2, 9))
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_an_input_that_is_too_long_says_what_to_do():
+    mechanism = build_mechanism("linformer-headwise", max_length=8)
+    x = torch.randn(1, 2, 9, 8)
+    with pytest.raises(ValueError, match=r"Got 9 positions.*`max_length` = 8.*--max_length"):
+        mechanism(torch.randn(1, 4, 9, 8), x, x, attention_mask=None, scaling=1.0, is_causal=False, state=None)

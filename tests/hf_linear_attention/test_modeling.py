@@ -1,0 +1,224 @@
+"""The class swap, for every family: what is kept, what is new, what no option can undo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import hf_linear_attention
+import pytest
+import torch
+import transformers
+from hf_linear_attention import convert, softmax_attention, supported_model_types
+from hf_linear_attention.configuration_linear_attention import model_heads
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from matrix import DECODERS, ENCODERS, FAMILY_ROWS, sample_inputs, stock_config, stock_model
+
+
+SETTINGS = {
+    "linear": {"mechanism": "linear", "feature_map": "exp", "num_features": 16},
+    "performer": {"mechanism": "performer", "num_features": 16},
+    "linformer": {"mechanism": "linformer", "projection_size": 8},
+}
+CASES = [
+    (family, name)
+    for family in FAMILY_ROWS
+    for name in SETTINGS
+    if name != "linformer" or family in ENCODERS
+]
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+def test_every_supported_family_has_a_row():
+    assert sorted(FAMILY_ROWS) == supported_model_types()
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_conversion_keeps_the_weights_and_changes_the_attention(family, name, tmp_path):
+    stock, inputs = stock_model(family), sample_inputs(family)
+    model = convert(stock, **SETTINGS[name])
+    base, ours = stock.state_dict(), model.state_dict()
+    assert set(base) <= set(ours)
+    assert all(torch.equal(base[key], ours[key]) for key in base)
+    assert all(".linear_attention." in key for key in set(ours) - set(base))
+    assert len(linear_attention_modules(model)) == 3
+    assert all(torch.isfinite(tensor).all() for tensor in ours.values())
+    output = outputs(model, inputs)
+    assert torch.isfinite(output).all()
+    assert (output - outputs(stock, inputs)).abs().max() > 1e-3
+
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(outputs(again, inputs), output)
+    assert all(torch.equal(a, b) for a, b in zip(ours.values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize("family", FAMILY_ROWS)
+def test_softmax_attention_gives_back_the_original(family):
+    stock, inputs = stock_model(family), sample_inputs(family)
+    model = convert(stock, mechanism="linear")
+    before = outputs(model, inputs)
+    with softmax_attention(model) as teacher:
+        assert torch.equal(outputs(teacher, inputs), outputs(stock, inputs))
+        if family in DECODERS:
+            tokens = teacher.generate(**inputs, max_new_tokens=5, do_sample=False)
+            assert torch.equal(tokens, stock.generate(**inputs, max_new_tokens=5, do_sample=False))
+    assert torch.equal(outputs(model, inputs), before)
+
+
+@pytest.mark.parametrize("family", FAMILY_ROWS)
+def test_no_converted_layers_is_bit_identical(family, tmp_path):
+    stock, inputs = stock_model(family), sample_inputs(family)
+    model = convert(stock, layers="none")
+    assert set(model.state_dict()) == set(stock.state_dict())
+    mask = {} if family == "vit" else {"attention_mask": torch.tensor([[0] * 3 + [1] * 10, [1] * 13])}
+    expected = stock(**inputs, **mask, output_hidden_states=True)
+    actual = model(**inputs, **mask, output_hidden_states=True)
+    assert torch.equal(actual[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(actual.hidden_states, expected.hidden_states))
+
+
+@pytest.mark.parametrize(
+    ("family", "auto_class"),
+    [(f, a) for f in FAMILY_ROWS for a in model_heads(f) if a not in ("AutoModelForPreTraining", "AutoModelWithLMHead")],
+)
+def test_every_head_loads_through_its_auto_class(family, auto_class, tmp_path):
+    config = hf_linear_attention.convert_config(stock_config(family), mechanism="performer", num_features=8)
+    model = getattr(transformers, auto_class).from_config(config)
+    assert type(model).__name__ == "Linear" + model_heads(family)[auto_class]
+    model.save_pretrained(tmp_path)
+    again = getattr(transformers, auto_class).from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert len(linear_attention_modules(base)) == 3
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILY_ROWS if f != "vit"])
+def test_padding_changes_no_real_token(family):
+    # Absolute positions: padding on the right, so that the real tokens keep theirs.
+    for settings in (SETTINGS["linear"], {**SETTINGS["performer"], "layers": [0, 2]}):
+        model = convert(stock_model(family), **settings)
+        ids = sample_inputs(family)["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[0, 9:] = 0
+        output = outputs(model, {"input_ids": ids, "attention_mask": mask})
+        alone = outputs(model, {"input_ids": ids[:1, :9]})
+        torch.testing.assert_close(output[:1, :9], alone, rtol=1e-4, atol=1e-4)
+        ids[0, 9:] = 5
+        torch.testing.assert_close(outputs(model, {"input_ids": ids, "attention_mask": mask})[:1, :9], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "linear_attention"])
+def test_no_attention_implementation_turns_a_converted_layer_back(implementation):
+    stock, inputs = stock_model("llama"), sample_inputs("llama")
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, :4] = 0
+    model = convert(stock, mechanism="linear")
+    expected = outputs(model, inputs)
+    model.set_attn_implementation(implementation)
+    torch.testing.assert_close(outputs(model, inputs)[:, 4:], expected[:, 4:], rtol=0, atol=1e-5)
+
+
+def test_some_layers_stay_softmax():
+    stock, inputs = stock_model("gpt2"), sample_inputs("gpt2")
+    model = convert(stock, mechanism="linear", layers=[1])
+    assert list(linear_attention_modules(model)) == ["transformer.h.1.attn"]
+    expected = stock(**inputs, output_hidden_states=True).hidden_states
+    actual = model(**inputs, output_hidden_states=True).hidden_states
+    assert torch.equal(actual[1], expected[1])
+    assert not torch.allclose(actual[2], expected[2])
+
+
+def test_packed_sequences_are_independent():
+    for family in ("llama", "gpt2", "gpt_neox"):
+        model = convert(stock_model(family), mechanism="linear")
+        ids = torch.randint(3, 64, (1, 23))
+        lengths = (5, 11, 7)
+        position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+        packed = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+        parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, dim=1)]
+        torch.testing.assert_close(packed, torch.cat(parts, dim=1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_family_without_the_interface_is_refused():
+    with pytest.raises(ValueError, match="no self-attention that goes through transformers' attention interface"):
+        convert(transformers.MPNetModel(transformers.MPNetConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)))
+
+
+def test_training_moves_the_mechanism_and_the_base_and_checkpointing_agrees():
+    losses, gradients = [], []
+    for checkpointing in (False, True):
+        model = convert(stock_model("llama"), mechanism="linear").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(5))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        assert all(g is not None and g.abs().sum() > 0 for g in gradients[-1].values())
+    assert losses[0] == losses[1]
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_half_precision_and_autocast_keep_float32_sums():
+    stock, inputs = stock_model("llama"), sample_inputs("llama", length=40)
+    model = convert(stock, mechanism="linear")
+    expected = outputs(model, inputs)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = copy.deepcopy(model).to(dtype)
+        with torch.no_grad():
+            out = half(**inputs, use_cache=True)
+        assert out.logits.dtype == dtype
+        assert all(layer.state[0].dtype == torch.float32 for layer in out.past_key_values.layers)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        out = model(**inputs, use_cache=True)
+    assert out.past_key_values.layers[0].state[0].dtype == torch.float32
+    # 8 bits of mantissa through three layers
+    assert ((out.logits.float() - expected).norm() / expected.norm()) < 0.1
+
+
+def test_attention_weights_can_be_looked_at():
+    model, inputs = convert(stock_model("llama"), mechanism="linear"), sample_inputs("llama")
+    weights = model(**inputs, output_attentions=True).attentions
+    assert [w.shape for w in weights] == [(2, 4, 13, 13)] * 3
+    torch.testing.assert_close(weights[0].sum(-1), torch.ones(2, 4, 13))
+    assert (weights[0].triu(1) == 0).all()
+    torch.testing.assert_close(model(**inputs, output_attentions=True).logits, model(**inputs).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_classes_pickle_and_copy():
+    model, inputs = convert(stock_model("qwen3"), mechanism="performer"), sample_inputs("qwen3")
+    expected = outputs(model, inputs)
+    assert torch.equal(outputs(copy.deepcopy(model), inputs), expected)
+    assert torch.equal(outputs(pickle.loads(pickle.dumps(model)), inputs), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bert"])
+def test_torch_compile_of_the_whole_forward(family):
+    model = convert(stock_model(family), **SETTINGS["linear"])
+    model.config.use_cache = False
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = sample_inputs(family, length=37)
+    torch.testing.assert_close(outputs(compiled, inputs), outputs(model, inputs), rtol=1e-4, atol=1e-4)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, 20:] = 0
+    expected = outputs(model, inputs)
+    actual = outputs(compiled, inputs)
+    torch.testing.assert_close(actual[0, :20], expected[0, :20], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_packed_sequences_inside_a_graph():
+    model = convert(stock_model("llama"), **SETTINGS["linear"])
+    model.config.use_cache = False
+    ids, lengths = torch.randint(3, 64, (2, 40)), (5, 17, 18)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None].repeat(2, 1)
+    inputs = {"input_ids": ids, "position_ids": position_ids}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(outputs(compiled, inputs), outputs(model, inputs), rtol=1e-4, atol=1e-4)

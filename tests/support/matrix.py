@@ -1,0 +1,105 @@
+"""The matrices that every mechanism and every family must join, and the builders of their tiny random twins."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.mechanisms import MECHANISMS
+
+
+# One row a mechanism and feature map: the settings, for head_dim 8.
+MECHANISM_ROWS = {
+    "linear-elu1": {"mechanism": "linear", "feature_map": "elu1"},
+    "linear-relu": {"mechanism": "linear", "feature_map": "relu"},
+    "linear-exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 24},
+    "linear-hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
+    "performer": {"mechanism": "performer", "num_features": 20, "seed": 3},
+    "linformer-none": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "none"},
+    "linformer-headwise": {"mechanism": "linformer", "projection_size": 8},
+    "linformer-key-value": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "key-value"},
+    "linformer-layerwise": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "layerwise"},
+}
+
+
+def rows(**capabilities: bool) -> list[str]:
+    """The ids of the rows whose mechanism has these class attributes."""
+    return [
+        name
+        for name, settings in MECHANISM_ROWS.items()
+        if all(getattr(MECHANISMS[settings["mechanism"]], key) == value for key, value in capabilities.items())
+    ]
+
+
+def build_mechanism(row: str, num_heads=4, num_key_value_heads=2, head_dim=8, max_length=97, dtype=torch.float32):
+    """An initialised mechanism whose learned parameters are moved off their starting values."""
+    settings = MECHANISM_ROWS[row]
+    shape = LayerShape(num_heads, num_key_value_heads, head_dim, 0, max_length)
+    mechanism = MECHANISMS[settings["mechanism"]](LinearAttentionSettings(settings, max_length=max_length), shape)
+    mechanism.reset_parameters()
+    with torch.no_grad():
+        for parameter in mechanism.parameters():
+            parameter += 0.1 * parameter.abs().mean() * torch.randn_like(parameter)
+    return mechanism.to(dtype)
+
+
+_TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+# A wide initialisation: at the usual 0.02 the attention of an untrained model is uniform and proves nothing.
+_WIDE = {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LONG = {"max_position_embeddings": 64}
+
+# One row a family: the stock config class and its tiny sizes.
+FAMILY_ROWS = {
+    "bert": ("BertConfig", {**_TEXT, **_LONG, **_WIDE}),
+    "roberta": ("RobertaConfig", {**_TEXT, **_WIDE, "max_position_embeddings": 80}),
+    "distilbert": (
+        "DistilBertConfig",
+        {"vocab_size": 64, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, **_LONG, **_WIDE},
+    ),
+    "vit": (
+        "ViTConfig",
+        {**{k: v for k, v in _TEXT.items() if k != "vocab_size"}, "image_size": 12, "patch_size": 2, "initializer_range": 0.3},
+    ),
+    "gpt2": ("GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **_WIDE}),
+    "gpt_neox": ("GPTNeoXConfig", {**_TEXT, **_LONG, **_WIDE}),
+    "opt": (
+        "OPTConfig",
+        {
+            "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 48,
+            "word_embed_proj_dim": 32, "init_std": 0.3, **_LONG,
+            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        },
+    ),
+    "llama": ("LlamaConfig", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2}),
+    "mistral": ("MistralConfig", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3Config", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2, "head_dim": 16}),
+    "phi3": (
+        "Phi3Config",
+        {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+}
+ENCODERS = ("bert", "roberta", "distilbert", "vit")
+DECODERS = tuple(name for name in FAMILY_ROWS if name not in ENCODERS)
+
+
+def stock_config(family: str, **changes):
+    name, fields = FAMILY_ROWS[family]
+    return getattr(transformers, name)(**{**fields, **changes})
+
+
+def stock_model(family: str, auto_class: str | None = None, **changes):
+    """A random stock twin in evaluation mode, by default with the language modelling head (vision: the base)."""
+    auto_class = auto_class or {"vit": "AutoModel"}.get(
+        family, "AutoModelForCausalLM" if family in DECODERS else "AutoModelForMaskedLM"
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, auto_class).from_config(stock_config(family, **changes)).eval()
+
+
+def sample_inputs(family: str, batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if family == "vit":
+        return {"pixel_values": torch.randn(batch, 3, 12, 12, generator=generator)}
+    return {"input_ids": torch.randint(3, 64, (batch, length), generator=generator)}

@@ -1,0 +1,179 @@
+"""Tiny random models, a tokenizer and files of CPython's own documentation; nothing is fetched, nothing is shared."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from training.finetune import main
+from training.logs import read_metrics
+
+
+VOCABULARY = 300
+ROOT = Path(__file__).resolve().parents[2]
+Finetune = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> None:
+    """accelerate keeps one state a process; every test starts its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("datasets")
+    datasets.config.HF_DATASETS_CACHE = cache
+    return cache
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Paragraphs of very different lengths."""
+    return [part for topic in sorted(topics) for part in topics[topic].split("\n\n") if len(part) > 20][:400]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>", "<mask>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+    core.train_from_iterator(texts[:100], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        mask_token="<mask>",
+        unk_token="<unk>",
+        model_max_length=128,
+    )
+
+
+def llama_config(**options: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+    return LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=128, **(sizes | tokens | options))
+
+
+def bert_config(**options: Any) -> BertConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(vocab_size=VOCABULARY, max_position_embeddings=128, **(sizes | no_dropout | options))
+
+
+@pytest.fixture(scope="session")
+def save(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[..., str]:
+    """Save a model class with random weights and the tokenizer; returns the folder."""
+
+    def saved(model_class: type[PreTrainedModel], config: Any, seed: int = 0) -> str:
+        torch.manual_seed(seed)
+        folder = tmp_path_factory.mktemp(model_class.__name__)
+        model_class(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def llama(save: Callable[..., str]) -> str:
+    return save(LlamaForCausalLM, llama_config())
+
+
+@pytest.fixture(scope="session")
+def llama_teacher(save: Callable[..., str]) -> str:
+    return save(LlamaForCausalLM, llama_config(initializer_range=0.2), seed=1)
+
+
+@pytest.fixture(scope="session")
+def bert(save: Callable[..., str]) -> str:
+    return save(BertModel, bert_config())
+
+
+@pytest.fixture(scope="session")
+def bert_teacher(save: Callable[..., str]) -> str:
+    return save(BertModel, bert_config(initializer_range=0.2), seed=1)
+
+
+@pytest.fixture(scope="session")
+def masked(save: Callable[..., str]) -> str:
+    return save(BertForMaskedLM, bert_config())
+
+
+@pytest.fixture(scope="session")
+def masked_teacher(save: Callable[..., str]) -> str:
+    return save(BertForMaskedLM, bert_config(initializer_range=0.2), seed=1)
+
+
+@pytest.fixture(scope="session")
+def classifier(save: Callable[..., str]) -> str:
+    return save(BertForSequenceClassification, bert_config(hidden_dropout_prob=0.1, num_labels=2))
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+    """A folder: train and valid as .txt (paragraphs), .jsonl and labelled .tsv and .csv."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, part in (("train", texts[:60]), ("valid", texts[60:81])):
+        (folder / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        rows = [(" ".join(text.split()), "long" if len(text) > 200 else "short") for text in part]
+        table = "".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *rows])
+        (folder / f"{name}.tsv").write_text(table, encoding="utf-8")
+        with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *rows])
+    return folder
+
+
+@pytest.fixture
+def finetune(tmp_path: Path) -> Finetune:
+    """Run the command line in this process; returns the events of metrics.jsonl."""
+
+    def run(*options: Any, output_dir: Path | None = None, expect: int = 0) -> list[dict[str, Any]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        output_dir = output_dir or tmp_path / "out"
+        code = main([*map(str, options), "--output_dir", str(output_dir)])
+        assert code == expect, f"exit code {code}"
+        return read_metrics(output_dir / "metrics.jsonl") if code == 0 else []
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def environment(dataset_cache: Path) -> dict[str, str]:
+    """For subprocesses: offline, one thread, the tests' data cache."""
+    paths = os.environ.get("PYTHONPATH", "")
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_CACHE": str(dataset_cache),
+        "PYTHONPATH": paths,
+    }

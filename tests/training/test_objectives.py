@@ -1,0 +1,102 @@
+"""Padding is in no loss, and the losses are what their names say."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import BertForMaskedLM, LlamaForCausalLM
+
+from training.arguments import (
+    DataArguments,
+    ModelArguments,
+    ObjectiveArguments,
+    OptimizationArguments,
+    Recipe,
+    RunArguments,
+)
+from training.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
+from training.teacher import Teacher
+
+
+def recipe(task: str, **objective: object) -> Recipe:
+    weights = {f"{name}_weight": 1.0 for name in OBJECTIVES} | {"hidden_state_layers": "all"} | objective
+    groups = (DataArguments(), ObjectiveArguments(**weights), OptimizationArguments(), RunArguments("out"))
+    return Recipe(ModelArguments("model", task), *groups)
+
+
+def ragged_batch(task: str, extra: int, fill: int) -> dict[str, Tensor]:
+    """Two texts of 9 and 5 tokens, padded by `extra` further columns of the token `fill`."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 300, (2, 9), generator=generator)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    chosen = mask.bool() if task == "causal_lm" else mask.bool() & (torch.arange(9) % 3 == 1)
+    labels = ids.masked_fill(~chosen, -100)
+    ids = ids.masked_fill(mask == 0, fill)
+    padded = {"input_ids": (ids, fill), "attention_mask": (mask, 0), "labels": (labels, -100)}
+    return {name: F.pad(value, (0, extra), value=default) for name, (value, default) in padded.items()}
+
+
+@pytest.mark.parametrize("task", ["masked_lm", "causal_lm"])
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -> None:
+    model_class, fixtures = {
+        "masked_lm": (BertForMaskedLM, ("masked", "masked_teacher")),
+        "causal_lm": (LlamaForCausalLM, ("llama", "llama_teacher")),
+    }[task]
+    student, teacher = (model_class.from_pretrained(request.getfixturevalue(f)).eval() for f in fixtures)
+    weights = {f"{other}_weight": float(other == name) for other in OBJECTIVES}
+    objectives = build_objectives(recipe(task, **weights))
+    module = StudentWithObjectives(student, objectives, "all")
+    watcher = Teacher(teacher, nullcontext, needs_logits=True, layers="all")
+    results = []
+    for extra, fill in [(0, 0), (6, 0), (6, 77)]:
+        batch = ragged_batch(task, extra, fill)
+        units = objectives[name][1].units(batch)
+        loss, parts = module(batch, watcher(batch), {name: torch.tensor(1.0)})
+        student.zero_grad()
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+        results.append((units, loss.detach(), gradient))
+    assert results[0][1] > 0.01
+    for units, loss, gradient in results[1:]:
+        assert units == results[0][0]
+        torch.testing.assert_close(loss, results[0][1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, results[0][2], rtol=1e-3, atol=1e-5)
+
+
+def test_task_loss_is_the_loss_of_transformers(llama: str) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama).eval()
+    batch = ragged_batch("causal_lm", 3, 0)
+    objectives = build_objectives(recipe("causal_lm", logits_kl_weight=0, hidden_state_weight=0, embedding_weight=0))
+    units = objectives["task_loss"][1].units(batch)
+    loss, _ = StudentWithObjectives(model, objectives, None)(batch, None, {"task_loss": 1 / units})
+    torch.testing.assert_close(loss, model(**batch).loss)
+
+
+def test_hidden_state_loss_is_relative(masked: str, masked_teacher: str) -> None:
+    """Independent form: mean over layers and real tokens of |s - t|^2 / |t|^2."""
+    student, teacher = (BertForMaskedLM.from_pretrained(path).eval() for path in (masked, masked_teacher))
+    batch = ragged_batch("masked_lm", 2, 0)
+    objectives = build_objectives(recipe("masked_lm", task_loss_weight=0, logits_kl_weight=0, embedding_weight=0))
+    units = objectives["hidden_state"][1].units(batch)
+    watcher = Teacher(teacher, nullcontext, needs_logits=False, layers="all")
+    loss, _ = StudentWithObjectives(student, objectives, "all")(batch, watcher(batch), {"hidden_state": 1 / units})
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "output_hidden_states": True}
+    errors = []
+    with torch.no_grad():
+        pairs = zip(student(**inputs).hidden_states[1:], teacher(**inputs).hidden_states[1:], strict=True)
+        for mine, yours in pairs:
+            for row, column in batch["attention_mask"].nonzero().tolist():
+                s, t = mine[row, column].double(), yours[row, column].double()
+                errors.append((((s - t) ** 2).sum() / (t**2).sum()).item())
+    assert loss.item() == pytest.approx(sum(errors) / len(errors), rel=1e-5)
+
+
+def test_every_objective_has_its_weight_option() -> None:
+    fields = {name for name in ObjectiveArguments.__dataclass_fields__ if name.endswith("_weight")}
+    assert fields == {f"{name}_weight" for name in OBJECTIVES}

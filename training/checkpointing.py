@@ -1,0 +1,172 @@
+"""Folders `checkpoint-<step>`: written under another name, then renamed, so that one that exists is complete.
+
+    config.json, model.safetensors, code, tokenizer    what `save_pretrained` writes: the folder loads with AutoModel
+    optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
+    rng-<process>.pt                                   random state of each process
+    trainer_state.json                                 step, tokens, running means, and the recipe
+
+The data position needs no file: it is the number of the step (`batches.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from training.errors import TrainingError
+
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+TEMPORARY = ".incomplete-"
+# A run cannot go on as the same run when one of these changes.
+FIXED = (
+    *("task", "train_file", "dataset_name", "dataset_config_name", "text_column_name", "label_column_name"),
+    *("max_length", "mlm_probability", "seed", "model_name_or_path", "tokenizer_name", "trainable"),
+    *("mixed_precision", "sequences_per_step", "train_examples"),
+)
+# It may when one of these does, but is not the run it would have been.
+WATCHED = (
+    *("teacher_name_or_path", "task_loss_weight", "logits_kl_weight", "hidden_state_weight", "embedding_weight"),
+    *("hidden_state_layers", "temperature", "learning_rate", "mechanism_learning_rate", "weight_decay"),
+    *("max_grad_norm", "num_train_epochs", "max_train_steps", "max_train_tokens", "lr_scheduler_type"),
+    *("warmup_ratio", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),
+)
+
+
+@dataclass
+class TrainingState:
+    """Where a run is. `sums` are the running sums since the last log line, over all processes."""
+
+    step: int = 0
+    tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    steps_in_sums: int = 0
+
+
+def latest_checkpoint(output_dir: Path) -> Path | None:
+    found = list_checkpoints(output_dir)
+    return found[-1] if found else None
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    folders = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    complete = [path for path in folders if (path / STATE_FILE).is_file()]
+    return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
+
+
+def clean(output_dir: Path, everything: bool) -> None:
+    """Remove half-written folders; with `everything` also the checkpoints and metrics of an earlier run."""
+    for path in output_dir.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path)
+    if everything:
+        for path in list_checkpoints(output_dir):
+            shutil.rmtree(path)
+        (output_dir / "metrics.jsonl").unlink(missing_ok=True)
+
+
+class Checkpointer:
+    """Saves and restores everything that decides how a run goes on."""
+
+    def __init__(
+        self, accelerator: Accelerator, output_dir: Path, recipe: dict[str, Any], save_total_limit: int | None
+    ) -> None:
+        self.accelerator, self.output_dir = accelerator, output_dir
+        self.recipe, self.save_total_limit = recipe, save_total_limit
+
+    def save(
+        self,
+        state: TrainingState,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        parts: dict[str, Any],
+    ) -> Path:
+        """Write `checkpoint-<step>`; `parts` are the objects with a state_dict. Called by all processes."""
+        final = self.output_dir / f"checkpoint-{state.step}"
+        folder = self.output_dir / f"{TEMPORARY}{final.name}"
+        if self.accelerator.is_main_process:
+            folder.mkdir(parents=True)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "optimizer.pt")
+            text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
+            (folder / STATE_FILE).write_text(text, encoding="utf-8")
+        self.accelerator.wait_for_everyone()
+        torch.save(random_state(), folder / f"rng-{self.accelerator.process_index}.pt")
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            shutil.rmtree(final, ignore_errors=True)
+            folder.rename(final)
+            self._rotate()
+        self.accelerator.wait_for_everyone()
+        return final
+
+    def _rotate(self) -> None:
+        if self.save_total_limit is not None:
+            for path in list_checkpoints(self.output_dir)[: -self.save_total_limit]:
+                shutil.rmtree(path)
+
+    def read_state(self, checkpoint: Path) -> TrainingState:
+        """Step and sums of a checkpoint; refuses one of another run."""
+        content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        compare_recipes(content["recipe"], self.recipe, checkpoint)
+        return TrainingState(**content["state"])
+
+    def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
+        """Load optimizer, schedule, scaler and random state. (The weights were loaded from the folder as a model.)"""
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        path = checkpoint / f"rng-{self.accelerator.process_index}.pt"
+        if path.is_file():
+            set_random_state(torch.load(path, weights_only=True))
+        else:
+            logger.warning("%s is missing (more processes than before): dropout will differ", path)
+
+
+def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> None:
+    """Refuse to resume what would be another run; warn where the run goes on, but differently."""
+    changed = {name: f"{name}: {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)}
+    fixed = [changed[name] for name in FIXED if name in changed]
+    if fixed:
+        raise TrainingError(
+            f"cannot resume from {checkpoint}, these decide data order or model: {'; '.join(fixed)}; "
+            "give the old values, or start a new run in another --output_dir"
+        )
+    watched = [changed[name] for name in WATCHED if name in changed]
+    if watched:
+        logger.warning("resuming with changed settings, so not as the uninterrupted run: %s", "; ".join(watched))
+
+
+def random_state() -> dict[str, Any]:
+    """State of every random generator of this process, in types that torch.load accepts with weights_only."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

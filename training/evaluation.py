@@ -1,0 +1,80 @@
+"""Evaluation of a model over a data set, the same figures on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import evaluate
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from training.batches import Batch
+from training.metrics import Accuracy, TeacherCosine, TokenLoss
+from training.objectives import aligned_labels, embedding_cosine, hidden_states_of, run_model
+from training.packing import IGNORED
+from training.teacher import Teacher
+
+
+Figures = tuple[Tensor, Tensor]
+"""Prediction and reference of every example of a batch, as the metric takes them: [B] and [B]."""
+
+
+def token_nats(batch: Batch, outputs: Any, task: str) -> Figures:
+    """Summed cross-entropy and number of scored tokens of every text."""
+    labels = aligned_labels(batch, task)
+    nats = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return nats.double().sum(-1), (labels != IGNORED).sum(-1)
+
+
+def _classes(batch: Batch, outputs: Any) -> Figures:
+    return outputs.logits.argmax(-1), batch["labels"]
+
+
+class Evaluator:
+    """Calls the model on this process's share of the examples and computes the task's metric over all of them."""
+
+    def __init__(self, accelerator: Accelerator, task: str, teacher: Teacher | None) -> None:
+        self.accelerator, self.task, self.teacher = accelerator, task, teacher
+        self.layers = "last" if task == "embedding" else None
+
+    def metric(self) -> evaluate.Metric:
+        metrics: dict[str, Callable[..., evaluate.Metric]] = {
+            "causal_lm": TokenLoss,
+            "masked_lm": TokenLoss,
+            "sequence_classification": Accuracy,
+            "embedding": TeacherCosine,
+        }
+        return metrics[self.task](keep_in_memory=True)  # the default is a file in the home folder
+
+    def figures(self, batch: Batch, outputs: Any) -> Figures:
+        if self.task == "sequence_classification":
+            return _classes(batch, outputs)
+        if self.task != "embedding":
+            return token_nats(batch, outputs, self.task)
+        if self.teacher is None:
+            raise RuntimeError("an embedding model is compared with its teacher; there is none")
+        mine = hidden_states_of(outputs, self.layers)[-1]
+        yours = self.teacher(batch).hidden_states[-1]
+        return embedding_cosine(mine, yours, batch["attention_mask"]), batch["attention_mask"].sum(-1)
+
+    @torch.no_grad()
+    def __call__(self, model: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, float]:
+        """The metric's figures, named `eval_<figure>`. Leaves the model in the mode it had."""
+        was_training = model.training
+        model.eval()
+        rows: list[tuple[int, float, int]] = []
+        for batch in batches:
+            batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
+            with self.accelerator.autocast():
+                outputs = run_model(model, batch, self.layers)
+                predictions, references = self.figures(batch, outputs)
+            rows += zip(batch["index"].tolist(), predictions.tolist(), references.tolist(), strict=True)
+        model.train(was_training)
+        rows = sorted(gather_object(rows))  # by example: sums do not depend on the number of processes
+        result = self.metric().compute(predictions=[row[1] for row in rows], references=[row[2] for row in rows])
+        return {f"eval_{name}": value for name, value in (result or {}).items()}

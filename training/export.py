@@ -1,0 +1,81 @@
+"""The trained model as a folder that AutoModel, sentence-transformers and a reader of README.md can use."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from training.arguments import Recipe
+
+
+logger = logging.getLogger(__name__)
+
+SIDECARS = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+TEMPORARY = ".incomplete-model"
+
+
+def save_final(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    training: dict[str, Any],
+    metrics: dict[str, float],
+) -> None:
+    """Write model, code, tokenizer, sidecars and card into output_dir; each file appears only when complete."""
+    from conversion.card import write_model_card  # only needed here, and conversion imports much
+
+    folder = recipe.output_dir / TEMPORARY
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    copy_sidecars(recipe.model.model_name_or_path, folder)
+    facts = {
+        "base_model": recipe.model.model_name_or_path,
+        "settings": getattr(model.config, "linear_attention", None),
+        "training": training,
+        "metrics": metrics,
+        "dataset": recipe.data.dataset_name or Path(str(recipe.data.train_file)).name,
+    }
+    write_model_card(folder, facts)
+    _move_into(folder, recipe.output_dir)
+    logger.info("saved %s", recipe.output_dir)
+
+
+def copy_sidecars(source: str, target: Path) -> None:
+    """Copy what sentence-transformers needs beside the model, when the source (folder or hub name) has it."""
+    for name in [*SIDECARS, *_module_files(source)]:
+        found = _find(source, name)
+        if found is not None:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found, target / name)
+
+
+def _module_files(source: str) -> list[str]:
+    """Files of the modules behind the transformer, such as `1_Pooling/config.json`."""
+    modules = _find(source, "modules.json")
+    if modules is None:
+        return []
+    paths = [module["path"] for module in json.loads(Path(modules).read_text(encoding="utf-8")) if module["path"]]
+    return [f"{path}/{name}" for path in paths for name in ("config.json", "model.safetensors")]
+
+
+def _find(source: str, name: str) -> str | None:
+    return cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+
+
+def _move_into(folder: Path, target: Path) -> None:
+    """Rename every file into `target`, replacing older ones."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            destination = target / path.relative_to(folder)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(destination)
+    shutil.rmtree(folder)

@@ -1,0 +1,91 @@
+"""Heal a converted model by distillation from the original, or fine-tune any model of the Auto classes.
+
+Distil a causal language model from its softmax original (KL of the logits), all parameters:
+
+    python training/finetune.py --task causal_lm --model_name_or_path CONVERTED --teacher_name_or_path ORIGINAL \
+        --train_file train.jsonl --validation_file valid.txt --output_dir OUT \
+        --learning_rate 1e-3 --max_train_tokens 1000000 --lr_scheduler_type cosine --warmup_ratio 0.05
+
+The same from a recipe file; options on the command line win over it:
+
+    python training/finetune.py --config training/configs/distil_causal_lm.yaml --model_name_or_path CONVERTED \
+        --teacher_name_or_path ORIGINAL --train_file train.jsonl --output_dir OUT
+
+A sentence-embedding model (hidden states and pooled embedding), from unlabelled text:
+
+    python training/finetune.py --config training/configs/distil_embedding.yaml --model_name_or_path CONVERTED \
+        --teacher_name_or_path ORIGINAL --train_file texts.txt --validation_file other.txt --output_dir OUT
+
+Two processes, with or without GPUs (`accelerate launch --cpu --num_processes 2` starts only one):
+
+    accelerate launch --config_file training/configs/accelerate_cpu2.yaml training/finetune.py ...
+
+Go on after an interruption, exactly as if there had been none (needs --checkpointing_steps):
+
+    python training/finetune.py ... --resume_from_checkpoint latest
+
+Only evaluate:
+
+    python training/finetune.py --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
+
+Exit codes: 0 done, 1 the run failed, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+if sys.path[0] == str(ROOT / "training"):  # started as a file: its own folder must not hide other packages
+    sys.path[0] = str(ROOT)
+elif str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import datasets
+from transformers.utils.logging import disable_progress_bar
+
+import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from training.command_line import parse
+from training.errors import TrainingError, UsageError
+from training.run import run
+
+
+logger = logging.getLogger("finetune")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    # the launcher starts the same command several times; one copy of every message is enough
+    speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
+    try:
+        recipe = parse(sys.argv[1:] if argv is None else argv, __doc__)
+    except UsageError as error:
+        _report(f"error: {error}", speaks)
+        return 2
+    logging.basicConfig(
+        level=logging.INFO if speaks else logging.ERROR, format="%(asctime)s %(name)s: %(message)s", force=True
+    )
+    datasets.disable_progress_bars()  # one bar: the training's
+    disable_progress_bar()
+    try:
+        figures = run(recipe)
+    except (TrainingError, OSError) as error:
+        _report(f"failed: {error}", speaks)
+        return 1
+    logger.info("done: %s %s", recipe.output_dir, figures)
+    return 0
+
+
+def _report(message: str, speaks: bool) -> None:
+    """One line on stderr."""
+    if speaks:
+        sys.stderr.write(f"finetune.py: {' '.join(message.split())}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What training minimises. The loss of an optimizer step is
+
+    sum over objectives of  weight * (sum over the step's units of the objective) / (number of units in the step)
+
+with units counted over all processes and accumulated batches before the first backward pass. So one batch of 4, four
+accumulated batches of 1 and two processes with 2 each give the same gradient, however ragged the texts are.
+
+A new objective is a class like those below, a row in `OBJECTIVES` and a `--<row>_weight` option.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.arguments import Recipe
+from training.batches import Batch
+from training.divergence import LogitRows, chunked_kl
+from training.packing import IGNORED
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one model says about a batch: logits by row of the flattened batch, hidden states [B, N, D] by layer."""
+
+    logits: LogitRows | None = None
+    hidden_states: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class StudentOutputs(Outputs):
+    """The student's logits [B, N, V] or [B, C] exist as a whole: their gradient does, too."""
+
+    all_logits: Tensor | None = None
+
+
+class Objective(Protocol):
+    needs_logits: bool
+    needs_hidden_states: bool
+    needs_teacher: bool
+
+    def units(self, batch: Batch) -> Tensor:
+        """Number of units (tokens, sequences) of this batch, a long scalar."""
+        ...
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum over the units, a scalar."""
+        ...
+
+
+class TaskLoss:
+    """Cross-entropy with the labels: the next token, the masked tokens, or the class."""
+
+    needs_logits, needs_hidden_states, needs_teacher = True, False, False
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.task = recipe.model.task
+
+    def units(self, batch: Batch) -> Tensor:
+        return (aligned_labels(batch, self.task) != IGNORED).sum()
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        logits, labels = _logits(student).flatten(0, -2), aligned_labels(batch, self.task).flatten()
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+class LogitsKL:
+    """KL(teacher || student) of the logits of every real token, or of the classes."""
+
+    needs_logits, needs_hidden_states, needs_teacher = True, False, True
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.per_sequence = recipe.model.task == "sequence_classification"
+        self.temperature = recipe.objective.temperature
+
+    def _mask(self, batch: Batch) -> Tensor:
+        mask = batch["attention_mask"].bool()
+        return mask.any(-1) if self.per_sequence else mask
+
+    def units(self, batch: Batch) -> Tensor:
+        return self._mask(batch).sum()
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        rows = None if teacher is None else teacher.logits
+        if rows is None:
+            raise RuntimeError("`logits_kl` needs the teacher's logits")
+        return chunked_kl(_logits(student).flatten(0, -2), rows, self._mask(batch).flatten(), self.temperature)
+
+
+class HiddenState:
+    """|student - teacher|^2 / |teacher|^2 of every real token's hidden state, mean over the matched layers.
+
+    Relative, because the size of hidden states differs by orders of magnitude between layers and tokens.
+    """
+
+    needs_logits, needs_hidden_states, needs_teacher = False, True, True
+
+    def __init__(self, recipe: Recipe) -> None:
+        pass
+
+    def units(self, batch: Batch) -> Tensor:
+        return batch["attention_mask"].sum()
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        mask = batch["attention_mask"].bool()
+        pairs = _hidden_pairs(student, teacher)
+        return torch.stack([_relative_error(mine[mask], yours[mask]) for mine, yours in pairs]).mean()
+
+
+class Embedding:
+    """1 - cosine of the mean-pooled last hidden states, the pooling of sentence-transformers."""
+
+    needs_logits, needs_hidden_states, needs_teacher = False, True, True
+
+    def __init__(self, recipe: Recipe) -> None:
+        pass
+
+    def units(self, batch: Batch) -> Tensor:
+        return torch.tensor(batch["input_ids"].shape[0], device=batch["input_ids"].device)
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        mine, yours = _hidden_pairs(student, teacher)[-1]
+        return (1 - embedding_cosine(mine, yours, batch["attention_mask"])).sum()
+
+
+OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
+    "task_loss": TaskLoss,
+    "logits_kl": LogitsKL,
+    "hidden_state": HiddenState,
+    "embedding": Embedding,
+}
+
+
+def build_objectives(recipe: Recipe) -> dict[str, tuple[float, Objective]]:
+    """The objectives whose weight is above 0, with their weights."""
+    weights = {name: getattr(recipe.objective, f"{name}_weight") for name in OBJECTIVES}
+    return {name: (weight, OBJECTIVES[name](recipe)) for name, weight in weights.items() if weight}
+
+
+def aligned_labels(batch: Batch, task: str) -> Tensor:
+    """Labels at the position of the logits that predict them: [B, N], or [B] for classes."""
+    labels = batch["labels"]
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if task == "causal_lm" else labels
+
+
+def mean_pooled(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean of the hidden states [B, N, D] over the real tokens: [B, D], in float32."""
+    mask = attention_mask.bool().unsqueeze(-1)
+    return hidden.float().masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def embedding_cosine(mine: Tensor, yours: Tensor, attention_mask: Tensor) -> Tensor:
+    """Cosine [B] of the mean-pooled hidden states [B, N, D] of two models."""
+    return F.cosine_similarity(mean_pooled(mine, attention_mask), mean_pooled(yours, attention_mask), dim=-1)
+
+
+def _relative_error(mine: Tensor, yours: Tensor) -> Tensor:
+    """Sum over tokens of the relative squared error of [T, D]."""
+    mine, yours = mine.float(), yours.float()
+    return ((mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)).sum()
+
+
+def _logits(student: StudentOutputs) -> Tensor:
+    if student.all_logits is None:
+        raise RuntimeError("this objective needs a model with logits")
+    return student.all_logits
+
+
+def _hidden_pairs(student: StudentOutputs, teacher: Outputs | None) -> list[tuple[Tensor, Tensor]]:
+    if teacher is None or len(student.hidden_states) != len(teacher.hidden_states):
+        raise RuntimeError("student and teacher must give the same number of hidden states")
+    return list(zip(student.hidden_states, teacher.hidden_states, strict=True))
+
+
+class StudentWithObjectives(nn.Module):
+    """The student and its losses in one forward pass.
+
+    DistributedDataParallel wraps this module, not the student: then its only output is the loss, parameters that do
+    not reach the loss (a pooler, an unused head) are recognised as such, and mixed precision leaves logits in 16 bit.
+    """
+
+    def __init__(self, student: nn.Module, objectives: dict[str, tuple[float, Objective]], layers: str | None) -> None:
+        super().__init__()
+        self.student, self.objectives, self.layers = student, objectives, layers
+
+    def forward(
+        self, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and each objective's detached sum times its scale, unweighted."""
+        outputs = run_model(self.student, batch, self.layers)
+        student = StudentOutputs(None, hidden_states_of(outputs, self.layers), getattr(outputs, "logits", None))
+        parts = {
+            name: objective.total(batch, student, teacher) * scales[name]
+            for name, (_, objective) in self.objectives.items()
+        }
+        loss = torch.stack([self.objectives[name][0] * part for name, part in parts.items()]).sum()
+        return loss, {name: part.detach() for name, part in parts.items()}
+
+
+def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
+    """The model's outputs, with the hidden states that `layers` ("last", "all" or None) asks for."""
+    keywords = {"output_hidden_states": True} if layers else {}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        keywords["use_cache"] = False  # a decoder would fill a cache that nobody reads
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **keywords)
+
+
+def hidden_states_of(outputs: Any, layers: str | None) -> tuple[Tensor, ...]:
+    """Hidden states [B, N, D] after each layer, or after the last one; without the embeddings."""
+    if layers is None:
+        return ()
+    return tuple(outputs.hidden_states[1:] if layers == "all" else outputs.hidden_states[-1:])
