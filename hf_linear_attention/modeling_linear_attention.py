@@ -174,12 +174,16 @@ class LinearAttentionModelMixin:
         return cls.stock_class._can_set_attn_implementation()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        # The stock method marks an assistant's cache as recording, so the layers must be ours before the first forward.
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
-        for module in linear_attention_modules(self).values() if cache is not None else ():
+        if cache is None:
+            return
+        # Before the first forward, because assisted decoding asks the layers to record from here on.
+        for module in linear_attention_modules(self).values():
             if module.linear_attention_enabled:
                 state_layer(cache, module.layer_idx)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
 
 
 def linear_attention_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -15,6 +15,8 @@ FOREIGN_MARKERS = (
     "flash_attn_4_test",
     "flash_attn_test",
     "is_training_test",
+    "order",
+    "slow",
     "torch_compile_test",
 )
 

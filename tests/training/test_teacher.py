@@ -53,7 +53,13 @@ def test_logits_by_row(model_class: type[PreTrainedModel], fixture: str, separab
 
 def test_capped_logits_are_taken_from_the_model() -> None:
     """Gemma 2 caps its logits after the output layer: applying the layer alone would be wrong."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
     config = Gemma2Config(vocab_size=300, num_key_value_heads=2, initializer_range=0.5, **sizes)
     check(Gemma2ForCausalLM(config).eval(), separable=False)
 

@@ -1,0 +1,201 @@
+"""Generation from the constant state gives the tokens that recomputing the whole sequence gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf_linear_attention import convert
+from hf_linear_attention.cache_linear_attention import state_layer
+from matrix import DECODERS, stock_model
+from transformers import DynamicCache, StaticCache
+
+
+SETTINGS = {
+    "linear": {"mechanism": "linear", "feature_map": "exp", "num_features": 16},
+    "performer": {"mechanism": "performer", "num_features": 16},
+}
+CASES = [
+    (family, name, layers) for family in DECODERS for name in SETTINGS for layers in ("all", "some")
+]
+PROMPT = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
+# Row 0 has three tokens of padding on the left.
+MASK = torch.ones_like(PROMPT).index_put((torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2])), torch.tensor(0))
+
+_MODELS: dict = {}
+
+
+def build(family, name, layers):
+    """One model for all tests of a case; none of them may change it."""
+    key = (family, name, layers)
+    if key not in _MODELS:
+        settings = {**SETTINGS[name], "layers": "all" if layers == "all" else [0, 2]}
+        model = convert(stock_model(family), **settings)
+        model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+        _MODELS[key] = model
+    return _MODELS[key]
+
+
+def generate(model, **kwargs):
+    arguments = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False, **kwargs}
+    return model.generate(PROMPT, **arguments, return_dict_in_generate=True, output_scores=True, output_logits=True)
+
+
+def assert_same(actual, expected):
+    assert torch.equal(actual.sequences, expected.sequences)
+    for a, e in zip(actual.logits, expected.logits):
+        # float32 sums in another order, through three layers of weights with a standard deviation of 0.3
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "name", "layers"), CASES)
+def test_cached_generation_equals_recomputation(family, name, layers):
+    model = build(family, name, layers)
+    assert_same(generate(model), generate(model, use_cache=False))
+    assert_same(generate(model, prefill_chunk_size=4), generate(model))
+    assert_same(generate(model, cache_implementation="static"), generate(model))
+    # a second call gives the same text: nothing of the first one is left in the model
+    assert_same(generate(model), generate(model))
+
+
+@pytest.mark.parametrize(("family", "name", "layers"), CASES)
+def test_beams_and_samples(family, name, layers):
+    model = build(family, name, layers)
+    beams = {"num_beams": 3, "num_return_sequences": 2}
+    cached, recomputed = generate(model, **beams), generate(model, use_cache=False, **beams)
+    assert torch.equal(cached.sequences, recomputed.sequences)
+    torch.testing.assert_close(cached.sequences_scores, recomputed.sequences_scores, rtol=1e-4, atol=1e-4)
+    sampled = []
+    for use_cache in (True, False):
+        torch.manual_seed(7)
+        sampled.append(generate(model, do_sample=True, top_k=20, num_return_sequences=2, use_cache=use_cache).sequences)
+    assert torch.equal(*sampled)
+
+
+@pytest.mark.parametrize(("family", "name", "layers"), CASES)
+def test_a_left_padded_row_is_generated_as_if_it_were_alone(family, name, layers):
+    model = build(family, name, layers)
+    alone = model.generate(PROMPT[:1, 3:], max_new_tokens=8, do_sample=False)
+    assert torch.equal(generate(model).sequences[0, 3:], alone[0])
+
+
+@pytest.mark.parametrize(("family", "name", "layers"), CASES)
+def test_every_split_of_prefill_and_decoding_gives_the_logits_of_one_forward(family, name, layers):
+    model = build(family, name, layers)
+    ids = torch.randint(3, 64, (2, 17), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        for split in range(1, 17):
+            first = model(ids[:, :split], use_cache=True)
+            second = model(ids[:, split:], past_key_values=first.past_key_values)
+            logits = torch.cat((first.logits, second.logits), dim=1)
+            torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "name", "layers"), CASES)
+def test_assisted_decoding_as_target_and_as_assistant(family, name, layers):
+    model = build(family, name, layers)
+    other = build(family, "linear" if name == "performer" else "performer", layers)
+    prompt = PROMPT[1:]
+    alone = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    for assistant in (other, model, stock_model(family)):
+        assisted = model.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=assistant)
+        assert torch.equal(assisted, alone)
+    lookup = torch.cat((prompt, prompt, prompt), dim=1)
+    expected = model.generate(lookup, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(lookup, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3), expected)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_state_does_not_grow(name):
+    model = build("llama", name, "all")
+    sizes = []
+    for length in (3, 40):
+        cache = model(torch.randint(3, 64, (1, length)), use_cache=True).past_key_values
+        assert cache.get_seq_length() == length
+        sizes.append([layer.state_bytes() for layer in cache.layers])
+    assert sizes[0] == sizes[1]
+    # [Hkv, F, D + 2] float32: 2 key/value heads, 16 features, head_dim 8, Z and the running maximum
+    assert sizes[0] == [2 * 16 * (8 + 2) * 4] * 3
+
+
+def test_crop_is_exact():
+    model = build("llama", "linear", "all")
+    ids = torch.randint(3, 64, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    cache = DynamicCache(config=model.config)
+    for layer in range(3):
+        state_layer(cache, layer)
+    cache.activate_past_recording()
+
+    def step(start, stop):
+        return model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+
+    def expected(stop):
+        return model(ids[:, :stop], attention_mask=mask[:, :stop], use_cache=False).logits
+
+    with torch.no_grad():
+        step(0, 10)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 7
+        torch.testing.assert_close(step(7, 12), expected(12)[:, 7:], rtol=1e-4, atol=1e-4)
+        cache.crop(0)
+        step(12, 15)
+        cache.crop(-1)
+        cache.crop(-2)
+        torch.testing.assert_close(step(12, 20), expected(20)[:, 12:], rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="only 8 tokens were recorded"):
+            cache.crop(-9)
+        with pytest.raises(ValueError, match="negative number"):
+            cache.crop(3)
+
+
+def test_batch_operations_move_the_state():
+    model = build("llama", "linear", "all")
+    ids = torch.randint(3, 64, (2, 8))
+    with torch.no_grad():
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        swapped = model(ids[[1, 0], 6:], past_key_values=copy.deepcopy(cache)).logits
+        torch.testing.assert_close(swapped, model(ids[[1, 0]]).logits[:, 6:], rtol=1e-4, atol=1e-4)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        selected = model(ids[[1, 0], 6:], past_key_values=cache).logits
+        torch.testing.assert_close(selected, swapped, rtol=1e-4, atol=1e-4)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_state_can_be_used_twice():
+    model = build("llama", "linear", "all")
+    ids = torch.randint(3, 64, (1, 12))
+    with torch.no_grad():
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        kept = copy.deepcopy(cache)
+        first = model(ids[:, 8:], past_key_values=cache).logits
+        assert torch.equal(model(ids[:, 8:], past_key_values=kept).logits, first)
+
+
+def test_a_cache_that_holds_softmax_keys_is_refused():
+    stock = stock_model("llama")
+    model = build("llama", "linear", "all")
+    cache = stock(PROMPT, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="already holds 9 tokens of softmax keys"):
+        model(PROMPT, past_key_values=cache)
+
+
+def test_static_cache_keeps_its_addresses_and_compiles():
+    model = build("llama", "linear", "all")
+    ids = torch.randint(3, 64, (1, 12))
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+        addresses = [layer.state[0].data_ptr() for layer in cache.layers]
+        logits = [compiled(ids[:, step : step + 1], past_key_values=cache).logits for step in range(6, 12)]
+        assert [layer.state[0].data_ptr() for layer in cache.layers] == addresses
+        expected = model(ids, use_cache=False).logits[:, 6:]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)

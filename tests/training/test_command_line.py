@@ -1,0 +1,181 @@
+"""Options, YAML files and every refusal: one line on stderr, exit code 2."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.arguments import GROUPS
+from training.command_line import build_parser, parse
+from training.errors import UsageError
+from training.finetune import main
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "training" / "configs").glob("distil_*.yaml"))
+
+
+@pytest.fixture
+def base(files: Path, tmp_path: Path) -> list[str]:
+    train = str(files / "train.jsonl")
+    return ["--model_name_or_path", "m", "--task", "causal_lm", "--train_file", train, "--output_dir", f"{tmp_path}/o"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--taks", "causal_lm"], ["--taks", "did you mean `task`"]),
+        (["--learn", "1"], ["--learn", "abbreviations are not allowed"]),
+        (["--task", "translation"], ["translation", "causal_lm", "embedding"]),
+        (["--learning_rate", "fast"], ["--learning_rate", "fast", "float"]),
+        (["--learning_rate", "-1"], ["--learning_rate -1.0", "above 0"]),
+        (["--per_device_train_batch_size", "0"], ["--per_device_train_batch_size 0", "1 or more"]),
+        (["--warmup_ratio", "1.5"], ["--warmup_ratio 1.5", "from 0 to below 1"]),
+        (["--mlm_probability", "0.2"], ["--mlm_probability", "causal_lm", "masked_lm"]),
+        (["--label_column_name", "y"], ["--label_column_name", "sequence_classification"]),
+        (["--logits_kl_weight", "1"], ["--logits_kl_weight 1.0", "--teacher_name_or_path"]),
+        (["--task_loss_weight", "0"], ["nothing to learn from", "--task_loss_weight"]),
+        (["--teacher_name_or_path", "t", "--logits_kl_weight", "0", "--task_loss_weight", "1"], ["is not used"]),
+        (["--temperature", "2"], ["--temperature", "--logits_kl_weight"]),
+        (["--hidden_state_layers", "all"], ["--hidden_state_layers", "--hidden_state_weight"]),
+        (["--task", "embedding"], ["--task embedding", "--teacher_name_or_path"]),
+        (["--task", "embedding", "--teacher_name_or_path", "t", "--task_loss_weight", "1"], ["has no logits"]),
+        (["--train_file", "none.jsonl"], ["none.jsonl", "no such file"]),
+        (["--train_file", "a.parquet"], ["a.parquet", "*.jsonl"]),
+        (["--dataset_name", "d"], ["--dataset_name", "--train_file", "exclude"]),
+        (["--dataset_config_name", "d"], ["--dataset_config_name", "needs `--dataset_name`"]),
+        (["--eval_steps", "5"], ["--eval_steps", "--validation_file"]),
+        (["--max_eval_chars", "5"], ["--max_eval_chars", ".txt"]),
+        (["--warmup_ratio", "0.1", "--warmup_steps", "3"], ["exclude"]),
+        (["--warmup_steps", "3", "--lr_scheduler_type", "constant"], ["constant_with_warmup"]),
+        (["--save_total_limit", "3"], ["--save_total_limit", "--checkpointing_steps"]),
+        (["--resume_from_checkpoint", "/no/where"], ["/no/where", "latest"]),
+        (["--resume_from_checkpoint", "latest", "--overwrite_output_dir"], ["exclude"]),
+        (["--trainable", "mechanism", "--learning_rate", "1", "--mechanism_learning_rate", "1"], ["does nothing"]),
+        (["--config", "none.yaml"], ["none.yaml", "no such file"]),
+    ],
+)
+def test_refusals(base: list[str], options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*base, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    for word in words:
+        assert word in error
+
+
+def test_missing_required_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(name in error for name in ("--model_name_or_path", "--task", "--output_dir"))
+
+
+def test_all_problems_are_listed_at_once(base: list[str]) -> None:
+    options = ["--learning_rate", "-1", "--logits_kl_weight", "1", "--eval_steps", "0", "--save_total_limit", "1"]
+    with pytest.raises(UsageError) as caught:
+        parse([*base, *options])
+    assert len(caught.value.problems) >= 5
+    assert "(5)" in str(caught.value)
+
+
+def test_training_options_without_training_data(files: Path, tmp_path: Path) -> None:
+    valid = str(files / "valid.txt")
+    argv = [
+        "--model_name_or_path",
+        "m",
+        "--task",
+        "causal_lm",
+        "--validation_file",
+        valid,
+        "--output_dir",
+        f"{tmp_path}/o",
+    ]
+    assert not parse(argv).has_training
+    with pytest.raises(UsageError, match="--max_train_steps"):
+        parse([*argv, "--max_train_steps", "3"])
+
+
+def test_an_output_folder_in_use_is_refused(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "o").mkdir()
+    parse(base)  # an empty one is fine
+    (tmp_path / "o" / "note").write_text("mine", encoding="utf-8")
+    with pytest.raises(UsageError, match="not empty.*--resume_from_checkpoint latest.*--overwrite_output_dir"):
+        parse(base)
+    assert parse([*base, "--overwrite_output_dir"]).run.overwrite_output_dir
+
+
+def test_defaults_follow_task_and_teacher(base: list[str]) -> None:
+    def weights(*options: str) -> tuple[float | None, ...]:
+        found = parse([*base, *options]).objective
+        return found.task_loss_weight, found.logits_kl_weight, found.hidden_state_weight, found.embedding_weight
+
+    assert weights() == (1, 0, 0, 0)
+    assert weights("--teacher_name_or_path", "t") == (0, 1, 0, 0)
+    assert weights("--teacher_name_or_path", "t", "--task_loss_weight", "0.5") == (0.5, 1, 0, 0)
+    assert weights("--teacher_name_or_path", "t", "--task", "embedding") == (0, 0, 1, 1)
+
+
+def test_yaml_gives_defaults_and_the_command_line_wins(base: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("learning_rate: 1e-3\nseed: 7\noverwrite_output_dir: true\nmax_train_steps:\n", encoding="utf-8")
+    recipe = parse([*base, f"--config={config}", "--seed", "8"])
+    assert (recipe.optimization.learning_rate, recipe.run.seed, recipe.run.overwrite_output_dir) == (1e-3, 8, True)
+    assert recipe.optimization.max_train_steps is None
+
+
+def test_unknown_yaml_keys_are_listed_at_once(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("learning_rat: 1\nseed: [1, 2]\nbanana: 2\n", encoding="utf-8")
+    assert main([*base, "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(word in error for word in ("learning_rat", "did you mean `learning_rate`", "banana", "`seed`"))
+
+
+def test_yaml_values_are_checked_like_options(base: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("learning_rate: soon\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="learning_rate.*soon"):
+        parse([*base, "--config", str(config)])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path: Path, files: Path, tmp_path: Path) -> None:
+    models = ["--model_name_or_path", "m", "--teacher_name_or_path", "t", "--train_file", str(files / "train.tsv")]
+    recipe = parse(["--config", str(path), *models, "--output_dir", str(tmp_path / "o")])
+    assert recipe.model.task in path.stem or recipe.model.task == "sequence_classification"
+    assert recipe.given >= {"config", "task", "learning_rate"}
+
+
+def test_four_recipes_are_shipped() -> None:
+    assert len(RECIPES) == 4
+
+
+def test_help_describes_every_option() -> None:
+    text = build_parser().format_help()
+    for name, field in ((name, f) for group in GROUPS for name, f in group.__dataclass_fields__.items()):
+        assert f"--{name}" in text
+        assert field.metadata["help"].endswith("."), name
+
+
+def test_no_option_is_accepted_and_ignored() -> None:
+    """Every option is read somewhere besides its declaration and its checks."""
+    sources = [p for p in (ROOT / "training").glob("*.py") if p.name not in ("arguments.py", "validation.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    for name in (name for group in GROUPS for name in group.__dataclass_fields__):
+        read = rf"\.{name}\b" if not name.endswith("_weight") else r'f"\{name\}_weight"'
+        assert re.search(read, code), name
+
+
+def test_runs_as_a_file_from_any_folder(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, str(ROOT / "training" / "finetune.py"), "--banana", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("finetune.py: error: `--banana` is not an option")
+    assert done.stdout == ""

@@ -1,0 +1,295 @@
+"""Whole runs on tiny models: what is learned, equality of splits, resuming, what is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+)
+
+from training.arguments import (
+    DataArguments,
+    ModelArguments,
+    ObjectiveArguments,
+    OptimizationArguments,
+    Recipe,
+    RunArguments,
+)
+from training.errors import TrainingError
+from training.models import parameter_groups
+from training.run import start_processes
+
+
+Events = list[dict[str, Any]]
+
+
+def evaluations(events: Events) -> Events:
+    return [event for event in events if any(name.startswith("eval_") for name in event)]
+
+
+def losses(events: Events) -> Events:
+    return [{k: v for k, v in event.items() if k != "tokens_per_second"} for event in events if "loss" in event]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def largest_difference(mine: Path, yours: Path) -> float:
+    a, b = weights(mine), weights(yours)
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.fixture
+def causal(llama: str, files: Path) -> list[str]:
+    data = ["--train_file", f"{files}/train.jsonl", "--validation_file", f"{files}/valid.txt"]
+    return ["--model_name_or_path", llama, "--task", "causal_lm", *data, "--max_length", "32"]
+
+
+def test_training_lowers_the_loss_on_held_out_text(finetune, causal: list[str], tmp_path: Path) -> None:
+    options = ["--max_train_steps", 40, "--learning_rate", "1e-2", "--eval_steps", 20, "--max_eval_tokens", 800]
+    events = finetune(*causal, *options)
+    values = [event["eval_nats_per_token"] for event in evaluations(events)]
+    assert [event["step"] for event in evaluations(events)] == [0, 20, 40]
+    assert values[-1] < values[0] - 1.0
+    assert [event["step"] for event in losses(events)] == [10, 20, 30, 40]
+    assert {"task_loss", "learning_rate", "grad_norm", "tokens"} <= losses(events)[0].keys()
+
+
+def test_distillation_approaches_the_teacher(finetune, causal: list[str], llama_teacher: str) -> None:
+    teacher = ["--teacher_name_or_path", llama_teacher, "--hidden_state_weight", 0.1]
+    events = finetune(*causal, *teacher, "--max_train_steps", 40, "--learning_rate", "1e-2", "--max_eval_samples", 5)
+    rows = losses(events)
+    assert "task_loss" not in rows[0]
+    assert rows[-1]["logits_kl"] < 0.8 * rows[0]["logits_kl"]
+    assert rows[-1]["loss"] == pytest.approx(rows[-1]["logits_kl"] + 0.1 * rows[-1]["hidden_state"])
+
+
+def test_accumulated_ragged_batches_equal_one_batch(
+    finetune, masked: str, masked_teacher: str, files: Path, tmp_path: Path
+) -> None:
+    """All four objectives, each with units of its own. AdamW turns rounding in tiny gradients into up to lr, so the
+    tolerance is a fraction of lr = 1e-3; losses averaged batch by batch would differ in the second digit."""
+    models = ["--model_name_or_path", masked, "--teacher_name_or_path", masked_teacher, "--task", "masked_lm"]
+    ones = [o for n in ("task_loss", "logits_kl", "hidden_state", "embedding") for o in (f"--{n}_weight", 1)]
+    rest = ["--train_file", files / "train.txt", "--max_train_steps", 3, "--learning_rate", "1e-3"]
+    runs = []
+    for batch_size, accumulation in [(4, 1), (1, 4), (2, 2)]:
+        split = ["--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
+        folder = tmp_path / f"{batch_size}"
+        options = [*models, *ones, "--hidden_state_layers", "all", *rest, *split, "--logging_steps", 1]
+        runs.append((folder, losses(finetune(*options, output_dir=folder))))
+    for folder, events in runs[1:]:
+        for mine, yours in zip(events, runs[0][1], strict=True):
+            assert mine == pytest.approx(yours, rel=2e-5)
+        assert largest_difference(folder, runs[0][0]) < 2e-5
+
+
+def dropout_options(classifier: str, files: Path) -> list[Any]:
+    data = ["--train_file", files / "train.tsv", "--validation_file", files / "valid.tsv"]
+    steps = ["--max_train_steps", 6, "--checkpointing_steps", 3, "--logging_steps", 2, "--eval_steps", 3]
+    split = ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--learning_rate", "1e-3"]
+    return ["--model_name_or_path", classifier, "--task", "sequence_classification", *data, *steps, *split]
+
+
+@pytest.fixture
+def named_classifier(save, request) -> str:
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
+    return save(
+        BertForSequenceClassification, BertConfig(vocab_size=300, max_position_embeddings=128, **sizes, **names)
+    )
+
+
+def test_resuming_is_bit_exact_with_dropout(
+    finetune, named_classifier: str, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = dropout_options(named_classifier, files)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    expected = finetune(*options, output_dir=whole)
+    shutil.copytree(whole / "checkpoint-3", parted / "checkpoint-3")
+    # an interrupted run: it got one step further than its last checkpoint, and was writing the next
+    lines = (whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (parted / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 5, "lo', encoding="utf-8")
+    (parted / ".incomplete-checkpoint-6").mkdir()
+    resumed = finetune(*options, "--resume_from_checkpoint", "latest", output_dir=parted)
+    assert losses(resumed) == losses(expected)
+    assert evaluations(resumed) == evaluations(expected)
+    for path in ("", "checkpoint-6"):
+        for name, value in weights(whole / path).items():
+            assert torch.equal(value, weights(parted / path)[name]), name
+    assert not list(parted.glob(".incomplete*"))
+    # the test can fail: dropout draws from the restored generator
+    state = torch.load(parted / "checkpoint-3" / "rng-0.pt", weights_only=True)
+    state["torch"] = torch.Generator().manual_seed(99).get_state()
+    torch.save(state, parted / "checkpoint-3" / "rng-0.pt")
+    changed = tmp_path / "changed"
+    finetune(*options, "--resume_from_checkpoint", parted / "checkpoint-3", output_dir=changed)
+    assert largest_difference(changed, whole) > 0
+
+
+def test_resuming_another_run_is_refused(
+    finetune, named_classifier: str, files: Path, tmp_path: Path, capsys, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = dropout_options(named_classifier, files)
+    finetune(*options)
+    again = [*options, "--resume_from_checkpoint", "latest"]
+    finetune(*again, "--seed", 1, "--per_device_train_batch_size", 3, expect=1)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "seed: 42 -> 1" in error
+    assert "sequences_per_step: 4 -> 6" in error
+    with caplog.at_level(logging.WARNING):
+        finetune(*again, "--learning_rate", "1e-4")
+    assert "learning_rate: 0.001 -> 0.0001" in caplog.text
+
+
+def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        events = finetune(*causal, "--max_train_steps", 1, "--resume_from_checkpoint", "latest")
+    assert "no checkpoint in" in caplog.text
+    assert events[0]["step"] == 0
+
+
+def test_rotation_keeps_the_newest(finetune, causal: list[str], tmp_path: Path) -> None:
+    limit = ["--checkpointing_steps", 2, "--save_total_limit", 2]
+    finetune(*causal, *limit, "--max_train_steps", 12, "--max_eval_samples", 1)
+    folders = sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*"))
+    assert folders == ["checkpoint-10", "checkpoint-12"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-12").config.hidden_size == 32
+
+
+def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_path: Path) -> None:
+    small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_samples", 1]
+    finetune(*causal, *small)
+    (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
+    events = finetune(*causal, "--max_train_steps", 1, "--max_eval_samples", 1, "--overwrite_output_dir")
+    assert [event["step"] for event in events] == [0, 1, 1]
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_final_folder_loads_and_holds_sidecars(
+    finetune, bert: str, bert_teacher: str, files: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(bert, source)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "T"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "P"},
+    ]
+    (source / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    (source / "sentence_bert_config.json").write_text('{"max_seq_length": 64}', encoding="utf-8")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}", encoding="utf-8")
+    models = ["--model_name_or_path", source, "--teacher_name_or_path", bert_teacher, "--task", "embedding"]
+    data = ["--train_file", files / "train.txt", "--validation_file", files / "valid.txt"]
+    events = finetune(*models, *data, "--max_train_steps", 30, "--learning_rate", "3e-3")
+    cosines = [event["eval_cosine"] for event in evaluations(events)]
+    assert cosines[-1] > cosines[0] + 0.1
+    out = tmp_path / "out"
+    for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert not list(out.glob(".incomplete*"))
+    assert "cosine" in (out / "README.md").read_text(encoding="utf-8")
+    inputs = AutoTokenizer.from_pretrained(out)("hello there", return_tensors="pt")
+    model = AutoModel.from_pretrained(out)
+    assert torch.equal(
+        model.state_dict()["embeddings.word_embeddings.weight"], weights(out)["embeddings.word_embeddings.weight"]
+    )
+    assert model(**inputs).last_hidden_state.shape[-1] == 32
+
+
+def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert: str, files: Path, tmp_path: Path) -> None:
+    data = ["--train_file", files / "train.csv", "--validation_file", files / "valid.tsv"]
+    options = ["--task", "sequence_classification", "--max_train_steps", 60, "--learning_rate", "3e-3"]
+    events = finetune("--model_name_or_path", bert, *data, *options)
+    assert evaluations(events)[-1]["eval_samples"] == 21
+    assert evaluations(events)[-1]["eval_accuracy"] > 0.7
+    assert losses(events)[-1]["loss"] < losses(events)[0]["loss"]
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
+    assert config.label2id == {"long": 0, "short": 1}
+
+
+def test_tokens_limit_the_run(finetune, causal: list[str]) -> None:
+    events = finetune(*causal, "--max_train_tokens", 1000, "--max_eval_samples", 1, "--logging_steps", 1)
+    tokens = [event["tokens"] for event in losses(events)]
+    assert tokens[-2] < 1000 <= tokens[-1]
+
+
+def test_evaluation_only(finetune, llama: str, files: Path, tmp_path: Path) -> None:
+    options = ["--model_name_or_path", llama, "--task", "causal_lm", "--validation_file", files / "valid.txt"]
+    events = finetune(*options, "--max_length", 32)
+    assert len(events) == 1
+    assert events[0]["eval_tokens"] > 500
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama: str) -> None:
+    def groups(**options: Any) -> list[dict[str, Any]]:
+        model = LlamaForCausalLM.from_pretrained(llama)
+        model.model.layers[0].self_attn.linear_attention = nn.Linear(4, 4)
+        plan = OptimizationArguments(learning_rate=1e-4, mechanism_learning_rate=1e-2, weight_decay=0.1)
+        arguments = ModelArguments(llama, "causal_lm", **options)
+        found = parameter_groups(
+            model, Recipe(arguments, DataArguments(), ObjectiveArguments(), plan, RunArguments("o"))
+        )
+        assert sum(len(group["params"]) for group in found) == sum(p.requires_grad for p in model.parameters())
+        return found
+
+    for group in groups():
+        assert group["lr"] == (1e-2 if group["mechanism"] else 1e-4)
+        assert group["weight_decay"] == (0.1 if group["params"][0].dim() > 1 else 0)
+        assert len({p.dim() > 1 for p in group["params"]}) == 1
+    assert sum(len(group["params"]) for group in groups(trainable="mechanism")) == 2
+
+
+def test_options_about_a_mechanism_need_one(finetune, causal: list[str], capsys) -> None:
+    finetune(*causal, "--trainable", "mechanism", expect=1)
+    assert "convert it first" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, capsys) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=301, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=1)
+    assert "`vocab_size` is 300 in the model and 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_processes_that_are_not_connected_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (ModelArguments("m", "causal_lm"), DataArguments(), ObjectiveArguments(task_loss_weight=1.0))
+    recipe = Recipe(*groups, OptimizationArguments(), RunArguments("out"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2.*connected 1.*accelerate_cpu2\.yaml"):
+        start_processes(recipe)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], capsys) -> None:
+    finetune(*causal, "--learning_rate", "1e30", "--max_grad_norm", 0, "--max_train_steps", 20, expect=1)
+    assert "lower --learning_rate" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_errors_of_data_are_one_line(finetune, causal: list[str], capsys) -> None:
+    finetune(*causal, "--text_column_name", "body", expect=1)
+    assert "`--text_column_name body` is not a column" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(TrainingError):
+        raise TrainingError("x")
