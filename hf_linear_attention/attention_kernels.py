@@ -17,7 +17,7 @@ maximum per feature of the key exponents, and a query uses exp(u + m - max(u + m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ def kernel_attention(
     key_mask: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with the weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, equations 5, 9, 18-20).
+    """Weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, equations 5, 9 and 18-20).
 
     Args:
         query_features: `[B, H, N, F]`, non-negative features, or their logarithms when `log_features`.
@@ -58,14 +58,14 @@ def kernel_attention(
         The output `[B, H, N, D]` in the accumulation dtype, and the state after these tokens.
     """
     dtype = accumulation_dtype(value)
-    batch, num_kv_heads, _, _ = key_features.shape
-    query_features = query_features.to(dtype).unflatten(1, (num_kv_heads, -1))
+    query_features = query_features.to(dtype).unflatten(1, (key_features.shape[1], -1))
     key_features, values = key_features.to(dtype), with_ones(value, dtype)
     segments = None
     if key_mask is not None and key_mask.dtype != torch.bool:
         segments, key_mask = key_mask, key_mask > 0
     if key_mask is not None:
         key_mask = key_mask[:, None, :, None]
+    sums: Any
     sums, maximum = unpack_state(state, log_features)
     if is_causal:
         size = _block_size(key_features, key_mask, maximum) if log_features else BLOCK_SIZES[0]
@@ -80,7 +80,9 @@ def kernel_attention(
             blocks.append(output)
         output = torch.cat(blocks, dim=3) if count > 1 else blocks[0]
     else:
-        output, sums, maximum = _block(query_features, key_features, values, key_mask, sums, maximum, log_features, False)
+        output, sums, maximum = _block(
+            query_features, key_features, values, key_mask, sums, maximum, log_features, False
+        )
     return normalize(output).flatten(1, 2), pack_state(sums, maximum)
 
 

@@ -69,12 +69,12 @@ def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) ->
     if isinstance(offset, int):
         start = min(offset, mask.shape[1] - length)
         return mask[:, start : start + length]
-    start = offset.clamp(max=mask.shape[1] - length)
-    return mask.index_select(1, start + torch.arange(length, device=mask.device))
+    first = offset.clamp(max=mask.shape[1] - length)
+    return mask.index_select(1, first + torch.arange(length, device=mask.device))
 
 
 def _packed_segments(mask_function, batch_size, length, offset, device) -> torch.Tensor | None:
-    """Numbers of the packed sequences `[B, N]` from 1, or None if there is one; the function is asked at O(N) places."""
+    """Numbers of the packed sequences `[B, N]` from 1, or None if there is one; asks the function at O(N) places."""
     if length == 1:
         return None
     rows = torch.arange(batch_size, device=device)[:, None]
@@ -196,4 +196,3 @@ def attend_packed(attend: Callable, query, key, value, key_mask, segments):
         keep = position < lengths[chosen, None]
         output = output.index_put((index[keep],), result[keep].to(output.dtype))
     return output.unflatten(0, (batch, length))
-

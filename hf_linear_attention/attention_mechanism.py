@@ -31,7 +31,7 @@ class Option:
         """What is wrong with this value, or None."""
         if value is None and self.default is None:
             return None
-        allowed = (int, float) if self.kind is float else self.kind
+        allowed: Any = (int, float) if self.kind is float else self.kind
         if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
             return f"must be of type {self.kind.__name__}"
         if self.choices and value not in self.choices:
@@ -116,9 +116,7 @@ class AttentionMechanism(nn.Module):
     def absorb(self, key, value, *, attention_mask, scaling, state) -> State | None:
         """The state after these keys, without an output."""
         query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
-        return self(
-            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state
-        )[1]
+        return self(query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state)[1]
 
     def attention_weights(self, query, key, *, attention_mask, scaling, is_causal) -> torch.Tensor:
         """The matrix `[B, H, N, S]` that this mechanism never forms, for inspection: its output on v = identity.

@@ -100,14 +100,20 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. `crop(0)` only forgets what was recorded."""
         if not self.record_past:
-            raise RuntimeError("Call `activate_past_recording()` on the cache before the tokens that `crop` may remove.")
+            raise RuntimeError(
+                "Call `activate_past_recording()` on the cache before the tokens that `crop` may remove."
+            )
         if tokens_to_remove > 0:
-            raise ValueError(f"Got `crop({tokens_to_remove})`; give the number of tokens to remove as a negative number.")
+            raise ValueError(
+                f"Got `crop({tokens_to_remove})`; give the number of tokens to remove as a negative number."
+            )
         if self.pending is not None:
             self.recorded.insert(0, self.pending)
         available = sum(key.shape[2] for key, _, _ in self.recorded)
         if -tokens_to_remove > available:
-            raise ValueError(f"Got `crop({tokens_to_remove})`, but only {available} tokens were recorded since the last one.")
+            raise ValueError(
+                f"Got `crop({tokens_to_remove})`, but only {available} tokens were recorded since the last one."
+            )
         if tokens_to_remove < 0:
             self.state = self.state_at_crop
             self.pending = _concatenate(self.recorded, available + tokens_to_remove)

@@ -62,7 +62,8 @@ class LinearAttentionSettings(dict):
             kind, able = ("causal", "supports_causal") if is_causal else ("bidirectional", "supports_bidirectional")
             possible = _names(name for name, other in MECHANISMS.items() if getattr(other, able))
             problems.append(
-                f"`mechanism` = `{given['mechanism']}` has no {kind} form, which `{model_type}` needs; use one of {possible}"
+                f"`mechanism` = `{given['mechanism']}` has no {kind} form, which `{model_type}` needs; "
+                f"use one of {possible}"
             )
         if problems:
             raise _settings_error(problems)
@@ -94,8 +95,10 @@ def _layer_problems(layers, num_layers: int | None) -> list[str]:
         return []
     if not isinstance(layers, (list, tuple)) or any(type(layer) is not int or layer < 0 for layer in layers):
         return [f"`layers` = {layers!r}; it must be `all`, `none` or a list of layer numbers counted from 0"]
-    beyond = [layer for layer in layers if num_layers is not None and layer >= num_layers]
-    return [f"`layers` names {beyond}, but the model has layers 0 to {num_layers - 1}"] if beyond else []
+    if num_layers is None or all(layer < num_layers for layer in layers):
+        return []
+    beyond = [layer for layer in layers if layer >= num_layers]
+    return [f"`layers` names {beyond}, but the model has layers 0 to {num_layers - 1}"]
 
 
 def parse_layers(text: str) -> str | list[int]:

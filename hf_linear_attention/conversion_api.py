@@ -15,7 +15,7 @@ from .configuration_linear_attention import linear_config_class
 from .modeling_linear_attention import linear_model_class
 
 
-def convert_config(config, **linear_attention):
+def convert_config(config, **linear_attention) -> Any:
     """The `Linear<X>Config` of a stock config.
 
     Raises:
@@ -32,7 +32,7 @@ def convert_config(config, **linear_attention):
     return linear_config_class(model_type)(**fields, linear_attention=linear_attention)
 
 
-def stock_model_class(config) -> type[PreTrainedModel]:
+def stock_model_class(config) -> Any:
     """The class that a checkpoint was saved from (`architectures` in its config), or the base model's.
 
     Raises:
@@ -43,7 +43,9 @@ def stock_model_class(config) -> type[PreTrainedModel]:
         return transformers.AutoModel._model_mapping[type(config)]
     model_class = getattr(transformers, name, None)
     if model_class is None:
-        raise ValueError(f"The checkpoint names the class `{name}`, which transformers {transformers.__version__} lacks.")
+        raise ValueError(
+            f"The checkpoint names the class `{name}`, which transformers {transformers.__version__} lacks."
+        )
     return model_class
 
 
@@ -72,12 +74,17 @@ def convert(
     if isinstance(model, PreTrainedModel):
         config = convert_config(model.config, **linear_attention)
         with torch.random.fork_rng(devices=[]):
-            converted = linear_model_class(model_class or type(model))(config).to(model.dtype)
+            converted: Any = linear_model_class(model_class or type(model))(config)
+        converted = converted.to(dtype=model.dtype)
         converted.load_state_dict(model.state_dict(), strict=False)
         if model.can_generate():
             converted.generation_config = copy.deepcopy(model.generation_config)
         return converted.to(model.device).eval()
-    hub = {k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments}
+    hub = {
+        k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
+    }
     stock = AutoConfig.from_pretrained(model, **hub)
     config = convert_config(stock, **linear_attention)
-    return linear_model_class(model_class or stock_model_class(stock)).from_pretrained(model, config=config, **arguments)
+    return linear_model_class(model_class or stock_model_class(stock)).from_pretrained(
+        model, config=config, **arguments
+    )

@@ -55,7 +55,7 @@ class FeatureMap(nn.Module):
 class ElementwiseFeatureMap(FeatureMap):
     """The same non-negative function on every element of queries and keys."""
 
-    function: ClassVar[Callable[[torch.Tensor], torch.Tensor]]
+    function: ClassVar[Callable[..., torch.Tensor]]
 
     def forward_queries(self, query, scaling):
         return type(self).function(query.to(accumulation_dtype(query)))
@@ -177,6 +177,7 @@ class FavorFeatureMap(FeatureMap):
 
     log_features = True
     has_num_features = True
+    projection: torch.Tensor
 
     def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)

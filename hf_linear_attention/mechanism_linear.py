@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from .attention_kernels import kernel_attention
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
@@ -11,7 +13,7 @@ from .feature_maps import FEATURE_MAPS
 class LinearAttention(AttentionMechanism):
     """Linear attention with a feature map; the state is the sums S and Z, constant in the length."""
 
-    options = {
+    options: ClassVar[dict[str, Option]] = {
         "feature_map": Option(str, "exp", "phi of queries and keys", choices=("elu1", "relu", "exp", "hedgehog")),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
     }

@@ -1,14 +1,16 @@
 """`linformer`: keys and values compressed along the length by learned E and F (Wang 2020, equation 7).
 
-    softmax(scaling q (E K)^T) (F V)        E, F: [k, n]        K, V: [n, D] per head
+softmax(scaling q (E K)^T) (F V)        E, F: [k, n]        K, V: [n, D] per head
 
-              n positions                        slot s starts as the mean of its segment of
-    E =  [ k/n k/n  0   0   0   0  ]   k slots   positions; random E is unusable on pretrained
-         [  0   0  k/n k/n  0   0  ]             weights (relative error 3.5 and more)
-         [  0   0   0   0  k/n k/n ]
+          n positions                        slot s starts as the mean of its segment of
+E =  [ k/n k/n  0   0   0   0  ]   k slots   positions; random E is unusable on pretrained
+     [  0   0  k/n k/n  0   0  ]             weights (relative error 3.5 and more)
+     [  0   0   0   0  k/n k/n ]
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ class LinformerAttention(AttentionMechanism):
     less than half of one token's share does. Padding is compacted away first, so it may lie anywhere.
     """
 
-    options = {
+    options: ClassVar[dict[str, Option]] = {
         "projection_size": Option(int, 128, "k, the number of compressed keys and values", minimum=1),
         "projection_sharing": Option(
             str,

@@ -101,7 +101,10 @@ class LinearizedAttention:
                     query, key, value, attention_mask=mask, scaling=scaling, is_causal=is_causal, state=None
                 )[0]
 
-            return attend_packed(attend, query, key, value, key_mask, segments)
+            output = attend_packed(attend, query, key, value, key_mask, segments)
+            if state_layer is not None:
+                self._keep_last_sequence(key, value, segments, scaling, state_layer)
+            return output
         state = self._current_state(state_layer, scaling)
         output, state = self.linear_attention(
             query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=is_causal, state=state
@@ -110,6 +113,16 @@ class LinearizedAttention:
             state_layer.record(key, value, key_mask)
             state_layer.store(state)
         return output
+
+    def _keep_last_sequence(self, key, value, segments, scaling, state_layer):
+        """What follows packed sequences belongs to the last one of each row, so the state is of that one alone."""
+        if self._current_state(state_layer, scaling) is not None:
+            raise ValueError(
+                "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
+            )
+        last = segments == segments.amax(dim=1, keepdim=True)
+        state_layer.record(key, value, last)
+        state_layer.store(self.linear_attention.absorb(key, value, attention_mask=last, scaling=scaling, state=None))
 
     def _current_state(self, state_layer, scaling):
         if state_layer is None:
@@ -133,10 +146,11 @@ class LinearizedAttention:
 
     def _attend_with_weights(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
         """Weights `[B, H, N, S]` over the keys of this call (a state has no weights left to show)."""
+        is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
         output = self._attend(query, key, value, key_mask, segments, scaling, is_causal, state_layer)
         identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
         weights = self._attend(query, key, identity, key_mask, segments, scaling, is_causal, None).transpose(1, 2)
-        if state_layer is None:
+        if is_all:  # from the weights, so that they have gradients
             groups = weights.shape[1] // value.shape[1]
             output = (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2)
         return output, weights
@@ -162,11 +176,18 @@ class LinearAttentionModelMixin:
         # The stock inner models do not know our modules.
         reset_mechanisms(self)
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: in custom code transformers leaves out the stock initialisation of modules without own parameters
+        (GPT-2's scaled `c_proj`), lest it overwrite loaded weights; stock code and ours never do that."""
+        return False
+
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         """By default masks are linear in the length too, where no softmax layer needs them square."""
-        if attn_implementation is None and self.config.linear_attention["layers"] == "all":
-            if not getattr(self.config, "add_cross_attention", False) and not self.config.is_encoder_decoder:
-                return IMPLEMENTATION
+        has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
+        is_pure = self.config.linear_attention["layers"] == "all" and not has_cross_attention
+        if attn_implementation is None and is_pure:
+            return IMPLEMENTATION
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     @classmethod
@@ -186,12 +207,12 @@ class LinearAttentionModelMixin:
             cache.activate_past_recording()
 
 
-def linear_attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+def linear_attention_modules(model: Any) -> dict[str, Any]:
     """`{name: attention module}` of the converted layers, in order."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "linear_attention_enabled")}
 
 
-def self_attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+def self_attention_modules(model: nn.Module) -> dict[str, Any]:
     """`{name: module}` of every self-attention that reaches the attention interface, in order; its place is its layer.
 
     Raises:
@@ -215,7 +236,7 @@ def _is_self_attention(name: str, module: nn.Module) -> bool:
     return not is_cross and name.rsplit(".", 1)[-1] not in ("encoder_attn", "crossattention")
 
 
-def layer_shape(module: nn.Module, layer: int, config) -> LayerShape:
+def layer_shape(module: Any, layer: int, config) -> LayerShape:
     """Heads and sizes of an attention module, from the module itself: hidden_size / heads is wrong for many models.
 
     Raises:
@@ -227,7 +248,8 @@ def layer_shape(module: nn.Module, layer: int, config) -> LayerShape:
     head_dim = _first_attribute(module, ("head_dim", "attention_head_size", "head_size"))
     if not num_heads or not head_dim:
         raise ValueError(
-            f"Cannot tell the number of heads (got {num_heads}) and head_dim (got {head_dim}) of {type(module).__name__}."
+            f"Cannot tell the number of heads (got {num_heads}) and head_dim (got {head_dim}) of "
+            f"{type(module).__name__}."
         )
     groups = getattr(module, "num_key_value_groups", None) or 1
     return LayerShape(num_heads, num_heads // groups, head_dim, layer, max_length_of(config))
@@ -255,7 +277,7 @@ def linearize(model: PreTrainedModel) -> None:
         _swap(module, child, model.config)
 
 
-def _swap(module: nn.Module, mechanism: nn.Module, config) -> None:
+def _swap(module: Any, mechanism: Any, config) -> None:
     module.linear_attention = mechanism
     module.linear_attention_enabled = True
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
@@ -272,7 +294,7 @@ def _swap(module: nn.Module, mechanism: nn.Module, config) -> None:
     module.__class__ = _attention_class(type(module))
 
 
-def reset_mechanisms(model: nn.Module) -> None:
+def reset_mechanisms(model: Any) -> None:
     """Initialise what no checkpoint has filled in the mechanisms of a model."""
     with torch.no_grad():
         for module in linear_attention_modules(model).values():
@@ -317,12 +339,12 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     config_class = linear_config_class(stock.config_class.model_type)
     model_class = _make_class(name, bases, {"stock_class": stock, "config_class": config_class})
 
-    def __init__(self, config, *args, **kwargs):
+    def initialize(self, config, *args, **kwargs):
         LinearAttentionModelMixin.__init__(self, config, *args, **kwargs)
 
     # transformers and its users ask which arguments a model class takes (`add_pooling_layer`, `use_mask_token`).
-    __init__.__signature__ = inspect.signature(stock.__init__)
-    model_class.__init__ = __init__
+    initialize.__signature__ = inspect.signature(stock.__init__)
+    model_class.__init__ = initialize
     _copy_checkpoint_conversion(stock, model_class)
     for auto_class, head in model_heads(stock.config_class.model_type).items():
         if head == stock.__name__:

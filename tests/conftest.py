@@ -15,3 +15,11 @@ import torch
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Without the shapes that earlier tests compiled, which would make later graphs symbolic and slow to trace."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -106,6 +106,14 @@ class Recipe:
     def output_dir(self) -> Path:
         return Path(self.run.output_dir)
 
+    def summary(self) -> dict[str, Any]:
+        """What a reader of the model card needs to repeat the run: what was chosen, and the defaults that matter."""
+        always = {"seed", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"}
+        names = (self.given | always) - set(RunArguments.__dataclass_fields__) - {"trust_remote_code"} | {"seed"}
+        values = self.flat()
+        weights = {name for name, value in values.items() if name.endswith("_weight") and value}
+        return {name: value for name, value in values.items() if name in names | weights}
+
     def flat(self) -> dict[str, Any]:
         """All options in one dictionary, as they are stored in checkpoints and model cards."""
         groups = (self.model, self.data, self.objective, self.optimization, self.run)

@@ -118,7 +118,7 @@ def _texts(rows: datasets.Dataset, data: DataArguments, running_text: bool, max_
 
 def paragraphs(text: str) -> list[str]:
     """What blank lines separate; the lines, when there is no blank line."""
-    pieces = re.split(r"\n[ \t\r]*\n", text.strip())
+    pieces = re.split(r"\n(?:[ \t\r]*\n)+", text.strip())
     return [piece for piece in (pieces if len(pieces) > 1 else text.splitlines()) if piece.strip()]
 
 

@@ -16,7 +16,8 @@ from training.arguments import Recipe
 
 logger = logging.getLogger(__name__)
 
-SIDECARS = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+# conversion_report.json says what the model was before it was converted; the card quotes it
+SIDECARS = ("conversion_report.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 TEMPORARY = ".incomplete-model"
 
 
@@ -42,13 +43,13 @@ def save_final(
         "metrics": metrics,
         "dataset": recipe.data.dataset_name or Path(str(recipe.data.train_file)).name,
     }
-    write_model_card(folder, facts)
+    write_model_card(folder, facts, name=recipe.output_dir.name)
     _move_into(folder, recipe.output_dir)
     logger.info("saved %s", recipe.output_dir)
 
 
 def copy_sidecars(source: str, target: Path) -> None:
-    """Copy what sentence-transformers needs beside the model, when the source (folder or hub name) has it."""
+    """Copy what belongs beside the model, when the source (folder or hub name) has it."""
     for name in [*SIDECARS, *_module_files(source)]:
         found = _find(source, name)
         if found is not None:

@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         _report(f"error: {error}", speaks)
         return 2
-    logging.basicConfig(
-        level=logging.INFO if speaks else logging.ERROR, format="%(asctime)s %(name)s: %(message)s", force=True
-    )
+    level = logging.INFO if speaks else logging.ERROR
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     datasets.disable_progress_bars()  # one bar: the training's
     disable_progress_bar()
     try:

@@ -97,17 +97,12 @@ class TrainingLoop:
         figures = self.parts.evaluate(0, 0) if self.state.step == 0 else {}
         self.parts.student.train()
         self._restart_clock()
-        progress = tqdm(
-            total=self.plan.total_steps,
-            initial=self.state.step,
-            disable=not self.accelerator.is_main_process,
-            desc="training",
-        )
-        for window in self._windows():
-            self._step([self._to_device(batch) for batch in window])
-            progress.update()
-            figures = self._after_step(progress) or figures
-        progress.close()
+        quiet = not self.accelerator.is_main_process
+        with tqdm(total=self.plan.total_steps, initial=self.state.step, disable=quiet, desc="training") as progress:
+            for window in self._windows():
+                self._step([self._to_device(batch) for batch in window])
+                progress.update()
+                figures = self._after_step(progress) or figures
         return figures
 
     def _windows(self) -> Iterator[list[Batch]]:

@@ -191,11 +191,10 @@ def _train(
         if not accelerator.is_main_process:
             state.sums = {}
         logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
-    figures = loop.train()
+    figures = loop.train() or parts.evaluate(state.step, state.tokens)  # nothing was left to train: still say how good
     if accelerator.is_main_process:
-        training = {name: value for name, value in recipe.flat().items() if value is not None}
-        training |= {"steps": state.step, "tokens": state.tokens, "processes": accelerator.num_processes}
-        save_final(recipe, parts.student, parts.tokenizer, training, figures)
+        done = {"steps": state.step, "tokens": state.tokens, "processes": accelerator.num_processes}
+        save_final(recipe, parts.student, parts.tokenizer, recipe.summary() | done, figures)
     accelerator.wait_for_everyone()
     return figures
 

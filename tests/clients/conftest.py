@@ -1,4 +1,4 @@
-"""Collects `test_transformers_suite.py`, which downloads and imports a large file, only where `-m` selects `clients`."""
+"""`test_transformers_suite.py` downloads and imports a large file: collected only where `-m` selects `clients`."""
 
 from __future__ import annotations
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_linear_attention import convert
-from hf_linear_attention.attention_masks import attend_packed, linear_attention_mask, read_mask
 from matrix import stock_model
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
+
+from hf_linear_attention import convert
+from hf_linear_attention.attention_masks import attend_packed, linear_attention_mask, read_mask
 
 
 PADDING = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -55,7 +56,7 @@ def test_a_sliding_band_is_taken_as_the_whole_context():
 def test_other_square_masks_are_refused(change):
     mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None].clone()
     mask[..., change[0], change[1]] ^= True
-    with pytest.raises(ValueError, match="cannot honour that|with holes"):
+    with pytest.raises(ValueError, match=r"cannot honour that|with holes"):
         read_mask(mask, 6, 0, True)
 
 
@@ -101,9 +102,13 @@ def test_packed_attention_is_linear_in_memory_and_exact():
 
     actual = attend_packed(attend, query, key, value, None, segments)
     together = ((segments[:, :, None] == segments[:, None]) & (segments > 0)[:, None])[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), together
-    ).transpose(1, 2).nan_to_num(0.0)
+    expected = (
+        torch.nn.functional.scaled_dot_product_attention(
+            query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), together
+        )
+        .transpose(1, 2)
+        .nan_to_num(0.0)
+    )
     torch.testing.assert_close(actual[segments > 0], expected[segments > 0])
     assert (actual[segments == 0] == 0).all()
     assert sum(rows) <= 2 * segments.numel()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from matrix import stock_config, stock_model
+
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
 from hf_linear_attention.configuration_linear_attention import parse_layers
-from matrix import stock_config, stock_model
 
 
 def test_defaults_are_filled_in_and_survive_json(tmp_path):
@@ -21,12 +22,19 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
 
 
 def test_all_problems_are_named_at_once():
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="Invalid `linear_attention` settings") as error:
         LinearAttentionSettings(
             {"mechanism": "linear", "feature_map": "gelu", "num_feature": 3, "layers": [0, 9]}, num_layers=4
         )
     message = str(error.value)
-    for part in ("`feature_map` = 'gelu'", "`elu1`", "`num_feature` is not an option", "`num_features`", "names [9]", "0 to 3"):
+    for part in (
+        "`feature_map` = 'gelu'",
+        "`elu1`",
+        "`num_feature` is not an option",
+        "`num_features`",
+        "names [9]",
+        "0 to 3",
+    ):
         assert part in message
 
 
@@ -49,7 +57,9 @@ def test_impossible_settings(settings, message):
 
 
 def test_causal_linformer_is_refused_when_the_config_is_built():
-    with pytest.raises(ValueError, match=r"`linformer` has no causal form, which `gpt2` needs; use one of `linear`, `performer`"):
+    with pytest.raises(
+        ValueError, match=r"`linformer` has no causal form, which `gpt2` needs; use one of `linear`, `performer`"
+    ):
         convert_config(stock_config("gpt2"), mechanism="linformer", projection_size=8)
     with pytest.raises(ValueError, match="no causal form"):
         convert_config(stock_config("bert", is_decoder=True), mechanism="linformer", projection_size=8)
@@ -65,7 +75,8 @@ def test_converting_twice_or_the_unknown_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "layers"), [("all", "all"), ("none", "none"), ("0,2,4-7", [0, 2, 4, 5, 6, 7]), ("3", [3]), ("1, 0", [0, 1])]
+    ("text", "layers"),
+    [("all", "all"), ("none", "none"), ("0,2,4-7", [0, 2, 4, 5, 6, 7]), ("3", [3]), ("1, 0", [0, 1])],
 )
 def test_parse_layers(text, layers):
     assert parse_layers(text) == layers

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from matrix import build_mechanism
+
 from hf_linear_attention.feature_maps import elu_plus_one, orthogonal_random_matrix
 from hf_linear_attention.mechanism_performer import PerformerAttention
-from matrix import build_mechanism
 
 
 def test_orthogonal_blocks_are_orthogonal_with_gaussian_norms_and_a_partial_last_block():

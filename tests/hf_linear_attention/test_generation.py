@@ -6,19 +6,18 @@ import copy
 
 import pytest
 import torch
-from hf_linear_attention import convert
-from hf_linear_attention.cache_linear_attention import state_layer
 from matrix import DECODERS, stock_model
 from transformers import DynamicCache, StaticCache
+
+from hf_linear_attention import convert
+from hf_linear_attention.cache_linear_attention import state_layer
 
 
 SETTINGS = {
     "linear": {"mechanism": "linear", "feature_map": "exp", "num_features": 16},
     "performer": {"mechanism": "performer", "num_features": 16},
 }
-CASES = [
-    (family, name, layers) for family in DECODERS for name in SETTINGS for layers in ("all", "some")
-]
+CASES = [(family, name, layers) for family in DECODERS for name in SETTINGS for layers in ("all", "some")]
 PROMPT = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
 # Row 0 has three tokens of padding on the left.
 MASK = torch.ones_like(PROMPT).index_put((torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2])), torch.tensor(0))
@@ -187,6 +186,7 @@ def test_a_cache_that_holds_softmax_keys_is_refused():
         model(PROMPT, past_key_values=cache)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_static_cache_keeps_its_addresses_and_compiles():
     model = build("llama", "linear", "all")
     ids = torch.randint(3, 64, (1, 12))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_linear_attention import reference
+from matrix import build_mechanism, stock_model
+
+from hf_linear_attention import convert, reference
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanism_linformer import LinformerAttention, mean_pool_matrix
-from matrix import build_mechanism, stock_model
-from hf_linear_attention import convert
 
 
 ROWS = ("linformer-none", "linformer-headwise", "linformer-key-value", "linformer-layerwise")
@@ -25,7 +25,8 @@ def test_full_length_is_the_formula_of_the_paper(row):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     direction = torch.randn_like(expected)
     for a, e in zip(
-        torch.autograd.grad((actual * direction).sum(), leaves), torch.autograd.grad((expected * direction).sum(), leaves)
+        torch.autograd.grad((actual * direction).sum(), leaves),
+        torch.autograd.grad((expected * direction).sum(), leaves),
     ):
         torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-10)
 

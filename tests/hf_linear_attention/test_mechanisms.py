@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import MECHANISM_ROWS, build_mechanism, rows
+
 from hf_linear_attention import reference
 from hf_linear_attention.mechanisms import MECHANISMS
-from matrix import MECHANISM_ROWS, build_mechanism, rows
 
 
 CAUSAL = rows(supports_causal=True)
@@ -28,9 +29,7 @@ def sample(length: int, std: float, dtype=torch.float32, heads=4, kv_heads=2, ba
 
 
 def run(mechanism, query, key, value, mask=None, is_causal=True, state=None):
-    return mechanism(
-        query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state
-    )
+    return mechanism(query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state)
 
 
 def padding(kind: str, length: int) -> torch.Tensor | None:
@@ -63,7 +62,13 @@ def oracle(row: str, mechanism, query, key, value, mask=None, is_causal=True):
         weights = (feature_map.query_projection, feature_map.key_projection)
         # The logarithm of the plain features would underflow where the oracle must not.
         features = [
-            torch.cat([(sign * torch.einsum("bhnd,hdf->bhnf", x * SCALING**0.5, w.double())).log_softmax(-1) for sign in (1, -1)], -1)
+            torch.cat(
+                [
+                    (sign * torch.einsum("bhnd,hdf->bhnf", x * SCALING**0.5, w.double())).log_softmax(-1)
+                    for sign in (1, -1)
+                ],
+                -1,
+            )
             for x, w in zip((query, key), weights)
         ]
         plain = reference.hedgehog(query, weights[0], SCALING)
@@ -98,7 +103,11 @@ def test_float32_equals_the_float64_oracle(row, is_causal, std):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("row", CAUSAL)
 def test_gradients_equal_those_of_the_oracle(row, is_causal):
-    mechanism, inputs, mask = build_mechanism(row, dtype=torch.float64), sample(70, 2.0, torch.float64), padding("left", 70)
+    mechanism, inputs, mask = (
+        build_mechanism(row, dtype=torch.float64),
+        sample(70, 2.0, torch.float64),
+        padding("left", 70),
+    )
     inputs = [tensor.requires_grad_() for tensor in inputs]
     leaves = inputs + [p for p in mechanism.parameters() if p.requires_grad]
     direction = torch.randn(2, 70, 4, 8, dtype=torch.float64)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 
-import hf_linear_attention
 import pytest
 import torch
 import transformers
+from matrix import DECODERS, ENCODERS, FAMILY_ROWS, sample_inputs, stock_config, stock_model
+
+import hf_linear_attention
 from hf_linear_attention import convert, softmax_attention, supported_model_types
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from matrix import DECODERS, ENCODERS, FAMILY_ROWS, sample_inputs, stock_config, stock_model
 
 
 SETTINGS = {
@@ -20,12 +21,7 @@ SETTINGS = {
     "performer": {"mechanism": "performer", "num_features": 16},
     "linformer": {"mechanism": "linformer", "projection_size": 8},
 }
-CASES = [
-    (family, name)
-    for family in FAMILY_ROWS
-    for name in SETTINGS
-    if name != "linformer" or family in ENCODERS
-]
+CASES = [(family, name) for family in FAMILY_ROWS for name in SETTINGS if name != "linformer" or family in ENCODERS]
 
 
 def outputs(model, inputs):
@@ -84,7 +80,12 @@ def test_no_converted_layers_is_bit_identical(family, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "auto_class"),
-    [(f, a) for f in FAMILY_ROWS for a in model_heads(f) if a not in ("AutoModelForPreTraining", "AutoModelWithLMHead")],
+    [
+        (f, a)
+        for f in FAMILY_ROWS
+        for a in model_heads(f)
+        if a not in ("AutoModelForPreTraining", "AutoModelWithLMHead")
+    ],
 )
 def test_every_head_loads_through_its_auto_class(family, auto_class, tmp_path):
     config = hf_linear_attention.convert_config(stock_config(family), mechanism="performer", num_features=8)
@@ -110,7 +111,9 @@ def test_padding_changes_no_real_token(family):
         alone = outputs(model, {"input_ids": ids[:1, :9]})
         torch.testing.assert_close(output[:1, :9], alone, rtol=1e-4, atol=1e-4)
         ids[0, 9:] = 5
-        torch.testing.assert_close(outputs(model, {"input_ids": ids, "attention_mask": mask})[:1, :9], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            outputs(model, {"input_ids": ids, "attention_mask": mask})[:1, :9], alone, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "linear_attention"])
@@ -147,7 +150,13 @@ def test_packed_sequences_are_independent():
 
 def test_a_family_without_the_interface_is_refused():
     with pytest.raises(ValueError, match="no self-attention that goes through transformers' attention interface"):
-        convert(transformers.MPNetModel(transformers.MPNetConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)))
+        convert(
+            transformers.MPNetModel(
+                transformers.MPNetConfig(
+                    vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+                )
+            )
+        )
 
 
 def test_training_moves_the_mechanism_and_the_base_and_checkpointing_agrees():
@@ -189,7 +198,9 @@ def test_attention_weights_can_be_looked_at():
     assert [w.shape for w in weights] == [(2, 4, 13, 13)] * 3
     torch.testing.assert_close(weights[0].sum(-1), torch.ones(2, 4, 13))
     assert (weights[0].triu(1) == 0).all()
-    torch.testing.assert_close(model(**inputs, output_attentions=True).logits, model(**inputs).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(**inputs, output_attentions=True).logits, model(**inputs).logits, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_classes_pickle_and_copy():
@@ -200,6 +211,7 @@ def test_classes_pickle_and_copy():
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "bert"])
+@pytest.mark.usefixtures("fresh_compiler")
 def test_torch_compile_of_the_whole_forward(family):
     model = convert(stock_model(family), **SETTINGS["linear"])
     model.config.use_cache = False
@@ -214,6 +226,7 @@ def test_torch_compile_of_the_whole_forward(family):
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_packed_sequences_inside_a_graph():
     model = convert(stock_model("llama"), **SETTINGS["linear"])
     model.config.use_cache = False

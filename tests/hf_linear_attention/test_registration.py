@@ -7,11 +7,12 @@ import sys
 
 import pytest
 import transformers
-from hf_linear_attention import convert_config, supported_model_types
-from hf_linear_attention.registration import LinearConfigs
 from matrix import stock_config, stock_model
 from transformers import AutoConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+from hf_linear_attention import convert_config, supported_model_types
+from hf_linear_attention.registration import LinearConfigs
 
 
 def run_python(code: str) -> str:
@@ -40,7 +41,8 @@ def test_native_model_types_are_untouched():
         "keys = [k for k in CONFIG_MAPPING.keys() if not k.startswith('linear_')]\n"
         "print(len(keys), keys[:3], transformers.AutoConfig.for_model('llama').__class__, "
         "type(transformers.AutoModel.from_config(transformers.BertConfig(hidden_size=12, num_hidden_layers=1, "
-        "vocab_size=9))), transformers.LlamaForCausalLM.__mro__, sorted(k for k in AttentionInterface().valid_keys() if k != 'linear_attention'))"
+        "vocab_size=9))), transformers.LlamaForCausalLM.__mro__, "
+        "sorted(k for k in AttentionInterface().valid_keys() if k != 'linear_attention'))"
     )
     assert run_python(code.format("")) == run_python(code.format("import hf_linear_attention"))
 

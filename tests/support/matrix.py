@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+
 from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -59,16 +60,29 @@ FAMILY_ROWS = {
     ),
     "vit": (
         "ViTConfig",
-        {**{k: v for k, v in _TEXT.items() if k != "vocab_size"}, "image_size": 12, "patch_size": 2, "initializer_range": 0.3},
+        {
+            **{k: v for k, v in _TEXT.items() if k != "vocab_size"},
+            "image_size": 12,
+            "patch_size": 2,
+            "initializer_range": 0.3,
+        },
     ),
     "gpt2": ("GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **_WIDE}),
     "gpt_neox": ("GPTNeoXConfig", {**_TEXT, **_LONG, **_WIDE}),
     "opt": (
         "OPTConfig",
         {
-            "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 48,
-            "word_embed_proj_dim": 32, "init_std": 0.3, **_LONG,
-            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 32,
+            "init_std": 0.3,
+            **_LONG,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
     ),
     "llama": ("LlamaConfig", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2}),
@@ -77,7 +91,13 @@ FAMILY_ROWS = {
     "qwen3": ("Qwen3Config", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2, "head_dim": 16}),
     "phi3": (
         "Phi3Config",
-        {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {
+            **_TEXT,
+            **_LONG,
+            **_WIDE,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
     ),
 }
 ENCODERS = ("bert", "roberta", "distilbert", "vit")

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.testing_utils import torch_device
+
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_model_class
-from transformers.testing_utils import torch_device
 
 
 BATCH, LENGTH, CHOICES = 13, 7, 4

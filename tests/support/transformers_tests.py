@@ -1,9 +1,10 @@
-"""transformers' own common model tests, taken at test time from its source distribution; none of it is in this repository.
+"""transformers' own common model tests, taken at test time from its source distribution; none of it lies here.
 
 The source distribution of the installed version is downloaded with pip once and its `tests/*.py` kept in
 `~/.cache/hf_linear_attention` (or `$HF_LINEAR_ATTENTION_CACHE`). It carries `tests/test_*.py` alone: no folder below
-`tests/`, so neither `GenerationTesterMixin` nor `ExportTesterMixin` nor the test class of any model. Empty classes stand
-in for the first two; our own tests of generation are in `tests/hf_linear_attention`.
+`tests/`, so neither `GenerationTesterMixin` nor `ExportTesterMixin`, nor the test class of any model. Empty classes
+stand in for the first two (our tests of generation are in `tests/hf_linear_attention`), `model_testers.py` for the
+last.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def source_tests() -> Path:
 
 def _download(folder: Path) -> Path:
     requirement = f"transformers=={transformers.__version__}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
-    result = subprocess.run([*command, requirement, "-d", folder], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--no-deps"]
+    command += ["--no-binary", "transformers", "--dest", str(folder), requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     archives = list(folder.glob("transformers-*.tar.gz"))
     if result.returncode != 0 or not archives:
         reason = (result.stderr.strip() or "no archive came").splitlines()[-1]
@@ -97,8 +99,10 @@ def source_module(name: str) -> types.ModuleType:
         _stand_in("exporters.test_export", ExportTesterMixin=type("ExportTesterMixin", (), {}))
         _stand_in("generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {}))
         _stand_in("utils.test_configuration_utils", config_common_kwargs=COMMON_CONFIG_ARGUMENTS)
+    is_new = f"{PACKAGE}.{name}" not in sys.modules
     module = importlib.import_module(f"{PACKAGE}.{name}")
-    _name_our_classes(module)
+    if is_new:
+        _name_our_classes(module)
     return module
 
 
@@ -112,9 +116,9 @@ def _stand_in(name: str, **attributes) -> None:
 
 
 def _name_our_classes(module: types.ModuleType) -> None:
-    """The tests look up by class name which head a class is: give `LinearBertForMaskedLM` the entry of the stock name."""
+    """The tests look up by name which head a class is: `LinearBertForMaskedLM` gets the entry of `BertForMaskedLM`."""
     for name, mapping in vars(module).items():
-        if name.endswith("_MAPPING_NAMES") and "linear_bert" not in mapping:
+        if name.endswith("_MAPPING_NAMES"):
             ours = {}
             for model_type, classes in mapping.items():
                 stock = (classes,) if isinstance(classes, str) else tuple(classes)

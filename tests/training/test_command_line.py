@@ -103,7 +103,7 @@ def test_an_output_folder_in_use_is_refused(base: list[str], tmp_path: Path) -> 
     (tmp_path / "o").mkdir()
     parse(base)  # an empty one is fine
     (tmp_path / "o" / "note").write_text("mine", encoding="utf-8")
-    with pytest.raises(UsageError, match="not empty.*--resume_from_checkpoint latest.*--overwrite_output_dir"):
+    with pytest.raises(UsageError, match=r"not empty.*--resume_from_checkpoint latest.*--overwrite_output_dir"):
         parse(base)
     assert parse([*base, "--overwrite_output_dir"]).run.overwrite_output_dir
 
@@ -141,7 +141,7 @@ def test_unknown_yaml_keys_are_listed_at_once(
 def test_yaml_values_are_checked_like_options(base: list[str], tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("learning_rate: soon\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="learning_rate.*soon"):
+    with pytest.raises(UsageError, match=r"learning_rate.*soon"):
         parse([*base, "--config", str(config)])
 
 

@@ -57,7 +57,7 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
     for extra, fill in [(0, 0), (6, 0), (6, 77)]:
         batch = ragged_batch(task, extra, fill)
         units = objectives[name][1].units(batch)
-        loss, parts = module(batch, watcher(batch), {name: torch.tensor(1.0)})
+        loss, _ = module(batch, watcher(batch), {name: torch.tensor(1.0)})
         student.zero_grad()
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])

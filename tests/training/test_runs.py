@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -76,7 +77,7 @@ def test_distillation_approaches_the_teacher(finetune, causal: list[str], llama_
     events = finetune(*causal, *teacher, "--max_train_steps", 40, "--learning_rate", "1e-2", "--max_eval_samples", 5)
     rows = losses(events)
     assert "task_loss" not in rows[0]
-    assert rows[-1]["logits_kl"] < 0.8 * rows[0]["logits_kl"]
+    assert rows[-1]["logits_kl"] < 0.9 * rows[0]["logits_kl"]
     assert rows[-1]["loss"] == pytest.approx(rows[-1]["logits_kl"] + 0.1 * rows[-1]["hidden_state"])
 
 
@@ -160,6 +161,22 @@ def test_resuming_another_run_is_refused(
     assert "learning_rate: 0.001 -> 0.0001" in caplog.text
 
 
+def test_resuming_a_finished_run_trains_no_further(finetune, causal: list[str], tmp_path: Path) -> None:
+    small = ["--max_train_steps", 2, "--checkpointing_steps", 2, "--max_eval_samples", 2]
+    finetune(*causal, *small)
+    before = weights(tmp_path / "out")
+    events = finetune(*causal, *small, "--resume_from_checkpoint", "latest")
+    assert evaluations(events)[-1] == evaluations(events)[-2]
+    assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "out").items())
+
+
+def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llama_teacher: str, tmp_path: Path) -> None:
+    teacher = ["--teacher_name_or_path", llama_teacher, "--mixed_precision", "bf16", "--max_eval_samples", 2]
+    events = finetune(*causal, *teacher, "--max_train_steps", 20, "--learning_rate", "1e-2", "--logging_steps", 5)
+    assert losses(events)[-1]["loss"] < losses(events)[0]["loss"]
+    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.float32}
+
+
 def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         events = finetune(*causal, "--max_train_steps", 1, "--resume_from_checkpoint", "latest")
@@ -207,7 +224,9 @@ def test_final_folder_loads_and_holds_sidecars(
     for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert not list(out.glob(".incomplete*"))
-    assert "cosine" in (out / "README.md").read_text(encoding="utf-8")
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert all(word in card for word in ("# out", "cosine", "train.txt", "hidden_state_weight", "max_train_steps"))
+    assert not any(word in card for word in ("mlm_probability", "task_loss_weight", "output_dir"))
     inputs = AutoTokenizer.from_pretrained(out)("hello there", return_tensors="pt")
     model = AutoModel.from_pretrained(out)
     assert torch.equal(
@@ -279,6 +298,8 @@ def test_processes_that_are_not_connected_are_detected(monkeypatch: pytest.Monke
     groups = (ModelArguments("m", "causal_lm"), DataArguments(), ObjectiveArguments(task_loss_weight=1.0))
     recipe = Recipe(*groups, OptimizationArguments(), RunArguments("out"))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    # what a script without cpu=True gets from accelerate on a machine without GPU
+    monkeypatch.setattr("training.run.Accelerator", lambda cpu, **options: Accelerator(cpu=False, **options))
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2.*connected 1.*accelerate_cpu2\.yaml"):
         start_processes(recipe)
 

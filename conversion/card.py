@@ -1,0 +1,140 @@
+"""The model card: model_cards/template.md filled with facts. A section without facts is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+import model_cards
+from conversion.heads import head_of
+
+
+TEMPLATE = Path(str(model_cards.__file__)).with_name("template.md")
+REPORT = "conversion_report.json"
+LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
+# Of the source's card, what stays true of the result.
+KEPT = ("license", "license_name", "license_link", "language")
+
+
+def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str | None = None) -> None:
+    """Write README.md into a folder that already holds config.json.
+
+    Args:
+        facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
+            (recipe), `metrics` and `dataset` (str). Every figure in the card comes from here, or from the
+            conversion_report.json beside it when there is no `conversion`.
+        name: the title; by default the folder's name.
+
+    Raises:
+        OSError: if config.json is missing or README.md cannot be written.
+    """
+    folder = Path(output_dir)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    report = _read_report(folder)
+    # After training, what was trained is a converted checkpoint; the model it comes from is in the report.
+    base_model = report.get("base_model", facts["base_model"])
+    auto_class = _auto_class(config)
+    head = head_of((config.get("architectures") or [""])[0], is_vision="patch_size" in config)
+    is_sentence_model = (folder / "modules.json").is_file()
+    metadata = {
+        **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
+        "library_name": "transformers",
+        **({"base_model": base_model} if not Path(base_model).exists() and base_model.count("/") <= 1 else {}),
+        "pipeline_tag": "sentence-similarity" if is_sentence_model else head.pipeline_tag,
+        "tags": _tags(facts.get("settings"), is_sentence_model),
+    }
+    environment = jinja2.Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+    )
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).strip(),
+        name=name or folder.name,
+        base_model=base_model,
+        auto_class=auto_class,
+        needs_code=bool(config.get("auto_map")),
+        preprocessor=_preprocessor(folder),
+        is_sentence_model=is_sentence_model,
+        settings=_rows(facts.get("settings") or {}),
+        conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
+        dropped_features=report.get("dropped_features") or [],
+        training=_rows(facts.get("training") or {}),
+        metrics=_rows(facts.get("metrics") or {}),
+        dataset=facts.get("dataset"),
+    )
+    (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def source_metadata(source: Path) -> dict[str, Any]:
+    """License and language from the front matter of the source's own card, if there is one."""
+    card = source / "README.md"
+    if not card.is_file():
+        return {}
+    parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return {}
+    try:
+        metadata = yaml.safe_load(parts[1])
+    except yaml.YAMLError:  # somebody else's card: a broken one has nothing to give
+        return {}
+    return {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    path = folder / REPORT
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _auto_class(config: Mapping[str, Any]) -> str:
+    """The Auto class under which `auto_map` has the class that was saved."""
+    architecture = (config.get("architectures") or [""])[0]
+    found = [
+        auto for auto, target in (config.get("auto_map") or {}).items() if str(target).endswith(f".{architecture}")
+    ]
+    found.sort(key=lambda auto: auto in LAST_CHOICE)
+    return found[0] if found else head_of(architecture).auto_class
+
+
+def _preprocessor(folder: Path) -> str | None:
+    if (folder / "tokenizer_config.json").is_file():
+        return "AutoTokenizer"
+    return "AutoImageProcessor" if (folder / "preprocessor_config.json").is_file() else None
+
+
+def _tags(settings: Mapping[str, Any] | None, is_sentence_model: bool) -> list[str]:
+    tags = ["linear-attention"] if settings else []
+    if settings and settings.get("mechanism") not in (None, "linear"):
+        tags.append(settings["mechanism"])
+    return [*tags, "sentence-transformers"] if is_sentence_model else tags
+
+
+def _rows(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    return list(_flatten(facts, prefix))
+
+
+def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """`{"a": {"b": 1.23456}}` -> `("a.b", "1.235")`; what is None is not known and left out."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", _word(value)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

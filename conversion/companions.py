@@ -1,0 +1,101 @@
+"""What a checkpoint has beside weights and config: tokenizer, processors, the files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+
+from conversion.errors import ConversionError
+from conversion.logs import logger
+from conversion.samples import TEXTS
+from conversion.source import Source
+
+
+# Any of these says that there is a tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model",
+    "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.json")
+# Read after the first one that loads; image processors and feature extractors share a file name.
+PROCESSORS: tuple[Any, ...] = (AutoImageProcessor, AutoFeatureExtractor)
+
+
+def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """Write a tokenizer that AutoTokenizer finds without this package, and return it; None if the source has none.
+
+    Raises:
+        ConversionError: if the source has a tokenizer that gives other ids after the move.
+    """
+    present = _present(source, TOKENIZER_FILES)
+    if not present:
+        return None
+    original = _try_loading(AutoTokenizer.from_pretrained, source.folder, trust_remote_code)
+    if original is None:
+        logger.warning("the tokenizer of %s cannot be loaded here; its files are copied as they are", source.name)
+        _copy(source.folder, present, folder)
+        return None
+    original.save_pretrained(folder)
+    if not _same_ids(original, folder, trust_remote_code):
+        _copy(source.folder, present, folder)
+        if not _same_ids(original, folder, trust_remote_code):
+            raise ConversionError(f"the tokenizer of {source.name} gives other ids once it lies in {folder}")
+    return original
+
+
+def _same_ids(original: PreTrainedTokenizerBase, folder: Path, trust_remote_code: bool) -> bool:
+    moved = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return moved(list(TEXTS)).input_ids == original(list(TEXTS)).input_ids
+
+
+def save_processors(source: Source, folder: Path, trust_remote_code: bool) -> None:
+    """Write the image processor or feature extractor, as it was if it cannot be loaded here."""
+    present = _present(source, PROCESSOR_FILES)
+    if not present:
+        return
+    _copy(source.folder, present, folder)
+    for auto_class in PROCESSORS:
+        processor = _try_loading(auto_class.from_pretrained, source.folder, trust_remote_code)
+        if processor is not None:
+            processor.save_pretrained(folder)
+            return
+
+
+def _try_loading(load: Callable, folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        return load(folder, trust_remote_code=trust_remote_code)
+    # What a tokenizer or processor needs (sentencepiece, Pillow ...) may not be installed: its files are copied then.
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.debug("%s of %s: %s", load.__self__.__name__, folder, error)
+        return None
+
+
+def copy_sentence_files(source: Source, folder: Path) -> None:
+    """Make the result a sentence-transformers model too, if the source is one: the transformer in the root, every
+    other module as it is."""
+    for name in SENTENCE_FILES:
+        for place in (source.root, source.folder):
+            if (place / name).is_file():
+                shutil.copyfile(place / name, folder / name)
+    if source.modules is None:
+        return
+    modules = [{**source.modules[0], "path": ""}, *source.modules[1:]]
+    (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
+    for module in modules[1:]:
+        if module["path"] and (source.root / module["path"]).is_dir():
+            shutil.copytree(source.root / module["path"], folder / module["path"])
+
+
+def _present(source: Source, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if (source.folder / name).is_file()]
+
+
+def _copy(source: Path, names: list[str], folder: Path) -> None:
+    for name in names:
+        shutil.copyfile(source / name, folder / name)

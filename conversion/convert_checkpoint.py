@@ -1,0 +1,100 @@
+r"""Convert a softmax checkpoint to linear attention: one command, no edited files.
+
+A causal language model, with 64 learned exponential features a head:
+
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+        --attention linear --feature_map exp --num_features 64
+
+FAVOR+ random features in some of the layers; the others stay softmax:
+
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+        --attention performer --layers 0,2,4-7
+
+An encoder (BERT, ViT, sentence-transformers ...) with Linformer:
+
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+        --attention linformer --projection_size 128 --projection_sharing headwise
+
+Only look: which layers and tensors become what, nothing is written:
+
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --dry_run
+
+OUT then loads with `AutoModel...from_pretrained(OUT, trust_remote_code=True)`, with only torch and transformers
+installed. Exit codes: 0 done, 1 the conversion failed, 2 it cannot be done as asked. With HF_LINEAR_ATTENTION_DEBUG=1
+errors come with their traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+if sys.path[0] == str(ROOT / "conversion"):  # started as a file: its own folder must not hide other packages
+    sys.path[0] = str(ROOT)
+elif str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from conversion.arguments import parse
+from conversion.errors import UsageError
+from conversion.logs import quiet_transformers, to_stderr
+from conversion.pipeline import prepare, run
+from conversion.report import describe, describe_result, describe_tensors
+
+
+DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    to_stderr()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with quiet_transformers():
+            text = _convert(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        return _fail("error", error, 2)
+    # The outermost place there is: whatever went wrong is reported, in one line instead of a traceback.
+    except Exception as error:
+        return _fail("failed", error, 1)
+    except KeyboardInterrupt:
+        sys.stderr.write("convert_checkpoint.py: interrupted; nothing was written\n")
+        return 130
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def _convert(argv: Sequence[str]) -> str:
+    """Do what was asked; returns the text to print."""
+    request = parse(argv, __doc__)
+    job = prepare(request)
+    if request.arguments.dry_run:
+        return f"{describe(job.plan, job.source)}\n{describe_tensors(job.plan)}\nNothing was written (--dry_run)."
+    report = run(job)
+    return describe_result(job.plan, job.source, str(job.output_dir), report["checks"])
+
+
+def _terminate(number: int, frame: object) -> None:
+    """As an exception, so that the half-written folder is removed on the way out."""
+    raise SystemExit(128 + number)
+
+
+def _fail(word: str, error: Exception, code: int) -> int:
+    if os.environ.get(DEBUG):
+        raise error
+    message = " ".join(str(error).split()) or type(error).__name__
+    known = isinstance(error, (UsageError, OSError)) or type(error).__module__.startswith("conversion.")
+    hint = "" if known else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
+    sys.stderr.write(f"convert_checkpoint.py: {word}: {message}{hint}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Writing the result: in a folder beside the final one, which it replaces only when it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from conversion.errors import ConversionError, UsageError
+from hf_linear_attention import modeling_linear_attention
+
+
+# The files that config.json's `auto_map` names; the others follow from their imports.
+ENTRY_FILES = ("configuration_linear_attention.py", "modeling_linear_attention.py")
+CODE_FOLDER = Path(modeling_linear_attention.__file__).parent
+
+
+def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
+    """The folder to write, made absolute.
+
+    Raises:
+        UsageError: if something is there that may not be replaced.
+    """
+    path = Path(output_dir).expanduser().resolve()
+    if source is not None and (path == source or path in source.parents):
+        raise UsageError(f"`--output_dir` = {output_dir!r} holds the checkpoint to convert; choose another folder")
+    if not path.exists():
+        return path
+    if not path.is_dir():
+        raise UsageError(f"`--output_dir` = {output_dir!r} is a file; choose the name of a folder")
+    if not overwrite:
+        raise UsageError(f"`--output_dir` = {output_dir!r} exists; give `--overwrite` to replace it, or another name")
+    if any(path.iterdir()) and not (path / "config.json").is_file():
+        raise UsageError(
+            f"`--output_dir` = {output_dir!r} is no model folder (no config.json), so it is not overwritten"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def staging(output_dir: Path) -> Iterator[Path]:
+    """A folder to fill, renamed to `output_dir` at the end; after a failure nothing is left of it."""
+    temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")
+    parents = [parent for parent in output_dir.parents if not parent.exists()]
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _replace(temporary, output_dir)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in parents:
+            with contextlib.suppress(OSError):  # not made, or used by someone else by now
+                parent.rmdir()
+        raise
+
+
+def _replace(temporary: Path, output_dir: Path) -> None:
+    if not output_dir.exists():
+        temporary.rename(output_dir)
+        return
+    old = output_dir.with_name(f"{output_dir.name}.old-{os.getpid()}")
+    output_dir.rename(old)
+    try:
+        temporary.rename(output_dir)
+    except OSError:
+        old.rename(output_dir)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def shipped_files() -> list[str]:
+    """The code that every converted checkpoint carries: the entry files and what they import, in turn."""
+    found: list[str] = []
+    waiting = list(ENTRY_FILES)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.append(name)
+            text = (CODE_FOLDER / name).read_text(encoding="utf-8")
+            waiting += [f"{module}.py" for module in re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)]
+    return sorted(found)
+
+
+def check_shipped(folder: Path) -> None:
+    """Raises `ConversionError` if a file of the code that the checkpoint needs did not come along."""
+    if missing := [name for name in shipped_files() if not (folder / name).is_file()]:
+        raise ConversionError(
+            f"{', '.join(missing)} did not come along into {folder}; without it nobody can load the model"
+        )
+
+
+def share_permissions(folder: Path) -> None:
+    """Weight files are written for their owner alone; give them the permissions of every other file."""
+    mode = (folder / "config.json").stat().st_mode
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)

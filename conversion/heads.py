@@ -1,0 +1,43 @@
+"""What a model's head means to its users: the Auto class, the pipeline and the fine-tuning task, by class name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Head:
+    """`recipe` names the YAML file in training/configs that heals such a model; None where there is none."""
+
+    auto_class: str
+    pipeline_tag: str
+    task: str | None = None
+    recipe: str | None = None
+
+
+# By the end of the class name, first match wins.
+HEADS = {
+    "ForCausalLM": Head("AutoModelForCausalLM", "text-generation", "causal_lm", "distil_causal_lm.yaml"),
+    "LMHeadModel": Head("AutoModelForCausalLM", "text-generation", "causal_lm", "distil_causal_lm.yaml"),
+    "ForMaskedLM": Head("AutoModelForMaskedLM", "fill-mask", "masked_lm", "distil_masked_lm.yaml"),
+    "ForSequenceClassification": Head(
+        "AutoModelForSequenceClassification", "text-classification", "sequence_classification", "distil_classifier.yaml"
+    ),
+    "ForTokenClassification": Head("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", "question-answering"),
+    "ForMultipleChoice": Head("AutoModelForMultipleChoice", "multiple-choice"),
+    "ForImageClassification": Head("AutoModelForImageClassification", "image-classification"),
+    "ForMaskedImageModeling": Head("AutoModelForMaskedImageModeling", "image-feature-extraction"),
+    "ForNextSentencePrediction": Head("AutoModelForNextSentencePrediction", "text-classification"),
+    "ForPreTraining": Head("AutoModelForPreTraining", "fill-mask"),
+}
+TEXT_BASE = Head("AutoModel", "feature-extraction", "embedding", "distil_embedding.yaml")
+VISION_BASE = Head("AutoModel", "image-feature-extraction")
+
+
+def head_of(class_name: str, is_vision: bool = False) -> Head:
+    """The head of a stock or converted class; models without a head count as encoders to embed with."""
+    for ending, head in HEADS.items():
+        if class_name.endswith(ending):
+            return head
+    return VISION_BASE if is_vision else TEXT_BASE

@@ -1,0 +1,105 @@
+"""The steps of one conversion: plan, load, write, verify."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from conversion.arguments import Request
+from conversion.card import REPORT, source_metadata, write_model_card
+from conversion.companions import copy_sentence_files, save_processors, save_tokenizer
+from conversion.errors import UsageError
+from conversion.export import check_output, check_shipped, share_permissions, staging
+from conversion.logs import logger
+from conversion.plan import Plan, make_plan
+from conversion.report import build_report
+from conversion.source import Source, open_source
+from conversion.verify import verify
+from hf_linear_attention import supported_model_types
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is settled before the first weight is loaded. `output_dir` is None in a dry run without one."""
+
+    request: Request
+    source: Source
+    plan: Plan
+    output_dir: Path | None
+
+
+def prepare(request: Request) -> Job:
+    """Check everything that can be checked without loading weights.
+
+    Raises:
+        UsageError: if the request cannot be met.
+    """
+    arguments = request.arguments
+    if arguments.output_dir is None and not arguments.dry_run:
+        raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
+    local = Path(arguments.model_name_or_path).expanduser().resolve()
+    output_dir = None
+    if arguments.output_dir is not None:
+        output_dir = check_output(arguments.output_dir, arguments.overwrite, local if local.is_dir() else None)
+    source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
+    plan = make_plan(source, request.settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    stock_type = plan.config.stock_model_type
+    if stock_type not in supported_model_types():
+        logger.warning("`%s` is not among the tested model types; look at the figures before you trust it", stock_type)
+    return Job(request, source, plan, output_dir)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Convert, write and verify; returns the content of conversion_report.json.
+
+    Raises:
+        ConversionError, OSError: the result could not be made; nothing of it is left, and an older one is untouched.
+    """
+    if job.output_dir is None:
+        raise UsageError("`--output_dir` is missing; name the folder to write")
+    arguments, plan = job.request.arguments, job.plan
+    with staging(job.output_dir) as folder:
+        logger.info("loading %s", job.source.name)
+        model = load_converted(job)
+        model.save_pretrained(folder)
+        check_shipped(folder)
+        share_permissions(folder)
+        del model  # the check below reads it back from the files
+        tokenizer = save_tokenizer(job.source, folder, arguments.trust_remote_code)
+        save_processors(job.source, folder, arguments.trust_remote_code)
+        copy_sentence_files(job.source, folder)
+        checks = None
+        if not arguments.no_verify:
+            logger.info("verifying")
+            checks = verify(folder, job.source, plan, tokenizer)
+        report = build_report(
+            job.source, plan, checks, dtype=arguments.dtype, card_metadata=source_metadata(job.source.root)
+        )
+        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        # The card's title is the folder's name, which must be the final one.
+        write_model_card(folder, {"base_model": job.source.name, "settings": plan.settings}, name=job.output_dir.name)
+    return report
+
+
+def load_converted(job: Job) -> PreTrainedModel:
+    """The converted model with the source's weights; what the source lacks is initialised from the seed."""
+    arguments, plan = job.request.arguments, job.plan
+    torch.manual_seed(arguments.seed or 0)
+    loaded: Any = plan.linear_class.from_pretrained(
+        job.source.folder,
+        config=plan.config,
+        dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+        use_safetensors=not job.source.is_pickled,
+        output_loading_info=True,
+    )
+    model, loading = loaded
+    plan.confirm(set(loading["missing_keys"]))
+    if plan.new_base:
+        names = ", ".join(str(tensor.target) for tensor in plan.new_base)
+        logger.warning("the checkpoint has no %s; random for now, they need training", names)
+    return model

@@ -1,0 +1,310 @@
+"""What a conversion will do, worked out on the meta device: no weight is loaded and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from conversion.errors import UsageError
+from conversion.source import Source, TensorInfo
+from hf_linear_attention.attention_mechanism import AttentionMechanism
+from hf_linear_attention.configuration_linear_attention import max_length_of, model_heads
+from hf_linear_attention.conversion_api import convert_config, stock_model_class
+from hf_linear_attention.modeling_linear_attention import (
+    linear_attention_modules,
+    linear_model_class,
+    self_attention_modules,
+)
+
+
+MECHANISM = ".linear_attention."  # in the name of every tensor that conversion adds
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One attention layer that becomes linear.
+
+    `state_bytes`: what it keeps per sequence whatever the length, None for mechanisms without a state.
+    `cache_bytes_per_token`: what its keys and values took before.
+    """
+
+    layer: int
+    module: str
+    stock_class: str
+    linear_class: str
+    state_bytes: int | None
+    cache_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor. `source` is its name in the checkpoint (None if new), `target` in the model (None if dropped)."""
+
+    source: str | None
+    target: str | None
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass
+class Plan:
+    """The whole conversion. `tied` tensors are shared with a mapped one and need no place in a file."""
+
+    config: PreTrainedConfig
+    stock_class: type[PreTrainedModel]
+    num_layers: int
+    layers: list[LayerPlan]
+    mapped: list[TensorPlan]
+    new: list[TensorPlan]
+    dropped: list[TensorPlan]
+    tied: list[TensorPlan]
+    dropped_features: list[str]
+
+    @property
+    def linear_class(self) -> type[PreTrainedModel]:
+        return linear_model_class(self.stock_class)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.config.linear_attention)
+
+    @property
+    def new_base(self) -> list[TensorPlan]:
+        """New tensors that are not the mechanism's: parts of the head that the checkpoint lacks."""
+        return [tensor for tensor in self.new if MECHANISM not in str(tensor.target)]
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Counted as numbers; buffers that define the function (random projections) are among them."""
+        new = sum(tensor.numel for tensor in self.new)
+        return {"total": sum(tensor.numel for tensor in self.mapped) + new, "new": new}
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Of all converted layers, per sequence."""
+        sizes = [layer.state_bytes for layer in self.layers]
+        return sum(size for size in sizes if size is not None) if any(sizes) else None
+
+    def confirm(self, missing: set[str]) -> None:
+        """Compare with what the loader did not find; a tensor that it made out of several is mapped after all."""
+        found = [tensor for tensor in self.new_base if tensor.target not in missing]
+        self.new = [tensor for tensor in self.new if tensor not in found]
+        self.mapped += found
+
+    def to_dict(self) -> dict[str, Any]:
+        """For conversion_report.json."""
+        return {
+            "model_type": self.config.model_type,
+            "stock_class": self.stock_class.__name__,
+            "linear_class": self.linear_class.__name__,
+            "settings": self.settings,
+            "num_layers": self.num_layers,
+            "layers": [asdict(layer) for layer in self.layers],
+            "state_bytes": self.state_bytes,
+            "weights": self.weights,
+            "dropped_features": self.dropped_features,
+            "tensors": {
+                kind: [asdict(tensor) for tensor in getattr(self, kind)]
+                for kind in ("mapped", "new", "dropped", "tied")
+            },
+        }
+
+
+def make_plan(
+    source: Source,
+    settings: Mapping[str, Any],
+    model_class: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "auto",
+) -> Plan:
+    """Work out the conversion of a checkpoint.
+
+    Args:
+        settings: `mechanism`, `layers` and the options given.
+        model_class: the stock class (or Auto class) to convert as, instead of the one that the checkpoint names.
+        dtype: of the result; `auto` is that of the checkpoint.
+
+    Raises:
+        UsageError: if the checkpoint or the settings allow no conversion.
+    """
+    try:
+        stock_config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        _refuse_quantized(source, stock_config)
+        config = convert_config(stock_config, **settings)
+        stock_class = _stock_class(stock_config, model_class)
+        with torch.device("meta"):
+            model = linear_model_class(stock_class)(config)
+    except UsageError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UsageError(_one_line(error)) from error
+    converted = linear_attention_modules(model)
+    _refuse_impossible(converted, config)
+    tensors = _tensor_plans(source, model)
+    size = _dtype_size(dtype, source)
+    names = list(self_attention_modules(model))
+    return Plan(
+        config=config,
+        stock_class=stock_class,
+        num_layers=len(names),
+        layers=[_layer_plan(names.index(name), name, module, size) for name, module in converted.items()],
+        dropped_features=_dropped_features(converted, config),
+        **tensors,
+    )
+
+
+def _one_line(error: Exception) -> str:
+    """The list form of the settings' errors, folded into one line."""
+    text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")
+    return " ".join(text.split())
+
+
+def _stock_class(config: PreTrainedConfig, name: str | None) -> type[PreTrainedModel]:
+    if name is None:
+        return stock_model_class(config)
+    heads = model_heads(config.model_type)
+    found = getattr(transformers, heads.get(name, name), None)
+    if not isinstance(found, type) or getattr(found, "config_class", None) is not type(config):
+        raise UsageError(
+            f"`--model_class` = {name!r} is no class of `{config.model_type}`; it must be one of "
+            + ", ".join(sorted({f"`{head}`" for head in heads.values()}))
+        )
+    return found
+
+
+def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+        raise UsageError(
+            f"{source.name} is quantized ({method}); convert the full-precision original and quantize after"
+        )
+
+
+def _refuse_impossible(modules: Mapping[str, nn.Module], config: PreTrainedConfig) -> None:
+    """What changes every logit, and cannot be left out."""
+    for name, module in modules.items():
+        if hasattr(module, "relative_attention_bias") or hasattr(module, "has_relative_attention_bias"):
+            raise UsageError(
+                f"{name} ({_stock_name(module)}) adds a learned relative position bias to the logits, which "
+                "has no finite-state form; keep such layers softmax (`--layers`)"
+            )
+        softcap = getattr(module, "attn_logit_softcapping", getattr(config, "attn_logit_softcapping", None))
+        if softcap:
+            raise UsageError(
+                f"{name} ({_stock_name(module)}) caps its logits at {softcap}, and linear attention has none to cap; "
+                "keep such layers softmax (`--layers`)"
+            )
+
+
+def _stock_name(module: nn.Module) -> str:
+    return cast(type, module.stock_class).__name__
+
+
+def _layer_plan(layer: int, name: str, module: nn.Module, dtype_size: int) -> LayerPlan:
+    shape = cast(AttentionMechanism, module.linear_attention).shape
+    cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype_size
+    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, _state_bytes(module), cache)
+
+
+def _state_bytes(module: nn.Module) -> int | None:
+    """Bytes of the state after one token: it has the same size after a million."""
+    mechanism = cast(AttentionMechanism, module.linear_attention)
+    if not mechanism.supports_state:
+        return None
+    shape = mechanism.shape
+    query = torch.empty(1, shape.num_heads, 1, shape.head_dim, device="meta")
+    key = torch.empty(1, shape.num_key_value_heads, 1, shape.head_dim, device="meta")
+    is_causal = bool(module.linear_attention_is_causal)
+    with torch.no_grad():
+        _, state = mechanism(query, key, key, attention_mask=None, scaling=1.0, is_causal=is_causal, state=None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in state or ())
+
+
+def _dtype_size(dtype: str, source: Source) -> int:
+    if dtype == "auto":
+        floating = [info.dtype for info in source.tensors.values() if "float" in info.dtype]
+        dtype = max(set(floating), key=floating.count, default="float32")
+    return getattr(torch, dtype).itemsize
+
+
+def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[TensorPlan]]:
+    expected = model.state_dict()
+    targets = _targets(source.tensors, model, expected)
+    _refuse_other_shapes(source, targets, expected)
+    mapped: list[TensorPlan] = []
+    dropped: list[TensorPlan] = []
+    for name, info in source.tensors.items():
+        target = targets[name][0] if targets[name][0] in expected else None
+        (dropped if target is None else mapped).append(TensorPlan(name, target, info.shape, info.dtype))
+    filled = {tensor.target for tensor in mapped}
+    ties = model.all_tied_weights_keys
+    tied: list[TensorPlan] = []
+    new: list[TensorPlan] = []
+    for name, tensor in expected.items():
+        if name not in filled:
+            kind = tied if ties.get(name) in filled or name in {ties.get(other) for other in filled} else new
+            kind.append(TensorPlan(None, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+    return {"mapped": mapped, "new": new, "dropped": dropped, "tied": tied}
+
+
+def _targets(
+    tensors: Mapping[str, TensorInfo], model: PreTrainedModel, expected: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[str, str | None]]:
+    """`{name in the files: (name in the model, pattern of the converter that rewrites it or None)}`, as loaded."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {name: rename_source_key(name, renamings, converters, prefix, dict(expected)) for name in tensors}
+
+
+def _refuse_other_shapes(source: Source, targets, expected) -> None:
+    wrong = [
+        f"`{name}` is {list(source.tensors[name].shape)} in the file, {list(expected[target].shape)} by config.json"
+        for name, (target, converter) in targets.items()
+        if converter is None and target in expected and expected[target].shape != source.tensors[name].shape
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - 3} more"] if len(wrong) > 3 else []
+        raise UsageError(f"{source.name} does not fit its config.json: " + "; ".join(wrong[:3] + more))
+
+
+def _dropped_features(modules: Mapping[str, nn.Module], config: PreTrainedConfig) -> list[str]:
+    """What the stock attention of the converted layers did, and a linear one does not."""
+    features: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        for feature in _features(module, config):
+            features.setdefault(feature, []).append(name)
+    everywhere = len(modules)
+    return [
+        feature if len(names) == everywhere else f"{feature}, in {', '.join(names)}"
+        for feature, names in features.items()
+    ]
+
+
+def _features(module: nn.Module, config: PreTrainedConfig) -> list[str]:
+    found = []
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    uses_window = getattr(config, "use_sliding_window", True)
+    if isinstance(window, int) and uses_window and window < (max_length_of(config) or window + 1):
+        found.append(f"the sliding window of {window} tokens (a linear layer sees every earlier token)")
+    if hasattr(module, "sinks"):
+        found.append("the learned attention sinks")
+    names = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+    dropout = next((getattr(config, name) for name in names if getattr(config, name, 0.0)), 0.0)
+    if dropout:
+        found.append(f"attention dropout of {dropout} (in training only)")
+    return found

@@ -1,0 +1,165 @@
+"""A plan and its outcome as conversion_report.json, and as the short text that the command prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from conversion.heads import head_of
+from conversion.plan import Plan, TensorPlan
+from conversion.source import Source
+
+
+MAX_LISTED = 8
+
+
+def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, **details: Any) -> dict[str, Any]:
+    """The content of conversion_report.json. `figures` is the part that the model card shows."""
+    counts = {kind: len(getattr(plan, kind)) for kind in ("mapped", "new", "dropped", "tied")}
+    outputs = (checks or {}).get("student_against_teacher")
+    figures = {
+        "layers converted": f"{len(plan.layers)} of {plan.num_layers}",
+        "weights": plan.weights["total"],
+        "new weights": plan.weights["new"],
+        "state bytes per sequence": plan.state_bytes,
+        **({name.replace("_", " "): value for name, value in outputs.items()} if outputs else {}),
+    }
+    return {
+        "base_model": source.name,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **details,
+        **plan.to_dict(),
+        "tensor_counts": counts,
+        "checks": dict(checks) if checks else None,
+        "figures": figures,
+    }
+
+
+def describe(plan: Plan, source: Source) -> str:
+    """What is, or would be, done; a few lines."""
+    settings = {name: value for name, value in plan.settings.items() if name not in ("mechanism", "layers")}
+    chosen = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+    mechanism = plan.settings["mechanism"] + (f" ({chosen})" if chosen else "")
+    layers = (
+        f"in {_ranges([layer.layer for layer in plan.layers])} of {plan.num_layers}" if plan.layers else "in no layer"
+    )
+    lines = [
+        f"{source.name}",
+        _line("class", f"{plan.stock_class.__name__} -> {plan.linear_class.__name__}"),
+        _line("attention", f"{mechanism} {layers}"),
+        _line("tensors", _tensor_line(plan)),
+        _line("weights", f"{plan.weights['total']:,}, of which {plan.weights['new']:,} are new"),
+    ]
+    if plan.state_bytes:
+        lines.append(_line("state", _state_line(plan)))
+    if plan.dropped:
+        lines.append(_line("dropped", _names([tensor.source for tensor in plan.dropped])))
+    if plan.new_base:
+        lines.append(_line("untrained", f"{_names([t.target for t in plan.new_base])} (not in the checkpoint)"))
+    lines += [_line("left out", feature) for feature in plan.dropped_features]
+    return "\n".join(lines)
+
+
+def describe_tensors(plan: Plan) -> str:
+    """Every tensor, one a line; what `--dry_run` adds."""
+    lines = [
+        f"  layer {layer.layer:<4} {layer.module}: {layer.stock_class} -> {layer.linear_class}" for layer in plan.layers
+    ]
+    for kind in ("mapped", "tied", "new", "dropped"):
+        lines += [
+            f"  {kind:<10} {_tensor_name(tensor)} {list(tensor.shape)} {tensor.dtype}" for tensor in getattr(plan, kind)
+        ]
+    return "\n".join(lines)
+
+
+def describe_result(plan: Plan, source: Source, output_dir: str, checks: Mapping[str, Any] | None) -> str:
+    """The end of a conversion: what came out, how to load it, what to do next."""
+    lines = [describe(plan, source)]
+    if checks is not None:
+        lines += _check_lines(checks, has_layers=bool(plan.layers))
+    lines += [_line("written to", output_dir), "", "Load it:", *_loading_lines(plan, output_dir)]
+    if plan.layers and (command := _healing_command(plan, source, output_dir)):
+        lines += ["", "Its attention is new and untrained. Heal it, with the original as teacher:", command]
+    return "\n".join(lines)
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<11} {text}"
+
+
+def _tensor_line(plan: Plan) -> str:
+    tied = f", {len(plan.tied)} tied" if plan.tied else ""
+    return f"{len(plan.mapped)} mapped, {len(plan.new)} new, {len(plan.dropped)} dropped{tied}"
+
+
+def _state_line(plan: Plan) -> str:
+    layer = plan.layers[0]
+    text = f"{layer.state_bytes or 0:,} bytes a layer, {plan.state_bytes:,} in all, per sequence of any length"
+    if head_of(plan.stock_class.__name__).task == "causal_lm" and layer.state_bytes:
+        text += f" (a key-value cache takes that at {layer.state_bytes // layer.cache_bytes_per_token} tokens)"
+    return text
+
+
+def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
+    tensors, outputs = checks["tensors"], checks["student_against_teacher"]
+    padding = outputs.get("padding_difference")
+    unmoved = "" if padding is None else f"; padding moves the output by {padding:.1e}"
+    lines = [_line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{unmoved}")]
+    texts = {
+        "hidden_state_error": "error of hidden states {:.1%}",
+        "mean_embedding_cosine": "cosine of embeddings {:.3f}",
+        "logits_error": "of logits {:.1%}",
+        "kl_to_teacher": "KL {:.3f} nats/token",
+        "top1_agreement": "same top token {:.1%}",
+    }
+    found = [text.format(outputs[name]) for name, text in texts.items() if name in outputs]
+    label = "untrained" if has_layers else "outputs"
+    return [*lines, _line(label, "against the original: " + ", ".join(found))]
+
+
+def _loading_lines(plan: Plan, output_dir: str) -> list[str]:
+    auto_class = head_of(plan.stock_class.__name__).auto_class
+    return [
+        f"  from transformers import {auto_class}",
+        f'  model = {auto_class}.from_pretrained("{output_dir}", trust_remote_code=True)',
+    ]
+
+
+def _healing_command(plan: Plan, source: Source, output_dir: str) -> str | None:
+    is_vision = plan.stock_class.main_input_name != "input_ids"
+    head = head_of(plan.stock_class.__name__, is_vision)
+    if head.task is None:
+        return None
+    config = Path(__file__).resolve().parents[1] / "training" / "configs" / str(head.recipe)
+    return (
+        f"  accelerate launch {config.parents[1] / 'finetune.py'} --config {config} \\\n"
+        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.name} \\\n"
+        f"    --train_file TEXT.jsonl --output_dir {output_dir}-healed"
+    )
+
+
+def _tensor_name(tensor: TensorPlan) -> str:
+    if tensor.source is None or tensor.target is None or tensor.source == tensor.target:
+        return str(tensor.target or tensor.source)
+    return f"{tensor.source} -> {tensor.target}"
+
+
+def _names(names: list[str | None]) -> str:
+    shown = ", ".join(str(name) for name in names[:MAX_LISTED])
+    return shown if len(names) <= MAX_LISTED else f"{shown} and {len(names) - MAX_LISTED} more"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 2, 4, 5, 6]` -> `layers 0, 2, 4-6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'s' if len(numbers) > 1 else ''} {text}"

@@ -1,0 +1,44 @@
+"""A few inputs to run a model on: built-in English through its tokenizer, or random ids or pixels."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from hf_linear_attention.configuration_linear_attention import max_length_of
+
+
+TEXTS = (
+    "The river had risen in the night, and by morning the lower field was a lake.",
+    "Once upon a time there was a little girl who wanted to play in the park. Her mother said that it was too cold, so "
+    "they stayed at home, drew pictures of birds, and waited for the rain to stop. In the evening the sky was clear.",
+    "A list comprehension builds a new list by applying an expression to each item of a sequence.",
+    "Prices rose by two per cent in March.",
+    "Where is the nearest station? It is behind the library, about ten minutes on foot, but the gate closes at nine.",
+    "Water is made of hydrogen and oxygen; it freezes at zero degrees and boils at one hundred. Salt lowers the first "
+    "and raises the second, which is why the sea rarely freezes near the coast, and why cooks add salt to the pot. "
+    "None of this was known to the people who first built boats, yet they learned to read the colour of the ice.",
+)
+MAX_TOKENS = 128
+RANDOM_LENGTHS = (7, 48, 17, 64)
+
+
+def text_samples(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
+    """Token ids, one tensor `[1, N]` a text, no longer than the model takes."""
+    # Some families lose a few positions to offsets (RoBERTa).
+    length = min(MAX_TOKENS, (max_length_of(config) or MAX_TOKENS) * 3 // 4)
+    if tokenizer is not None:
+        samples = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt").input_ids for text in TEXTS]
+        if all(ids.numel() > 1 and int(ids.max()) < config.vocab_size for ids in samples):
+            return samples
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(config.vocab_size, (1, min(size, length)), generator=generator) for size in RANDOM_LENGTHS]
+
+
+def pixel_samples(config: PreTrainedConfig) -> list[torch.Tensor]:
+    """Random images `[1, channels, height, width]`."""
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    generator = torch.Generator().manual_seed(0)
+    channels = getattr(config, "num_channels", 3)
+    return [torch.randn(1, channels, height, width, generator=generator) for _ in range(4)]

@@ -1,0 +1,185 @@
+"""The checkpoint to convert, as files: where they are, and which tensors they hold, without loading them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from conversion.errors import UsageError
+
+
+# What a conversion may need of a hub repository; other formats of the same weights stay where they are.
+HUB_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.safetensors", "README.md")
+HUB_IGNORED = ("onnx/*", "openvino/*", "coreml/*", "original/*", "consolidated*", "*.fp16.safetensors")
+DTYPE_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """`dtype` as torch spells it, without `torch.`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder. `folder` holds config.json and weights; `root` differs where sentence-transformers nests it.
+
+    `modules` is the list in modules.json, or None for an ordinary checkpoint.
+    """
+
+    name: str
+    root: Path
+    folder: Path
+    weights: tuple[Path, ...]
+    modules: tuple[Mapping[str, Any], ...] | None
+
+    @property
+    def is_pickled(self) -> bool:
+        return any(path.suffix == ".bin" for path in self.weights)
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor of the weight files, from their headers alone.
+
+        Raises:
+            UsageError: if a file is damaged.
+        """
+        found: dict[str, TensorInfo] = {}
+        for path in self.weights:
+            found.update(_pickled_tensors(path) if self.is_pickled else _safetensors_header(path))
+        return found
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor; only its own bytes are read from safetensors."""
+        return read_tensor(self.tensors[name].file, name)
+
+    def text(self, name: str) -> str | None:
+        """A text file of the checkpoint, or None."""
+        path = self.root / name
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+
+def open_source(name: str, allow_pickle: bool = False) -> Source:
+    """Find the files of a checkpoint, in a folder or on the hub.
+
+    Raises:
+        UsageError: if there is no such checkpoint, or not in a form that can be converted.
+    """
+    root = _root(name, allow_pickle)
+    modules = _read_modules(root)
+    folder = root / modules[0]["path"] if modules else root
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UsageError(f"{name} holds an adapter; merge it into its base model (PEFT `merge_and_unload`) first")
+        raise UsageError(f"{name} holds no config.json, so it is no transformers checkpoint")
+    return Source(name, root, folder, _weight_files(name, folder, allow_pickle), modules)
+
+
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    if path.suffix == ".bin":
+        return _load_pickle(path)[name]
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _root(name: str, allow_pickle: bool) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise UsageError(f"`--model_name_or_path` = {name!r} is a file; give the folder that holds config.json")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UsageError(f"`--model_name_or_path` = {name!r}: there is no such folder")
+    patterns = [*HUB_PATTERNS, "*.bin"] if allow_pickle else list(HUB_PATTERNS)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(HUB_IGNORED)))
+    except (OSError, ValueError) as error:  # not found, not reachable, not a name
+        reason = " ".join(str(error).split(". ")[0].split())
+        raise UsageError(
+            f"`--model_name_or_path` = {name!r} is no folder here, and no model on the hub: {reason}"
+        ) from error
+
+
+def _read_modules(root: Path) -> tuple[Mapping[str, Any], ...] | None:
+    """The modules of a sentence-transformers checkpoint, if its first one is a transformer with a config of its own."""
+    path = root / "modules.json"
+    if not path.is_file():
+        return None
+    modules = json.loads(path.read_text(encoding="utf-8"))
+    inside = all((root / module["path"]).resolve().is_relative_to(root) for module in modules)
+    if not modules or not inside or not (root / modules[0]["path"] / "config.json").is_file():
+        raise UsageError(
+            f"{path} does not begin with a transformer of this folder; point at the transformer's own folder"
+        )
+    return tuple(modules)
+
+
+def _weight_files(name: str, folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
+    if files := _files_of(folder, "model.safetensors"):
+        return files
+    pickled = _files_of(folder, "pytorch_model.bin")
+    if not pickled:
+        raise UsageError(f"{name} holds no weights: neither model.safetensors nor model.safetensors.index.json")
+    if not allow_pickle:
+        raise UsageError(
+            f"{name} holds its weights only as pickles ({pickled[0].name}); give `--allow_pickle` if you trust where "
+            "they come from, or save it once with `save_pretrained`, which writes safetensors"
+        )
+    return pickled
+
+
+def _files_of(folder: Path, name: str) -> tuple[Path, ...]:
+    """The single weight file, or the shards that an index lists."""
+    if (folder / name).is_file():
+        return (folder / name,)
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return ()
+    shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise UsageError(f"{index} lists {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing")
+    return tuple(folder / shard for shard in shards)
+
+
+def _safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a handle, not a dict)
+            return {
+                name: TensorInfo(tuple(part.get_shape()), DTYPE_NAMES.get(part.get_dtype(), part.get_dtype()), path)
+                for name, part in slices.items()
+            }
+    except SafetensorError as error:
+        raise UsageError(f"{path} is damaged: {error}; get the file again") from error
+
+
+def _pickled_tensors(path: Path) -> dict[str, TensorInfo]:
+    return {
+        name: TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), path)
+        for name, tensor in _load_pickle(path).items()
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """`weights_only`: the unpickler knows tensors and containers, and refuses the rest."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -1,0 +1,103 @@
+"""The model card: every figure from the facts, no section without facts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from conversion.card import write_model_card
+from conversion.convert_checkpoint import ROOT  # noqa: F401  (the card must also be importable after the script)
+
+
+def read_card(folder):
+    _, front, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def sections(text):
+    return [line[3:] for line in text.splitlines() if line.startswith("## ")]
+
+
+def test_the_card_of_a_conversion(linear_llama):
+    metadata, text = read_card(linear_llama)
+    assert metadata["library_name"] == "transformers"
+    assert metadata["pipeline_tag"] == "text-generation"
+    assert metadata["tags"] == ["linear-attention"]
+    assert "base_model" not in metadata  # a folder on this machine means nothing to others
+    assert text.splitlines()[1] == "# llama"
+    assert sections(text) == ["Use", "Attention", "Conversion", "Status"]
+    report = json.loads((linear_llama / "conversion_report.json").read_text())
+    figures = report["checks"]["student_against_teacher"]
+    assert f"| kl to teacher | {figures['kl_to_teacher']:.4g} |" in text
+    assert 'AutoModelForCausalLM.from_pretrained("llama", trust_remote_code=True)' in text
+    assert "| num_features | 16 |" in text
+
+
+def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_llama, tmp_path):
+    folder = tmp_path / "healed"
+    shutil.copytree(linear_llama, folder)
+    facts = {
+        "base_model": str(linear_llama),
+        "settings": {"mechanism": "performer", "layers": [0, 2]},
+        "training": {"learning_rate": 0.001, "max_train_steps": None, "objective": {"logits_kl_weight": 1.0}},
+        "metrics": {"eval_loss": 1.23456},
+        "dataset": "stories.jsonl",
+    }
+    write_model_card(folder, facts)
+    metadata, text = read_card(folder)
+    assert sections(text) == ["Use", "Attention", "Conversion", "Training", "Results"]
+    assert "| eval_loss | 1.235 |" in text
+    assert "| objective.logits_kl_weight | 1 |" in text
+    assert "| layers | 0, 2 |" in text
+    assert "Data: stories.jsonl" in text
+    assert "max_train_steps" not in text
+    assert metadata["tags"] == ["linear-attention", "performer"]
+    base = json.loads((folder / "conversion_report.json").read_text())["base_model"]
+    assert f"`{base}`" in text
+    (folder / "conversion_report.json").unlink()
+    write_model_card(folder, facts)
+    assert "Conversion" not in sections(read_card(folder)[1])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "auto_class", "tag"),
+    [
+        ("BertForMaskedLM", "AutoModelForMaskedLM", "fill-mask"),
+        ("BertForSequenceClassification", "AutoModelForSequenceClassification", "text-classification"),
+        ("BertModel", "AutoModel", "feature-extraction"),
+        ("GPT2LMHeadModel", "AutoModelForCausalLM", "text-generation"),
+        ("ViTForImageClassification", "AutoModelForImageClassification", "image-classification"),
+    ],
+)
+def test_the_usage_line_fits_the_head(tmp_path, architecture, auto_class, tag):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    write_model_card(tmp_path, {"base_model": "someone/model"})
+    metadata, text = read_card(tmp_path)
+    assert f"from transformers import {auto_class}\n" in text
+    assert "trust_remote_code" not in text  # there is no code beside this one
+    assert (metadata["pipeline_tag"], metadata["base_model"]) == (tag, "someone/model")
+    assert sections(text) == ["Use"]
+    auto_map = {"AutoModelForPreTraining": f"m.Linear{architecture}", auto_class: f"m.Linear{architecture}"}
+    config = {"architectures": [f"Linear{architecture}"], "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_model_card(tmp_path, {"base_model": "someone/model", "settings": {"mechanism": "linear"}})
+    assert f'{auto_class}.from_pretrained("{tmp_path.name}", trust_remote_code=True)' in read_card(tmp_path)[1]
+
+
+def test_the_license_of_the_source_is_copied(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for card, expected in (
+        ("---\nlicense: apache-2.0\nlanguage: en\ntags: [a]\n---\n# x", {"license": "apache-2.0", "language": "en"}),
+        ("# no front matter", {}),
+        ("---\nlicense: [\n---\n", {}),
+    ):
+        (source / "README.md").write_text(card)
+        write_model_card(folder, {"base_model": str(source)})
+        metadata, _ = read_card(folder)
+        assert {key: metadata[key] for key in ("license", "language") if key in metadata} == expected

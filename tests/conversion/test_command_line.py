@@ -1,0 +1,170 @@
+"""The command line: what is refused, how it is said, where it can be started from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import run, save_twin
+
+from conversion import pipeline
+from conversion.arguments import ConversionArguments, mechanism_arguments, parse
+from conversion.errors import UsageError
+from hf_linear_attention.mechanisms import MECHANISMS
+
+
+SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--feature_mapp", "exp", "--foo=1"], ["`--feature_mapp`", "did you mean `feature_map`?", "`--foo`"]),
+        (["--lay", "all"], ["`--lay` is not an option", "did you mean `layers`?"]),
+        (["--attention", "flash"], ["'flash'", "linear", "linformer", "performer"]),
+        (["--num_features", "many"], ["--num_features", "'many'"]),
+        (["--num_features", "0"], ["`num_features` = 0", "at least 1"]),
+        (["--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
+        (["--layers", "4-2"], ["'4-2'", "backwards"]),
+        (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
+        (["--attention", "performer", "--feature_map", "exp"], ["`feature_map` is not an option", "`performer`"]),
+        (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
+        (["--model_class", "BertModel"], ["`--model_class` = 'BertModel'", "`LlamaForCausalLM`"]),
+        (["--projection_size", "3", "--max_length", "3"], ["`projection_size`", "`max_length`"]),
+    ],
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(llama, tmp_path, words, said):
+    code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("convert_checkpoint.py: error: ")
+    assert err.count("\n") == 1
+    assert all(part in err for part in said), err
+    assert not list(tmp_path.iterdir())
+
+
+def test_sources_that_cannot_be_converted(llama, linear_llama, tmp_path):
+    empty, adapter = tmp_path / "empty", tmp_path / "adapter"
+    empty.mkdir()
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for source, said in (
+        (tmp_path / "absent", "there is no such folder"),
+        (empty, "holds no config.json"),
+        (adapter, "merge it"),
+        (llama / "config.json", "is a file"),
+        ("nobody/such-a-model", "no model on the hub"),
+        (linear_llama, "converted already"),
+    ):
+        code, _, err = run("--model_name_or_path", source, "--output_dir", tmp_path / "out")
+        assert code == 2
+        assert said in err
+        assert err.count("\n") == 1
+
+
+def test_an_architecture_without_the_interface_is_refused(tmp_path):
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    config = DebertaV2Config(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
+    code, _, err = run("--model_name_or_path", tmp_path / "deberta", "--output_dir", tmp_path / "out")
+    assert code == 2
+    assert "nothing that could be converted" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_mechanism_option_is_a_flag_and_only_given_ones_are_settings(tmp_path):
+    names = {name for mechanism in MECHANISMS.values() for name in mechanism.options}
+    flags = set(mechanism_arguments().__dataclass_fields__) | set(ConversionArguments.__dataclass_fields__)
+    assert names <= flags
+    words = ["--model_name_or_path", "x", "--output_dir", "y"]
+    assert parse(words).settings == {"mechanism": "linear", "layers": "all"}
+    given = parse([*words, "--attention", "linformer", "--projection-size", "9", "--layers", "0,2-3"]).settings
+    assert given == {"mechanism": "linformer", "layers": [0, 2, 3], "projection_size": 9}
+    assert parse([*words, "--seed", "5"]).settings == {"mechanism": "linear", "layers": "all"}
+    assert parse([*words, "--seed", "5", "--attention", "performer"]).settings["seed"] == 5
+
+
+def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
+    path = tmp_path / "defaults.yaml"
+    values = {"model_name_or_path": "x", "output_dir": "y", "num_features": 8, "layers": [0, 2], "overwrite": True}
+    path.write_text(yaml.safe_dump(values))
+    request = parse(["--config", str(path), "--num_features", "32"])
+    assert request.settings == {"mechanism": "linear", "layers": [0, 2], "num_features": 32}
+    assert request.arguments.overwrite
+    path.write_text(yaml.safe_dump({**values, "num_featurs": 1, "colour": "red"}))
+    with pytest.raises(UsageError) as caught:
+        parse(["--config", str(path)])
+    assert len(caught.value.problems) == 2
+    assert "`num_featurs`" in str(caught.value)
+    assert "`colour`" in str(caught.value)
+    for text, said in (("- a", "holds a list"), ("{", "not valid YAML")):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            parse([f"--config={path}"])
+    with pytest.raises(UsageError, match="no such file"):
+        parse(["--config", str(tmp_path / "absent.yaml")])
+
+
+def test_a_failure_on_the_way_is_one_line_and_exit_code_1(llama, tmp_path, monkeypatch):
+    def fail(job):
+        raise KeyError("lost\nsomething")
+
+    monkeypatch.setattr(pipeline, "load_converted", fail)
+    words = ("--model_name_or_path", llama, "--output_dir", tmp_path / "out")
+    code, out, err = run(*words)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("convert_checkpoint.py: failed: 'lost")
+    assert "Traceback" not in err
+    assert "KeyError; HF_LINEAR_ATTENTION_DEBUG=1" in err
+    monkeypatch.setenv("HF_LINEAR_ATTENTION_DEBUG", "1")
+    with pytest.raises(KeyError):
+        run(*words)
+
+
+def test_the_summary_is_short_and_its_python_runs(llama, tmp_path):
+    out_dir = tmp_path / "out"
+    code, out, err = run("--model_name_or_path", llama, "--output_dir", out_dir, "--num_features", 16)
+    assert code == 0
+    assert len(out.splitlines()) <= 25
+    # Nothing of transformers' report about "newly initialized" weights, nor its bars.
+    assert err.splitlines() == [f"loading {llama}", "verifying"]
+    start = out.index("  from transformers")
+    code_lines = [line.strip() for line in out[start:].splitlines()[:2]]
+    scope: dict = {}
+    exec("\n".join(code_lines), scope)
+    assert type(scope["model"]).__name__ == "LinearLlamaForCausalLM"
+    assert f"--model_name_or_path {out_dir} --teacher_name_or_path {llama}" in out
+
+
+def test_a_missing_head_is_said_in_our_own_words(tmp_path):
+    save_twin(tmp_path / "base", "bert", "AutoModel")
+    code, out, err = run(
+        "--model_name_or_path", tmp_path / "base", "--output_dir", tmp_path / "out",
+        "--model_class", "AutoModelForMaskedLM",
+    )  # fmt: skip
+    assert code == 0
+    assert "warning: the checkpoint has no cls.predictions.bias" in err
+    assert "class       BertForMaskedLM -> LinearBertForMaskedLM" in out
+    assert "not in the checkpoint" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "inside"),
+    [([str(SCRIPT)], False), ([SCRIPT.name], True), (["-m", "conversion.convert_checkpoint"], False)],
+)
+def test_it_starts_from_any_folder(llama, tmp_path, command, inside):
+    run_ = subprocess.run(
+        [sys.executable, *command, "--model_name_or_path", str(llama), "--dry_run", "--num_features", "16"],
+        cwd=SCRIPT.parent if inside else tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run_.returncode == 0, run_.stderr
+    assert "LinearLlamaForCausalLM" in run_.stdout
+    assert run_.stderr == ""

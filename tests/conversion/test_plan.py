@@ -1,0 +1,151 @@
+"""The plan: complete, right, and made without reading a weight."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from checkpoints import convert_folder, files, run, save_twin
+from matrix import DECODERS, FAMILY_ROWS
+from safetensors import safe_open
+from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
+
+from conversion import plan as plan_module
+from conversion.plan import make_plan
+from conversion.source import Source, open_source
+from hf_linear_attention import convert
+
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+LINEAR = {"mechanism": "linear", "num_features": 16}
+
+
+@pytest.mark.parametrize("family", FAMILY_ROWS)
+def test_the_plan_is_what_the_conversion_does(family, tmp_path):
+    stock = save_twin(tmp_path / "source", family)
+    source = open_source(str(tmp_path / "source"))
+    plan = make_plan(source, {**LINEAR, "layers": [0, 2]})
+    model = convert(stock, **LINEAR, layers=[0, 2])
+    names = set(model.state_dict())
+    assert {t.target for t in plan.mapped} | {t.target for t in plan.new} | {t.target for t in plan.tied} == names
+    assert {t.source for t in plan.mapped} == set(source.tensors)
+    assert plan.dropped == plan.new_base == []
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert all(shapes[t.target] == t.shape for t in (*plan.mapped, *plan.new, *plan.tied))
+    assert [(layer.layer, layer.linear_class[:6]) for layer in plan.layers] == [(0, "Linear"), (2, "Linear")]
+    assert plan.weights["total"] == sum(
+        tensor.numel() for tensor in {t.data_ptr(): t for t in model.state_dict().values()}.values()
+    )
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("mechanism", ["linear", "performer"])
+def test_state_bytes_are_those_of_a_real_cache(family, mechanism, tmp_path):
+    stock = save_twin(tmp_path / "source", family)
+    settings = {"mechanism": mechanism, "num_features": 16}
+    plan = make_plan(open_source(str(tmp_path / "source")), settings)
+    model = convert(stock, **settings)
+    with torch.no_grad():
+        cache = model(input_ids=torch.randint(3, 64, (1, 50)), use_cache=True).past_key_values
+    assert [layer.state_bytes for layer in plan.layers] == [layer.state_bytes() for layer in cache.layers]
+
+
+def test_dry_run_prints_every_tensor_reads_none_and_writes_nothing(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(Source, "read", None)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+    before = files(llama)
+    code, out, _ = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--dry_run")
+    assert code == 0
+    assert not list(tmp_path.iterdir())
+    assert files(llama) == before
+    with safe_open(llama / "model.safetensors", framework="pt") as file:
+        assert all(name in out for name in file.keys())  # noqa: SIM118
+    assert "new        model.layers.0.self_attn.linear_attention.feature_map" in out
+    assert "model.layers.2.self_attn: LlamaAttention -> LinearLlamaAttention" in out
+
+
+def test_unexpected_and_sharded_tensors(tmp_path):
+    folder = tmp_path / "source"
+    save_twin(folder, "gpt2", save={"max_shard_size": "20KB"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    extra = {"transformer.h.9.mlp.stray": torch.zeros(2, 3)}
+    safetensors.torch.save_file(extra, folder / "extra.safetensors", metadata={"format": "pt"})
+    index["weight_map"]["transformer.h.9.mlp.stray"] = "extra.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    plan = make_plan(open_source(str(folder)), LINEAR)
+    assert [(t.source, t.target, t.shape) for t in plan.dropped] == [("transformer.h.9.mlp.stray", None, (2, 3))]
+    assert len(plan.mapped) == len(index["weight_map"]) - 1
+    assert [t.target for t in plan.tied] == ["lm_head.weight"]
+    report = convert_folder(folder, tmp_path / "out", "--num_features", 16)
+    assert [t["source"] for t in report["tensors"]["dropped"]] == ["transformer.h.9.mlp.stray"]
+    (folder / "extra.safetensors").unlink()
+    code, _, err = run("--model_name_or_path", folder, "--output_dir", tmp_path / "again")
+    assert code == 2
+    assert "extra.safetensors, which is missing" in err
+
+
+def test_what_a_linear_layer_cannot_keep_is_listed(tmp_path):
+    save_twin(tmp_path / "mistral", "mistral", sliding_window=8)
+    plan = make_plan(open_source(str(tmp_path / "mistral")), LINEAR)
+    assert plan.dropped_features == ["the sliding window of 8 tokens (a linear layer sees every earlier token)"]
+    assert make_plan(open_source(str(tmp_path / "mistral")), {"layers": "none"}).dropped_features == []
+    save_twin(tmp_path / "bert", "bert", attention_probs_dropout_prob=0.25)
+    features = make_plan(open_source(str(tmp_path / "bert")), LINEAR).dropped_features
+    assert features == ["attention dropout of 0.25 (in training only)"]
+    code, out, _ = run("--model_name_or_path", tmp_path / "mistral", "--dry_run")
+    assert code == 0
+    assert "sliding window of 8" in out
+
+
+def test_sources_that_do_not_fit_their_config(llama, tmp_path):
+    folder = tmp_path / "source"
+    save_twin(folder, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 65}))
+    code, _, err = run("--model_name_or_path", folder, "--dry_run")
+    assert code == 2
+    assert "does not fit its config.json" in err
+    assert "`model.embed_tokens.weight` is [64, 32] in the file, [65, 32] by config.json" in err
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    code, _, err = run("--model_name_or_path", folder, "--dry_run")
+    assert code == 2
+    assert "is quantized (gptq)" in err
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"no such thing")
+    code, _, err = run("--model_name_or_path", folder, "--dry_run")
+    assert code == 2
+    assert "is damaged" in err
+
+
+def test_capped_logits_are_refused_and_not_ignored(tmp_path):
+    config = Gemma2Config(vocab_size=64, head_dim=8, **SMALL, attn_logit_softcapping=30.0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
+    code, _, err = run("--model_name_or_path", tmp_path / "gemma2", "--dry_run")
+    assert code == 2
+    assert "caps its logits at 30.0" in err
+    assert run("--model_name_or_path", tmp_path / "gemma2", "--dry_run", "--layers", "none")[0] == 0
+
+
+def test_an_untested_model_type_is_pointed_out(tmp_path):
+    GemmaForCausalLM(GemmaConfig(vocab_size=64, head_dim=8, **SMALL)).save_pretrained(tmp_path / "gemma")
+    code, _, err = run("--model_name_or_path", tmp_path / "gemma", "--dry_run")
+    assert code == 0
+    assert "`gemma` is not among the tested model types" in err
+
+
+def test_a_tensor_made_of_several_counts_as_mapped_when_the_loader_found_it(llama):
+    plan = make_plan(open_source(str(llama)), LINEAR)
+    extra = plan_module.TensorPlan(None, "model.fused.weight", (2, 2), "float32")
+    plan.new.append(extra)
+    plan.confirm({t.target for t in plan.new} - {"model.fused.weight"})
+    assert extra in plan.mapped
+    assert extra not in plan.new

@@ -1,0 +1,96 @@
+"""The figures of the report, computed again from two models, and damage that must be noticed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from conversion.errors import ConversionError
+from conversion.plan import make_plan
+from conversion.samples import TEXTS
+from conversion.source import open_source
+from conversion.verify import compare_outputs, compare_tensors, verify
+
+
+SETTINGS = {"mechanism": "linear", "num_features": 16}
+
+
+def test_the_figures_are_those_of_two_separate_models(llama, linear_llama):
+    figures = json.loads((linear_llama / "conversion_report.json").read_text())["checks"]["student_against_teacher"]
+    teacher = AutoModelForCausalLM.from_pretrained(llama)
+    student = AutoModelForCausalLM.from_pretrained(linear_llama)
+    tokenizer = tiny_tokenizer()
+    errors, norms, divergence, same, tokens = 0.0, 0.0, 0.0, 0, 0
+    for text in TEXTS:
+        ids = tokenizer(text, truncation=True, return_tensors="pt").input_ids
+        with torch.no_grad():
+            p, q = teacher(ids).logits, student(ids).logits
+        errors += (p - q).square().sum().item()
+        norms += p.square().sum().item()
+        divergence += (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum().item()
+        same += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        tokens += ids.numel()
+    assert figures["logits_error"] == pytest.approx((errors / norms) ** 0.5, rel=1e-3)
+    assert figures["kl_to_teacher"] == pytest.approx(divergence / tokens, rel=1e-3)
+    assert figures["top1_agreement"] == pytest.approx(same / tokens)
+    assert "mean_embedding_cosine" not in figures
+
+
+def test_a_changed_base_tensor_is_noticed(llama, linear_llama, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    source = open_source(str(llama))
+    plan = make_plan(source, SETTINGS)
+    counts = compare_tensors(folder, source, plan)
+    assert counts["equal"] == len(plan.mapped)
+    assert counts["mechanism"] == len(plan.new)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"1 tensors .* `model.norm.weight`"):
+        compare_tensors(folder, source, plan)
+
+
+def test_numbers_that_are_not_finite_are_noticed(llama, linear_llama, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(key for key in weights if ".linear_attention." in key)
+    weights[name].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(llama))
+    with pytest.raises(ConversionError, match="not finite"):
+        verify(folder, source, make_plan(source, SETTINGS), None)
+
+
+def test_padding_that_leaks_shows_in_the_figure(linear_llama, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(linear_llama)
+    assert compare_outputs(model, tiny_tokenizer())["padding_difference"] < 1e-5
+    stock = type(model.base_model).forward
+
+    @functools.wraps(stock)  # its signature decides on which side the padding goes
+    def without_mask(self, *args, attention_mask=None, **kwargs):
+        return stock(self, *args, attention_mask=None, **kwargs)
+
+    monkeypatch.setattr(type(model.base_model), "forward", without_mask)
+    assert compare_outputs(model, tiny_tokenizer())["padding_difference"] > 1e-3
+
+
+def test_an_encoder_is_measured_by_its_embeddings(bert, tmp_path):
+    from hf_linear_attention import convert
+
+    model = convert(str(bert), mechanism="linformer", projection_size=8)
+    figures = compare_outputs(model, None)
+    assert -1 < figures["mean_embedding_cosine"] < 0.9999
+    assert F.relu(torch.tensor(figures["kl_to_teacher"])) > 1e-3
+    identical = compare_outputs(convert(str(bert), layers="none"), None)
+    assert identical["mean_embedding_cosine"] == pytest.approx(1.0)
+    assert identical["kl_to_teacher"] == identical["hidden_state_error"] == 0.0

@@ -1,0 +1,54 @@
+"""Converted checkpoints where this package is not installed."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from shipping_cases import CONVERTED
+
+from conversion.export import shipped_files
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("kind", ["folder", "hub", "resaved"])
+def test_it_loads_and_computes_the_same(results, kind, name):
+    found = {job: result for job, result in results.items() if job.split()[:2] == [kind, name]}
+    assert len(found) == (1 if kind == "resaved" else 2)
+    assert set(found.values()) == {"equal"}, found
+
+
+def test_a_trainer_checkpoint_does_too(results, trainer_checkpoint):
+    assert results["trainer gpt2"] == "equal"
+    assert set(shipped_files()) <= {path.name for path in trainer_checkpoint.iterdir()}
+
+
+def test_nothing_else_was_imported(results):
+    assert results["imported"] == []
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_without_trust_it_is_refused(results, name):
+    assert results[f"untrusted {name}"] == "refused"
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_with_the_plugin_imported_no_flag_is_needed(converted, name):
+    folder = converted[name]
+    model = transformers.AutoModel.from_pretrained(folder)
+    assert type(model).__module__ == "hf_linear_attention.modeling_linear_attention"
+    # The flag changes nothing: the installed code wins over the copy in the folder.
+    trusted = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+    assert type(trusted) is type(model)
+
+
+def test_auto_map_names_every_head(converted):
+    for name, (family, _, _) in CONVERTED.items():
+        config = transformers.AutoConfig.from_pretrained(converted[name])
+        heads = {
+            auto
+            for auto in vars(transformers)
+            if auto.startswith("AutoModel")
+            and type(getattr(getattr(transformers, auto), "_model_mapping", None)).__name__ == "_LazyAutoMapping"
+            and family in getattr(transformers, auto)._model_mapping._model_mapping
+        }
+        assert heads - set(config.auto_map) <= {"AutoModelForMultimodalLM"}, name

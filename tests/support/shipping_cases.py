@@ -1,0 +1,15 @@
+"""The checkpoints that the shipping tests convert and load elsewhere."""
+
+from __future__ import annotations
+
+
+LINFORMER = ("--attention", "linformer", "--projection_size", 8, "--projection_sharing", "layerwise")
+# name: family, head of the checkpoint, options of the conversion
+CONVERTED = {
+    "bert": ("bert", "AutoModelForMaskedLM", ("--num_features", 16)),
+    "linformer": ("distilbert", "AutoModelForSequenceClassification", LINFORMER),
+    "llama": ("llama", "AutoModelForCausalLM", ("--attention", "performer", "--layers", "0,2")),
+    "gpt2": ("gpt2", "AutoModelForCausalLM", ("--feature_map", "hedgehog")),
+    "gpt_neox": ("gpt_neox", "AutoModelForCausalLM", ("--feature_map", "elu1")),
+    "vit": ("vit", "AutoModelForImageClassification", ("--attention", "linformer", "--projection_size", 8)),
+}
