@@ -1,0 +1,48 @@
+# Every target sets up what it needs; `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS ?= dev
+WORKERS ?= 2
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $@
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-20s %s\n", $$1, $$2}'
+
+.PHONY: setup
+setup: $(VENV)/.installed ## Make .venv and install the project with its tested versions
+
+.PHONY: demo
+demo: $(VENV)/.installed ## Convert the real MiniLM, heal it for two minutes, compare it with the original
+	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
+
+.PHONY: test
+test: $(VENV)/.installed ## The test suite (about 4 minutes on 2 cores)
+	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+.PHONY: test-clients
+test-clients: $(VENV)/.installed ## transformers' own common tests against our classes (downloads its sources)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/clients
+
+.PHONY: lint
+lint: $(VENV)/.installed ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: format
+format: $(VENV)/.installed ## Let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: types
+types: $(VENV)/.installed ## mypy over the three packages
+	$(BIN)/mypy
