@@ -23,8 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch
 from pydoc_data.topics import topics
+
+import torch
 from transformers import AutoModel, AutoTokenizer
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)

@@ -96,9 +96,13 @@ class LearnedFeatureMap(FeatureMap):
 class ExpFeatureMap(LearnedFeatureMap):
     """log phi_q(x) = x W_q and log phi_k(x) = x W_k + b - a |x|^2 / 2 on inputs scaled by sqrt(scaling).
 
-    It starts as the positive random features of the softmax kernel (Performer 2020, Lemma 1: W orthogonal Gaussian,
-    b = 0, a = 1) and is then free to learn. A bias or norm term of the queries would cancel in the normalisation.
+    W starts as `initial_scale` times an orthogonal Gaussian matrix, b and a as 0: a smooth kernel, from which training
+    sharpens. Starting as the softmax kernel's own random features (scale 1, a = 1; Performer 2020, Lemma 1) is unbiased
+    but so noisy that training has to undo it. A bias or norm term of the queries would cancel in the normalisation.
     """
+
+    # Distilling stories260k (64 features, 0.2M tokens, batches of 4 x 256) gave 1.93 nats/token at 0.3, 1.94 at 0.5.
+    initial_scale: ClassVar[float] = 0.3
 
     def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
@@ -117,11 +121,11 @@ class ExpFeatureMap(LearnedFeatureMap):
             orthogonal_random_matrix(self.num_features, self.head_dim, generator).T
             for _ in range(self.num_key_value_heads)
         ]
-        keys = torch.stack(weights)
+        keys = self.initial_scale * torch.stack(weights)
         init.copy_(self.key_projection, keys)
         init.copy_(self.query_projection, keys.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=0))
         init.zeros_(self.key_bias)
-        init.ones_(self.key_norm_weight)
+        init.zeros_(self.key_norm_weight)
 
     def forward_queries(self, query, scaling):
         return self._project(query, self.query_projection, scaling)

@@ -41,6 +41,12 @@ from .mechanisms import MECHANISMS
 
 IMPLEMENTATION = "linear_attention"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+# What some stock layers pass to the attention function that changes softmax attention and has no linear form here.
+UNSUPPORTED_ARGUMENTS = {
+    "softcap": "soft-capping of the attention logits",
+    "s_aux": "attention sink parameters",
+    "position_bias": "an additive position bias",
+}
 
 
 def linear_attention_forward(module, query, key, value, attention_mask, **kwargs):
@@ -75,7 +81,16 @@ class LinearizedAttention:
         """The attention function's part: `query [B, H, N, D]`, `key, value [B, Hkv, S, D]` -> `[B, N, H, D]`.
 
         Dropout of attention weights has no N x N matrix to act on and is left out.
+
+        Raises:
+            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour.
         """
+        for name, meaning in UNSUPPORTED_ARGUMENTS.items():
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{type(self).__name__} passes `{name}` ({meaning}), which linear attention cannot honour; keep "
+                    "these layers softmax (setting `layers`)."
+                )
         scaling = self._scaling(scaling)
         if scaling != self.linear_attention_scaling:  # OPT and kin scale the query themselves
             query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
@@ -313,7 +328,8 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     try:
         for config, implementation in implementations.values():
             if implementation == IMPLEMENTATION:
-                config._attn_implementation_internal = "sdpa"
+                stock = super(LinearAttentionModelMixin, model)
+                config._attn_implementation_internal = stock._check_and_adjust_attn_implementation(None)
         for module in modules:
             module.config, module.linear_attention_enabled = module.model_config, False
         yield model

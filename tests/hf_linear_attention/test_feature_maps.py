@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from matrix import build_mechanism
 
+from hf_linear_attention import reference
 from hf_linear_attention.feature_maps import elu_plus_one, orthogonal_random_matrix
 from hf_linear_attention.mechanism_performer import PerformerAttention
 
@@ -54,16 +57,17 @@ def test_elu_is_positive_where_the_textbook_form_is_zero():
     torch.testing.assert_close(elu_plus_one(x)[3:], torch.tensor([1.0, 4.0]))
 
 
-def test_exp_map_starts_as_favor():
-    """At initialisation the learned exponential map is positive random features: its kernel is exp(scaling q·k)."""
-    mechanism = build_mechanism("linear-exp")
-    feature_map = mechanism.feature_map
+def test_exp_map_with_its_norm_term_is_favor():
+    """W at scale 1 and a = 1 are positive random features; the map starts smoother, with queries and keys alike."""
+    feature_map = build_mechanism("linear-exp").feature_map
     feature_map.reset_parameters(torch.Generator().manual_seed(0))
     torch.testing.assert_close(feature_map.query_projection[0], feature_map.key_projection[0])
     torch.testing.assert_close(feature_map.query_projection[2], feature_map.key_projection[1])
+    with torch.no_grad():
+        feature_map.key_norm_weight.fill_(1.0)
     key = torch.randn(1, 2, 3, 8)
-    expected = 0.5 * key @ feature_map.key_projection - key.square().sum(-1, keepdim=True) / 8
-    torch.testing.assert_close(feature_map.forward_keys(key, 0.25), expected)
+    expected = reference.favor(key, feature_map.key_projection[1].T, 0.25)[:, 1] + math.log(24) / 2
+    torch.testing.assert_close(feature_map.forward_keys(key, 0.25)[:, 1].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_hedgehog_starts_as_the_identity_with_two_softmaxes():

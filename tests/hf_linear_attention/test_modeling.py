@@ -148,6 +148,31 @@ def test_packed_sequences_are_independent():
         torch.testing.assert_close(packed, torch.cat(parts, dim=1), rtol=1e-4, atol=1e-4)
 
 
+def test_what_follows_packed_sequences_continues_the_last_one():
+    model = convert(stock_model("llama"), mechanism="linear")
+    ids, lengths = torch.randint(3, 64, (1, 12)), (5, 7)
+    numbers = torch.repeat_interleave(torch.tensor([1, 2]), torch.tensor(lengths))
+    mask = (numbers[:, None] == numbers[None, :]).tril()[None, None]
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        first = model(ids, attention_mask=mask, position_ids=position_ids, use_cache=True)
+        cache = first.past_key_values
+        following = model(ids[:, :3], position_ids=torch.arange(7, 10)[None], past_key_values=cache).logits
+        expected = model(torch.cat((ids[:, 5:], ids[:, :3]), dim=1), use_cache=False).logits[:, 7:]
+        torch.testing.assert_close(following, expected, rtol=1e-4, atol=1e-4)
+        wide = torch.nn.functional.pad(mask, (15, 0), value=False)
+        with pytest.raises(ValueError, match="packed sequences after cached tokens"):
+            model(ids, attention_mask=wide, position_ids=position_ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_arguments_that_cannot_be_honoured_are_refused(name):
+    module = next(iter(linear_attention_modules(convert(stock_model("llama"))).values()))
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=f"passes `{name}`"):
+        module.attend(query, key, key, None, scaling=1.0, **{name: 30.0})
+
+
 def test_a_family_without_the_interface_is_refused():
     with pytest.raises(ValueError, match="no self-attention that goes through transformers' attention interface"):
         convert(
