@@ -30,6 +30,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.max_cache_len, self.static = max_cache_len, static
         self.is_compileable = static
         self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=int) if static else 0
+        self.siblings: list = []  # all layers of the cache
         self.state: State | None = None
         self.state_at_crop: State | None = None
         self.recorded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
@@ -130,6 +131,10 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As of the first softmax layer beside this one, whose mask this is: transformers before 5.23 asks layer 0."""
+        for layer in self.siblings:
+            if not getattr(layer, "holds_linear_state", False) and not getattr(layer, "is_sliding", False):
+                return layer.get_mask_sizes(query_length)
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -197,4 +202,5 @@ def state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer:
     layer = cache.layers[layer_idx]
     if not getattr(layer, "holds_linear_state", False):
         layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
+        layer.siblings = cache.layers
     return layer
