@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from .attention_kernels import accumulation_dtype
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 
@@ -26,7 +27,7 @@ class LinformerAttention(AttentionMechanism):
 
     Inputs shorter than `max_length` use the first columns of E and F. A slot is rescaled by the share of its absolute
     weight that falls on real tokens (so a partly filled segment stays a mean), and takes no part in the softmax when
-    less than half of one token's share does. Padding is compacted away first, so it may lie anywhere.
+    less than half of one token's share of E does. Padding is compacted away first, so it may lie anywhere.
     """
 
     options: ClassVar[dict[str, Option]] = {
@@ -114,16 +115,14 @@ def compact(key, value, mask):
 
 def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None):
     """`x [B, Hkv, n, D]`, `projection [1 or Hkv, k, max_length]` -> `([B, Hkv, k, D], empty [B or 1, 1 or Hkv, k])`."""
-    projection = projection.to(x.dtype)
-    length, max_length = x.shape[2], projection.shape[2]
-    weights = projection.detach().abs().float()
+    length, (slots, max_length) = x.shape[2], projection.shape[1:]
+    weights = projection.abs().to(accumulation_dtype(x))
     total = weights.sum(dim=2)
-    weights, projection = weights[..., :length], projection[..., :length]
     if mask is None:
-        mass = weights.sum(dim=2).unsqueeze(0)
+        mass = weights[..., :length].sum(dim=2).unsqueeze(0)
     else:
-        mass = torch.einsum("hkn,bn->bhk", weights, mask.float())
+        mass = torch.einsum("hkn,bn->bhk", weights[..., :length], mask.to(weights.dtype))
         x = x.masked_fill(~mask[:, None, :, None], 0.0)
-    empty = mass <= total * (0.5 * projection.shape[1] / max_length)
-    rescale = (total / mass.masked_fill(empty, 1.0)).to(x.dtype)
-    return (projection @ x) * rescale.unsqueeze(-1), empty
+    least = total * (0.5 * slots / max_length)
+    rescale = (total / torch.maximum(mass, least)).to(x.dtype)
+    return (projection[..., :length].to(x.dtype) @ x) * rescale.unsqueeze(-1), mass <= least

@@ -28,7 +28,7 @@ def attend(log_weights: torch.Tensor, value: torch.Tensor, key_mask=None, is_cau
     return weights @ repeat_heads(value.double(), log_weights.shape[1])
 
 
-def kernel_attention(query_features, key_features, value, *, log_features, key_mask=None, is_causal=False):
+def kernel_attention(query_features, key_features, value, *, log_features=True, key_mask=None, is_causal=False):
     """Katharopoulos 2020, equation 4: weights phi(q_i)·phi(k_j), from features or their logarithms."""
     query_features = query_features.double()
     key_features = repeat_heads(key_features.double(), query_features.shape[1])
@@ -50,9 +50,12 @@ def relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def hedgehog(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Hedgehog 2024, section 4.2: [softmax(x W), softmax(-x W)] per head; x `[B, H, N, D]`, weight `[H, D, F / 2]`."""
+    """Logarithms of [softmax(x W), softmax(-x W)] per head (Hedgehog 2024, section 4.2).
+
+    x `[B, H, N, D]`, weight `[H, D, F / 2]`.
+    """
     projected = torch.einsum("bhnd,hdf->bhnf", x.double() * math.sqrt(scaling), weight.double())
-    return torch.cat((projected.softmax(-1), (-projected).softmax(-1)), dim=-1)
+    return torch.cat((projected.log_softmax(-1), (-projected).log_softmax(-1)), dim=-1)
 
 
 def favor(x: torch.Tensor, projection: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -67,9 +70,24 @@ def exp_keys(x, weight, bias, norm_weight, scaling: float) -> torch.Tensor:
     return x @ weight.double() + bias.double() - norm_weight.double() * x.square().sum(-1, keepdim=True) / 2
 
 
-def linformer(query, key, value, key_projection, value_projection, scaling: float) -> torch.Tensor:
-    """Linformer 2020, equation 7: softmax(q (E K)^T) (F V) for one unpadded input of the full length."""
+def linformer(query, key, value, key_projection, value_projection, scaling: float, max_length=None, full=None):
+    """Linformer 2020, equation 7: softmax(q (E K)^T) (F V), for one unpadded input.
+
+    An input shorter than `max_length` sees the first columns of E and F only; each slot is then divided by the share
+    of its absolute weight (`full` is the whole of E's and F's, `[1 or Hkv, k]` each) that is left, and slots with less
+    than half of one token's share take no part.
+    """
     heads = query.shape[1]
-    key, value = key_projection.double() @ key.double(), value_projection.double() @ value.double()
+    compressed, empty = [], []
+    for x, projection, total in zip((key, value), (key_projection, value_projection), full or (None, None)):
+        projection = projection.double()
+        mass = projection.abs().sum(-1)
+        total = mass if total is None else total
+        least = total * 0.5 * projection.shape[-2] / (projection.shape[-1] if max_length is None else max_length)
+        empty.append(mass <= least)
+        compressed.append((projection @ x.double()) * (total / torch.maximum(mass, least)).unsqueeze(-1))
+    key, value = compressed
     logits = scaling * query.double() @ repeat_heads(key, heads).transpose(-1, -2)
+    hidden = empty[0].expand(key.shape[1], -1).repeat_interleave(heads // key.shape[1], dim=0)
+    logits = logits.masked_fill(hidden.unsqueeze(1), -math.inf)
     return logits.softmax(dim=-1) @ repeat_heads(value, heads)

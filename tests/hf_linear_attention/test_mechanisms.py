@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from matrix import MECHANISM_ROWS, build_mechanism, rows
+from oracles import ORACLES
 
 from hf_linear_attention import reference
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
 CAUSAL = rows(supports_causal=True)
-BIDIRECTIONAL = rows(supports_bidirectional=True)
+# Every row in every mode it has.
+MODES = [(row, True) for row in CAUSAL] + [(row, False) for row in rows(supports_bidirectional=True)]
 LENGTHS = (1, 15, 64, 65, 97)
 SCALING = 8**-0.5
 
@@ -48,60 +50,29 @@ def padding(kind: str, length: int) -> torch.Tensor | None:
 
 
 def oracle(row: str, mechanism, query, key, value, mask=None, is_causal=True):
-    """The papers' formulas in float64, from the mechanism's own parameters."""
-    settings = MECHANISM_ROWS[row]
+    """In float64, `[B, N, H, D]`."""
+    compute = ORACLES[MECHANISM_ROWS[row]["mechanism"]]
     query, key, value = query.double(), key.double(), value.double()
-    if settings["mechanism"] == "performer":
-        features = [reference.favor(x, mechanism.feature_map.projection, SCALING) for x in (query, key)]
-        return reference.kernel_attention(*features, value, log_features=True, key_mask=mask, is_causal=is_causal)
-    feature_map = mechanism.feature_map
-    if settings["feature_map"] in ("elu1", "relu"):
-        features = [getattr(reference, settings["feature_map"])(x) for x in (query, key)]
-        return reference.kernel_attention(*features, value, log_features=False, key_mask=mask, is_causal=is_causal)
-    if settings["feature_map"] == "hedgehog":
-        weights = (feature_map.query_projection, feature_map.key_projection)
-        # The logarithm of the plain features would underflow where the oracle must not.
-        features = [
-            torch.cat(
-                [
-                    (sign * torch.einsum("bhnd,hdf->bhnf", x * SCALING**0.5, w.double())).log_softmax(-1)
-                    for sign in (1, -1)
-                ],
-                -1,
-            )
-            for x, w in zip((query, key), weights)
-        ]
-        plain = reference.hedgehog(query, weights[0], SCALING)
-        torch.testing.assert_close(features[0].exp(), plain)
-        return reference.kernel_attention(*features, value, log_features=True, key_mask=mask, is_causal=is_causal)
-    query_features = torch.einsum("bhnd,hdf->bhnf", query * SCALING**0.5, feature_map.query_projection.double())
-    key_features = reference.exp_keys(
-        key, feature_map.key_projection, feature_map.key_bias, feature_map.key_norm_weight, SCALING
-    )
-    return reference.kernel_attention(
-        query_features, key_features, value, log_features=True, key_mask=mask, is_causal=is_causal
-    )
+    return compute(mechanism, query, key, value, mask, is_causal, SCALING).transpose(1, 2)
 
 
-def test_every_mechanism_has_a_row():
-    assert {settings["mechanism"] for settings in MECHANISM_ROWS.values()} == set(MECHANISMS)
+def test_every_mechanism_has_a_row_and_an_oracle():
+    assert {settings["mechanism"] for settings in MECHANISM_ROWS.values()} == set(MECHANISMS) == set(ORACLES)
 
 
 @pytest.mark.parametrize("std", [0.5, 2.0, 8.0])
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("row", CAUSAL)
+@pytest.mark.parametrize(("row", "is_causal"), MODES)
 def test_float32_equals_the_float64_oracle(row, is_causal, std):
     for length in LENGTHS:
         for kind in ("none", "left", "interior"):
             mechanism, inputs, mask = build_mechanism(row), sample(length, std), padding(kind, length)
             actual, _ = run(mechanism, *inputs, mask=mask, is_causal=is_causal)
-            expected = oracle(row, mechanism, *inputs, mask=mask, is_causal=is_causal).transpose(1, 2)
+            expected = oracle(row, mechanism, *inputs, mask=mask, is_causal=is_causal)
             # float32 rounds an exponent e to e * 6e-8; exponents reach about 200 at std 8, hence 1e-5 there
             assert relative_error(actual, expected) < 1e-5, (length, kind)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("row", CAUSAL)
+@pytest.mark.parametrize(("row", "is_causal"), MODES)
 def test_gradients_equal_those_of_the_oracle(row, is_causal):
     mechanism, inputs, mask = (
         build_mechanism(row, dtype=torch.float64),
@@ -112,7 +83,7 @@ def test_gradients_equal_those_of_the_oracle(row, is_causal):
     leaves = inputs + [p for p in mechanism.parameters() if p.requires_grad]
     direction = torch.randn(2, 70, 4, 8, dtype=torch.float64)
     actual = torch.autograd.grad((run(mechanism, *inputs, mask=mask, is_causal=is_causal)[0] * direction).sum(), leaves)
-    expected = oracle(row, mechanism, *inputs, mask=mask, is_causal=is_causal).transpose(1, 2)
+    expected = oracle(row, mechanism, *inputs, mask=mask, is_causal=is_causal)
     expected = torch.autograd.grad((expected * direction).sum(), leaves)
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a, e, rtol=1e-8, atol=1e-9)

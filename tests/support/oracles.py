@@ -1,0 +1,68 @@
+"""Each mechanism of the matrix in float64, from `reference.py` and the mechanism's own parameters.
+
+An oracle takes `(mechanism, query, key, value, mask, is_causal, scaling)` and returns `[B, H, N, D]`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hf_linear_attention import reference
+
+
+def linear(mechanism, query, key, value, mask, is_causal, scaling):
+    features = FEATURES[mechanism.settings.get("feature_map", "favor")](mechanism.feature_map, query, key, scaling)
+    return reference.kernel_attention(*features, value, key_mask=mask, is_causal=is_causal, log_features=True)
+
+
+def elu1(feature_map, query, key, scaling):
+    return reference.elu1(query).log(), reference.elu1(key).log()
+
+
+def relu(feature_map, query, key, scaling):
+    return reference.relu(query).log(), reference.relu(key).log()
+
+
+def hedgehog(feature_map, query, key, scaling):
+    return (
+        reference.hedgehog(query, feature_map.query_projection, scaling),
+        reference.hedgehog(key, feature_map.key_projection, scaling),
+    )
+
+
+def exp(feature_map, query, key, scaling):
+    query_features = query.double() * math.sqrt(scaling) @ feature_map.query_projection.double()
+    parameters = (feature_map.key_projection, feature_map.key_bias, feature_map.key_norm_weight)
+    return query_features, reference.exp_keys(key, *parameters, scaling)
+
+
+def favor(feature_map, query, key, scaling):
+    return tuple(reference.favor(x, feature_map.projection, scaling) for x in (query, key))
+
+
+def linformer(mechanism, query, key, value, mask, is_causal, scaling):
+    """Row by row without its padding, so that no masking can be wrong."""
+    rows = []
+    for row in range(query.shape[0]):
+        real = slice(None) if mask is None else mask[row]
+        projections = [projection[:, :, : key[row, 0, real].shape[0]] for projection in mechanism._projections]
+        full = [projection.double().abs().sum(2) for projection in mechanism._projections]
+        rows.append(
+            reference.linformer(
+                query[row : row + 1],
+                key[row : row + 1, :, real],
+                value[row : row + 1, :, real],
+                *projections,
+                scaling,
+                mechanism.max_length,
+                full,
+            )
+        )
+    return torch.cat(rows)
+
+
+# The features' logarithms: the features themselves would underflow where an oracle must not.
+FEATURES = {"elu1": elu1, "relu": relu, "exp": exp, "hedgehog": hedgehog, "favor": favor}
+ORACLES = {"linear": linear, "performer": linear, "linformer": linformer}
