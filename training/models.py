@@ -124,18 +124,29 @@ def _load(recipe: Recipe, path: str, **options: Any) -> PreTrainedModel:
     return auto_class.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code, **options)
 
 
+def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Options about the mechanism's parameters need some; a recipe that suits every mechanism may name their rate."""
+    if any(MECHANISM in name for name, _ in model.named_parameters()):
+        return
+    mechanism = (getattr(model.config, "linear_attention", None) or {}).get("mechanism")
+    rate = recipe.optimization.mechanism_learning_rate
+    if recipe.model.trainable == "mechanism" or (rate is not None and mechanism is None):
+        raise TrainingError(
+            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which --mechanism_learning_rate and "
+            "--trainable mechanism are about; convert it (conversion/convert_checkpoint.py) to a mechanism that learns "
+            "its features, or drop the option"
+        )
+    if rate is not None:
+        logger.info("`%s` learns no parameters of its own: --mechanism_learning_rate has none", mechanism)
+
+
 def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
     """AdamW groups: base and mechanism at their rates, each with and without weight decay; freezes what is not trained.
 
     One-dimensional parameters (biases, norms) are never decayed.
     """
     plan = recipe.optimization
-    has_mechanism = any(MECHANISM in name for name, _ in model.named_parameters())
-    if not has_mechanism and (plan.mechanism_learning_rate is not None or recipe.model.trainable == "mechanism"):
-        raise TrainingError(
-            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which --mechanism_learning_rate and "
-            "--trainable mechanism are about; convert it first (conversion/convert_checkpoint.py) or drop the option"
-        )
+    _check_mechanism(model, recipe)
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         in_mechanism = MECHANISM in name

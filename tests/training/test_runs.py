@@ -22,6 +22,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from hf_linear_attention import convert
 from training.arguments import (
     DataArguments,
     ModelArguments,
@@ -281,7 +282,17 @@ def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama
 
 def test_options_about_a_mechanism_need_one(finetune, causal: list[str], capsys) -> None:
     finetune(*causal, "--trainable", "mechanism", expect=1)
-    assert "convert it first" in capsys.readouterr().err.splitlines()[-1]
+    assert "convert it" in capsys.readouterr().err.splitlines()[-1]
+    finetune(*causal, "--mechanism_learning_rate", "1e-2", expect=1)
+    assert "--mechanism_learning_rate" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_recipe_with_a_mechanism_rate_suits_a_mechanism_without_parameters(finetune, causal, llama, tmp_path) -> None:
+    convert(llama, mechanism="performer", num_features=8).save_pretrained(tmp_path / "performer")
+    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "performer")
+    arguments = [tmp_path / "performer" if part == llama else part for part in causal]
+    events = finetune(*arguments, "--mechanism_learning_rate", "1e-2", "--max_train_steps", 2)
+    assert losses(events)
 
 
 def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, capsys) -> None:
