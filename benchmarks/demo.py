@@ -27,6 +27,7 @@ from pydoc_data.topics import topics
 
 import torch
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs" / "demo")
     parser.add_argument("--max_train_tokens", type=int, default=220_000, help="how much text to heal on")
     arguments = parser.parse_args()
+    disable_progress_bar()
     folder, source = arguments.output_dir, minilm_folder()
     folder.mkdir(parents=True, exist_ok=True)
     healing, held_out = passages()

@@ -57,6 +57,34 @@ def kernel_attention(
     Returns:
         The output `[B, H, N, D]` in the accumulation dtype, and the state after these tokens.
     """
+    sums, _, state = kernel_sums(
+        query_features,
+        key_features,
+        value,
+        log_features=log_features,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        state=state,
+    )
+    return normalize(sums).flatten(1, 2), state
+
+
+def kernel_sums(
+    query_features: torch.Tensor,
+    key_features: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    log_features: bool,
+    is_causal: bool,
+    key_mask: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`kernel_attention` before its division (arguments as there), to share a denominator with other keys.
+
+    Returns:
+        `(sums, log_scale, state)`: numerator and denominator `[B, Hkv, G, N, D + 1]`, which are exp(log_scale) times
+        larger than they stand there (`[B, Hkv, G, N, 1]`, a constant without gradient; None for plain features).
+    """
     dtype = accumulation_dtype(value)
     query_features = query_features.to(dtype).unflatten(1, (key_features.shape[1], -1))
     key_features, values = key_features.to(dtype), with_ones(value, dtype)
@@ -76,14 +104,15 @@ def kernel_attention(
         together = _sequence_masks(segments, size) if segments is not None else [None] * count
         blocks = []
         for query, key, val, mask, same in zip(*parts, masks, together):
-            output, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True, same)
-            blocks.append(output)
-        output = torch.cat(blocks, dim=3) if count > 1 else blocks[0]
+            output, scale, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True, same)
+            blocks.append((output, scale))
+        output = torch.cat([output for output, _ in blocks], dim=3) if count > 1 else blocks[0][0]
+        scale = torch.cat([scale for _, scale in blocks], dim=3) if log_features else None
     else:
-        output, sums, maximum = _block(
+        output, scale, sums, maximum = _block(
             query_features, key_features, values, key_mask, sums, maximum, log_features, False
         )
-    return normalize(output).flatten(1, 2), pack_state(sums, maximum)
+    return output, scale, pack_state(sums, maximum)
 
 
 def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -111,14 +140,15 @@ def pack_state(sums: torch.Tensor, maximum: torch.Tensor | None) -> torch.Tensor
 
 def _block(query, key, values, mask, sums, maximum, log_features, is_causal, together=None):
     """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, D + 1]`, `mask [B, 1, C, 1]`."""
+    scale = None
     if log_features:
-        query, key, sums, maximum = _exponentiate(query, key, mask, sums, maximum)
+        query, scale, key, sums, maximum = _exponentiate(query, key, mask, sums, maximum)
     if mask is not None:
         key = key * mask
     rows, group = query.flatten(2, 3), query.shape[2:4]
     if not is_causal:
         new_sums = _add(sums, key.transpose(-1, -2) @ values)
-        return (rows @ new_sums).unflatten(2, group), new_sums, maximum
+        return (rows @ new_sums).unflatten(2, group), scale, new_sums, maximum
     scores = (rows @ key.transpose(-1, -2)).unflatten(2, group).tril()
     carried = (rows @ sums).unflatten(2, group) if sums is not None else None
     if together is not None:
@@ -127,7 +157,7 @@ def _block(query, key, values, mask, sums, maximum, log_features, is_causal, tog
         sums = sums * together.carried_stays if sums is not None else None
         key = key * together.key_stays
     output = _add(carried, (scores.flatten(2, 3) @ values).unflatten(2, group))
-    return output, _add(sums, key.transpose(-1, -2) @ values), maximum
+    return output, scale, _add(sums, key.transpose(-1, -2) @ values), maximum
 
 
 def _add(carried: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
@@ -172,8 +202,8 @@ def _exponentiate(query, key, mask, sums, maximum):
         sums = sums * (maximum - new_maximum).exp().unsqueeze(-1)
     key = (key - new_maximum.unsqueeze(2)).exp() if mask is None else _masked_exp(key - new_maximum.unsqueeze(2), mask)
     query = query + new_maximum[:, :, None, None]
-    query = (query - query.detach().amax(dim=-1, keepdim=True)).exp()
-    return query, key, sums, new_maximum
+    scale = query.detach().amax(dim=-1, keepdim=True)
+    return (query - scale).exp(), scale, key, sums, new_maximum
 
 
 def _masked_exp(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -91,3 +91,18 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
     hidden = empty[0].expand(key.shape[1], -1).repeat_interleave(heads // key.shape[1], dim=0)
     logits = logits.masked_fill(hidden.unsqueeze(1), -math.inf)
     return logits.softmax(dim=-1) @ repeat_heads(value, heads)
+
+
+def hybrid(query, key, value, query_features, key_features, far_log_scale, scaling, window_size: int, num_sinks: int):
+    """One softmax over exact logits near by and logarithms of kernel weights far away, for one unpadded causal input.
+
+    Near are the last `window_size` tokens and the first `num_sinks`; features are logarithms, `far_log_scale [H]`.
+    """
+    heads, length = query.shape[1:3]
+    exact = scaling * query.double() @ repeat_heads(key.double(), heads).transpose(-1, -2)
+    key_features = repeat_heads(key_features.double(), heads)
+    far = (query_features.double().unsqueeze(-2) + key_features.unsqueeze(-3)).logsumexp(dim=-1)
+    far = far + far_log_scale.double()[:, None, None]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    near = (distance < window_size) | (torch.arange(length) < num_sinks)
+    return attend(torch.where(near, exact, far), value, is_causal=True)

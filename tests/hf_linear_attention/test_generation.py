@@ -16,6 +16,8 @@ from hf_linear_attention.cache_linear_attention import state_layer
 SETTINGS = {
     "linear": {"mechanism": "linear", "feature_map": "exp", "num_features": 16},
     "performer": {"mechanism": "performer", "num_features": 16},
+    # shorter than the prompts, so that tokens leave the window in prefill and in decoding
+    "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16},
 }
 CASES = [(family, name, layers) for family in DECODERS for name in SETTINGS for layers in ("all", "some")]
 PROMPT = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -95,7 +97,7 @@ def test_every_split_of_prefill_and_decoding_gives_the_logits_of_one_forward(fam
 @pytest.mark.parametrize(("family", "name", "layers"), CASES)
 def test_assisted_decoding_as_target_and_as_assistant(family, name, layers):
     model = build(family, name, layers)
-    other = build(family, "linear" if name == "performer" else "performer", layers)
+    other = build(family, "performer" if name == "linear" else "linear", layers)
     prompt = PROMPT[1:]
     alone = model.generate(prompt, max_new_tokens=12, do_sample=False)
     for assistant in (other, model, stock_model(family)):
@@ -116,11 +118,15 @@ def test_the_state_does_not_grow(name):
         sizes.append([layer.state_bytes() for layer in cache.layers])
     assert sizes[0] == sizes[1]
     # [Hkv, F, D + 2] float32: 2 key/value heads, 16 features, head_dim 8, Z and the running maximum
-    assert sizes[0] == [2 * 16 * (8 + 2) * 4] * 3
+    expected = 2 * 16 * (8 + 2) * 4
+    if name == "hybrid":  # 4 + 2 keys and values, one byte for each place of the window, and the count
+        expected += 2 * (4 + 2) * 2 * 8 * 4 + 4 + 8
+    assert sizes[0] == [expected] * 3
 
 
-def test_crop_is_exact():
-    model = build("llama", "linear", "all")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_crop_is_exact(name):
+    model = build("llama", name, "all")
     ids = torch.randint(3, 64, (2, 20))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -151,8 +157,9 @@ def test_crop_is_exact():
             cache.crop(3)
 
 
-def test_batch_operations_move_the_state():
-    model = build("llama", "linear", "all")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_batch_operations_move_the_state(name):
+    model = build("llama", name, "all")
     ids = torch.randint(3, 64, (2, 8))
     with torch.no_grad():
         cache = model(ids[:, :6], use_cache=True).past_key_values
@@ -187,8 +194,9 @@ def test_a_cache_that_holds_softmax_keys_is_refused():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_static_cache_keeps_its_addresses_and_compiles():
-    model = build("llama", "linear", "all")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_static_cache_keeps_its_addresses_and_compiles(name):
+    model = build("llama", name, "all")
     ids = torch.randint(3, 64, (1, 12))
     cache = StaticCache(config=model.config, max_cache_len=32)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

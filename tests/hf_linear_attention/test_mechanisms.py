@@ -94,7 +94,7 @@ def test_gradcheck_through_the_initial_state(row):
     mechanism = build_mechanism(row, dtype=torch.float64)
     inputs = [tensor[:1].requires_grad_() for tensor in sample(5, 1.0, torch.float64)]
     _, state = run(mechanism, *[tensor[:1] for tensor in sample(4, 1.0, torch.float64, seed=1)])
-    state = tuple(tensor.detach().requires_grad_() for tensor in state)
+    state = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in state)
     assert torch.autograd.gradcheck(lambda q, k, v, *s: run(mechanism, q, k, v, state=s)[0], (*inputs, *state))
 
 
@@ -114,7 +114,7 @@ def test_parallel_equals_chunked_equals_recurrent(row, std):
             start += size
         # the same sums in another order of float32
         assert relative_error(torch.cat(outputs, dim=1), whole) < 1e-5
-    assert all(tensor.dtype == torch.float32 for tensor in final)
+    assert final[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("row", CAUSAL)

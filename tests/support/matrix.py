@@ -17,6 +17,8 @@ MECHANISM_ROWS = {
     "linear-exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 24},
     "linear-hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
     "performer": {"mechanism": "performer", "num_features": 20, "seed": 3},
+    "hybrid": {"mechanism": "hybrid", "window_size": 8, "num_sinks": 3, "num_features": 12},
+    "hybrid-no-sinks": {"mechanism": "hybrid", "window_size": 5, "num_sinks": 0, "feature_map": "hedgehog"},
     "linformer-none": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "none"},
     "linformer-headwise": {"mechanism": "linformer", "projection_size": 8},
     "linformer-key-value": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "key-value"},
