@@ -43,6 +43,7 @@ def kernel_attention(
     is_causal: bool,
     key_mask: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, equations 5, 9 and 18-20).
 
@@ -53,6 +54,8 @@ def kernel_attention(
         key_mask: bool `[B, S]`, False where a key takes no part. A query that sees no key at all returns 0. Integers
             number packed sequences from 1 (0 at padding): a query then sees the keys of its own sequence alone.
         state: the state after the tokens before these, or None at the start.
+        log_decay: `[Hkv]`, at most 0: the weight of a key is multiplied by exp(log_decay) for every real token between
+            it and the query (ALiBi with slope -log_decay). Causal form only.
 
     Returns:
         The output `[B, H, N, D]` in the accumulation dtype, and the state after these tokens.
@@ -65,6 +68,7 @@ def kernel_attention(
         is_causal=is_causal,
         key_mask=key_mask,
         state=state,
+        log_decay=log_decay,
     )
     return normalize(sums).flatten(1, 2), state
 
@@ -78,6 +82,7 @@ def kernel_sums(
     is_causal: bool,
     key_mask: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """`kernel_attention` before its division (arguments as there), to share a denominator with other keys.
 
@@ -96,7 +101,7 @@ def kernel_sums(
     sums: Any
     sums, maximum = unpack_state(state, log_features)
     if is_causal:
-        size = _block_size(key_features, key_mask, maximum) if log_features else BLOCK_SIZES[0]
+        size = _block_size(key_features, key_mask, maximum, log_features, log_decay)
         # `.split` and not slices: autograd through slices of one tensor costs O(N^2).
         parts = [query_features.split(size, dim=3), key_features.split(size, dim=2), values.split(size, dim=2)]
         count = len(parts[1])
@@ -104,7 +109,12 @@ def kernel_sums(
         together = _sequence_masks(segments, size) if segments is not None else [None] * count
         blocks = []
         for query, key, val, mask, same in zip(*parts, masks, together):
+            decay = _Decay(log_decay, key, mask) if log_decay is not None else None
+            if decay is not None:
+                query, key, sums, maximum = decay.before(query, key, sums, maximum, log_features)
             output, scale, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True, same)
+            if decay is not None:
+                sums, maximum = decay.after(sums, maximum)
             blocks.append((output, scale))
         output = torch.cat([output for output, _ in blocks], dim=3) if count > 1 else blocks[0][0]
         scale = torch.cat([scale for _, scale in blocks], dim=3) if log_features else None
@@ -160,6 +170,39 @@ def _block(query, key, values, mask, sums, maximum, log_features, is_causal, tog
     return output, scale, _add(sums, key.transpose(-1, -2) @ values), maximum
 
 
+class _Decay:
+    """exp(log_decay) for every real token between key and query, split into a factor of the query and one of the key.
+
+    Inside a block tokens count from its first real one (t = 0), so the factors stay within exp(block size * log_decay);
+    the carried state counts from the last real token before the block.
+    """
+
+    def __init__(self, log_decay: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None):
+        log_decay = log_decay.to(key.dtype)[None, :, None, None]
+        if mask is None:
+            count = torch.arange(1, key.shape[2] + 1, device=key.device)[None, None, :, None]
+        else:
+            count = mask.cumsum(dim=2)
+        self.one = log_decay
+        self.steps = (count - 1) * log_decay  # [B or 1, Hkv, C, 1]
+        self.to_last = (count[:, :, -1:] - 1) * log_decay  # [B or 1, Hkv, 1, 1]
+
+    def before(self, query, key, sums, maximum, log_features):
+        steps = self.steps.unsqueeze(2)
+        if not log_features:
+            return query * steps.exp(), key * (-self.steps).exp(), _scale(sums, self.one), None
+        return query + steps, key - self.steps, sums, None if maximum is None else maximum + self.one[..., 0]
+
+    def after(self, sums, maximum):
+        if maximum is None:
+            return _scale(sums, self.to_last), None
+        return sums, maximum + self.to_last[..., 0]
+
+
+def _scale(sums: torch.Tensor | None, log_factor: torch.Tensor) -> torch.Tensor | None:
+    return None if sums is None else sums * log_factor.exp()
+
+
 def _add(carried: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
     return new if carried is None else carried + new
 
@@ -211,21 +254,26 @@ def _masked_exp(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return exponent.masked_fill(~mask, 0.0).exp()
 
 
-def _block_size(key: torch.Tensor, mask: torch.Tensor | None, maximum: torch.Tensor | None) -> int:
+def _block_size(key, mask, maximum, log_features: bool, log_decay) -> int:
     """The largest block in which the features of an early query cannot underflow.
 
     A block is stabilised by the maximum over all of its keys, so a query before a very large key sees its own keys
-    scaled down by exp(maximum of the block - maximum so far). Up to 60 nats (600 in float64) of that, float32 keeps
-    full relative precision: exp(-60) times its last digit is still a normal number.
+    scaled down by exp(maximum of the block - maximum so far), and a decay scales by exp(C log_decay). Up to 60 nats
+    (600 in float64) of that, float32 keeps full relative precision: exp(-60) times its last digit is a normal number.
     """
-    length = key.shape[2]
-    if length == 1:
-        return 1
+    if key.shape[2] == 1 or (not log_features and log_decay is None):
+        return BLOCK_SIZES[0]
     if torch.compiler.is_compiling():  # no branch on data inside a graph
         return BLOCK_SIZES[1]
     limit = 600.0 if key.dtype == torch.float64 else 60.0
+    steepest = 0.0 if log_decay is None else -log_decay.min().item()
     key = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
-    return next(size for size in BLOCK_SIZES if size == 1 or _largest_drop(key, maximum, size) <= limit)
+
+    def is_safe(size: int) -> bool:
+        drop = _largest_drop(key, maximum, size) if log_features else 0.0
+        return drop + size * steepest <= limit
+
+    return next(size for size in BLOCK_SIZES if size == 1 or is_safe(size))
 
 
 def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) -> float:

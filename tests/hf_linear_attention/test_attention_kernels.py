@@ -1,0 +1,101 @@
+"""The kernels beneath the mechanisms: decay, block sizes, and what a block may contain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linear_attention import reference
+from hf_linear_attention.attention_kernels import BLOCK_SIZES, _block_size, kernel_attention
+
+
+def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float64):
+    query = torch.randn(2, 4, length, 6, dtype=torch.float64) * std
+    key = torch.randn(2, 2, length, 6, dtype=torch.float64) * std
+    value = torch.randn(2, 2, length, 5, dtype=torch.float64)
+    if not log_features:
+        query, key = query.exp(), key.exp()
+    return [tensor.to(dtype) for tensor in (query, key, value)]
+
+
+def oracle(query, key, value, log_features, log_decay, mask):
+    """Every key's logarithm plus log_decay times the real tokens between it and the query."""
+    if not log_features:
+        query, key = query.log(), key.log()
+    key = reference.repeat_heads(key, query.shape[1])
+    logs = (query.unsqueeze(-2) + key.unsqueeze(-3)).logsumexp(-1)
+    count = torch.arange(query.shape[2]).expand(2, -1) if mask is None else mask.cumsum(1)
+    distance = count[:, None, :, None] - count[:, None, None, :]
+    return reference.attend(
+        logs + distance * log_decay.repeat_interleave(2)[None, :, None, None], value, mask, is_causal=True
+    )
+
+
+@pytest.mark.parametrize("log_features", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_decay_is_exact_in_values_gradients_and_splits(log_features, padded):
+    query, key, value = sample(150, log_features)
+    log_decay = torch.tensor([-0.003, -0.7], dtype=torch.float64, requires_grad=True)
+    mask = None
+    if padded:
+        mask = torch.ones(2, 150, dtype=torch.bool)
+        mask[0, :70], mask[1, 20:90] = False, False
+    arguments = {"log_features": log_features, "is_causal": True, "log_decay": log_decay}
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)] + [log_decay]
+    actual, _ = kernel_attention(query, key, value, key_mask=mask, **arguments)
+    expected = oracle(query, key, value, log_features, log_decay, mask)
+    seen = torch.ones(2, 150, dtype=torch.bool) if mask is None else mask
+    actual, expected = actual.transpose(1, 2)[seen], expected.transpose(1, 2)[seen]
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+    direction = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad((actual * direction).sum(), leaves),
+        torch.autograd.grad((expected * direction).sum(), leaves),
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-8)
+    state, outputs = None, []
+    for part in (slice(0, 1), slice(1, 80), slice(80, 81), slice(81, 150)):
+        piece = [tensor[:, :, part] for tensor in (query, key, value)]
+        output, state = kernel_attention(
+            *piece, key_mask=None if mask is None else mask[:, part], state=state, **arguments
+        )
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, dim=2).transpose(1, 2)[seen], actual, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("log_features", [True, False])
+def test_a_steep_decay_neither_over_nor_underflows_in_float32(log_features):
+    query, key, value = sample(130, log_features, dtype=torch.float32)
+    log_decay = torch.tensor([-0.5, -30.0])
+    actual, _ = kernel_attention(query, key, value, log_features=log_features, is_causal=True, log_decay=log_decay)
+    expected = oracle(*(x.double() for x in (query, key, value)), log_features, log_decay.double(), None)
+    assert ((actual - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_blocks_shrink_only_where_keys_differ_by_more_than_float32_can_hold():
+    calm = torch.zeros(1, 1, 200, 3)
+    assert _block_size(calm, None, None, True, None) == BLOCK_SIZES[0]
+    rising = calm.clone()
+    rising[:, :, 100] = 70.0
+    assert _block_size(rising, None, None, True, None) < BLOCK_SIZES[0]
+    # the same jump at the start of a block, or after as large a carried maximum, hides nothing
+    at_start = calm.clone()
+    at_start[:, :, 0] = 70.0
+    assert _block_size(at_start, None, None, True, None) == BLOCK_SIZES[0]
+    assert _block_size(rising, None, torch.full((1, 1, 3), 70.0), True, None) == BLOCK_SIZES[0]
+
+
+def test_padding_at_the_start_of_a_block_does_not_shrink_it():
+    key = torch.zeros(1, 1, 64, 3)
+    mask = torch.arange(64)[None, None, :, None] >= 30
+    assert _block_size(key, mask, None, True, None) == BLOCK_SIZES[0]
+
+
+def test_features_that_see_nothing_give_zero():
+    query, key, value = sample(9, True)
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    for is_causal in (True, False):
+        output, state = kernel_attention(query, key, value, log_features=True, is_causal=is_causal, key_mask=mask)
+        assert torch.equal(output, torch.zeros_like(output))
+        following, _ = kernel_attention(query, key, value, log_features=True, is_causal=True, state=state)
+        torch.testing.assert_close(following, kernel_attention(query, key, value, log_features=True, is_causal=True)[0])
