@@ -1,13 +1,14 @@
 """`hybrid`: linear attention to far keys, exact softmax to a sliding window and to sink tokens, under ONE denominator.
 
-    o_i = ( sum_exact exp(scaling q_i·k_j) v_j + exp(b) sum_far phi(q_i)·phi(k_j) v_j ) / ( the same with v = 1 )
+    o_i = ( sum_exact exp(scaling q_i·k_j) v_j + c_i sum_far phi(q_i)·phi(k_j) v_j ) / ( the same with v = 1 )
 
            sinks           far                        window
     keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i     exact: the last w real tokens and the first s
            exact      S, Z, m (constant)         exact
 
 Both parts share one log-sum-exp, so the far part need not learn the softmax normaliser (LoLCATs 2024, equation 7, has
-one denominator too, but takes the window's maximum out of the window alone). b is learned per head.
+one denominator too, but takes the window's maximum out of the window alone). c_i = exp(b - a scaling |q_i|^2 / 2) with
+b and a learned per head: constants of the query do not cancel here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .attention_kernels import with_ones
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .feature_maps import FEATURE_MAPS
+from .feature_maps import half_squared_norm
 
 
 # What a place of the window holds.
@@ -55,7 +57,7 @@ class HybridAttention(AttentionMechanism):
         "feature_map": Option(str, "exp", "phi of far queries and keys", choices=("exp", "hedgehog")),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
     }
-    supports_causal = supports_padding = supports_state = supports_gqa = True
+    supports_causal = supports_padding = supports_state = supports_gqa = supports_constants = True
 
     def __init__(self, settings, shape):
         super().__init__(settings, shape)
@@ -65,6 +67,7 @@ class HybridAttention(AttentionMechanism):
             shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
         )
         self.far_log_scale = nn.Parameter(torch.empty(shape.num_heads))
+        self.query_norm_weight = nn.Parameter(torch.empty(shape.num_heads))
 
     @classmethod
     def problems(cls, settings, max_length):
@@ -75,8 +78,13 @@ class HybridAttention(AttentionMechanism):
 
     def reset_parameters(self):
         self.feature_map.reset_parameters(self.generator())
-        # phi(q)·phi(k) sums F features of about 1: a far key starts with about the weight of a near key of logit 0.
+        # With the norm terms of the softmax kernel's random features on both sides, and the mean over F features, the
+        # expected weight of a far key starts at most at exp(scaling q·k): the difference is (c^2 - 1) |q + k|^2 / 2 in
+        # the exponent, with c the initial scale of W.
         init.constant_(self.far_log_scale, -math.log(self.feature_map.num_features))
+        init.ones_(self.query_norm_weight)
+        if hasattr(self.feature_map, "key_norm_weight"):
+            init.ones_(self.feature_map.key_norm_weight)
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -149,8 +157,12 @@ class HybridAttention(AttentionMechanism):
             key_mask=line.kind[:, :length] == FAR_LATER,
             state=state,
         )
-        heads = self.far_log_scale.to(sums.dtype).unflatten(0, (key.shape[1], -1))
-        return sums * heads.exp()[:, :, None, None], scale, state
+        weights = (self.far_log_scale, self.query_norm_weight)
+        log_scale, norm_weight = (w.to(sums.dtype).unflatten(0, (key.shape[1], -1))[:, :, None, None] for w in weights)
+        norm = half_squared_norm(query, scaling).unflatten(1, (key.shape[1], -1))
+        # Its detached value goes into the scale, so that exp sees numbers near 0 alone; its gradient stays.
+        exponent = log_scale - norm_weight * norm
+        return sums * (exponent - exponent.detach()).exp(), scale + exponent.detach(), state
 
     def _near(self, query, line, sinks, position, scaling, length):
         """The exact part: `(numerator and denominator [B, Hkv, G, N, D + 1], log scale [B, Hkv, G, N, 1])`."""

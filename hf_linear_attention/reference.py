@@ -93,16 +93,55 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
     return logits.softmax(dim=-1) @ repeat_heads(value, heads)
 
 
-def hybrid(query, key, value, query_features, key_features, far_log_scale, scaling, window_size: int, num_sinks: int):
+def hybrid(query, key, value, query_features, key_features, far_log_scale, scaling, window_size, num_sinks):
     """One softmax over exact logits near by and logarithms of kernel weights far away, for one unpadded causal input.
 
-    Near are the last `window_size` tokens and the first `num_sinks`; features are logarithms, `far_log_scale [H]`.
+    Near are the last `window_size` tokens and the first `num_sinks`; features are logarithms, `far_log_scale [B, H, N, 1]`.
     """
     heads, length = query.shape[1:3]
     exact = scaling * query.double() @ repeat_heads(key.double(), heads).transpose(-1, -2)
     key_features = repeat_heads(key_features.double(), heads)
     far = (query_features.double().unsqueeze(-2) + key_features.unsqueeze(-3)).logsumexp(dim=-1)
-    far = far + far_log_scale.double()[:, None, None]
+    far = far + far_log_scale
     distance = torch.arange(length)[:, None] - torch.arange(length)
     near = (distance < window_size) | (torch.arange(length) < num_sinks)
     return attend(torch.where(near, exact, far), value, is_causal=True)
+
+
+def nystrom(query, key, value, num_landmarks: int, iterations: int, scaling: float, conv_weight=None):
+    """Nystromformer 2021, equations 11 to 15, for one unpadded input of n tokens.
+
+    Landmark s is the mean of the tokens t with floor(t M / n) = s. At most M tokens: exact softmax, since A A^+ A = A.
+    conv_weight `[H, width]`: a convolution along the length of the values, one kernel per head, is added.
+    """
+    heads, length = query.shape[1:3]
+    query, key, value = query.double(), repeat_heads(key.double(), heads), repeat_heads(value.double(), heads)
+    if length <= num_landmarks:
+        output = attend(scaling * query @ key.transpose(-1, -2), value)
+    else:
+        owner = torch.arange(length) * num_landmarks // length
+        landmarks = [
+            torch.stack([x[:, :, owner == s].mean(dim=2) for s in range(num_landmarks)], dim=2) for x in (query, key)
+        ]
+        pairs = ((query, landmarks[1]), (landmarks[0], landmarks[1]), (landmarks[0], key))
+        first, middle, last = ((scaling * q @ k.transpose(-1, -2)).softmax(dim=-1) for q, k in pairs)
+        inverse = torch.stack([_newton_schulz(a, iterations) for a in middle.flatten(0, 1)]).view_as(middle)
+        output = first @ inverse @ last @ value
+    if conv_weight is not None:
+        half = conv_weight.shape[1] // 2
+        for shift in range(-half, half + 1):
+            moved = torch.zeros_like(value)
+            here, there = slice(max(0, -shift), length - max(0, shift)), slice(max(0, shift), length + min(0, shift))
+            moved[:, :, here] = value[:, :, there]
+            output = output + conv_weight.double()[:, shift + half, None, None] * moved
+    return output
+
+
+def _newton_schulz(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4 from Z = A^T / (|A|_1 |A|_inf), one matrix `[M, M]`."""
+    inverse = matrix.T / (torch.linalg.matrix_norm(matrix, 1) * torch.linalg.matrix_norm(matrix, math.inf))
+    identity = torch.eye(matrix.shape[0], dtype=matrix.dtype)
+    for _ in range(iterations):
+        az = matrix @ inverse
+        inverse = inverse @ (13 * identity - az @ (15 * identity - az @ (7 * identity - az))) / 4
+    return inverse

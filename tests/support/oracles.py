@@ -70,13 +70,36 @@ def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
     rows = []
     for row in range(query.shape[0]):
         real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
-        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value, *features)]
+        norm = query.double().square().sum(-1, keepdim=True) * scaling / 2
+        scale, weight = (w.double()[:, None, None] for w in (mechanism.far_log_scale, mechanism.query_norm_weight))
+        parts = (query, key, value, *features, scale - weight * norm)
+        parts = [x[row : row + 1].index_select(2, real) for x in parts]
         sizes = (mechanism.window_size, mechanism.num_sinks)
-        result = reference.hybrid(*parts, mechanism.far_log_scale, scaling, *sizes)
+        result = reference.hybrid(*parts, scaling, *sizes)
         rows.append(output[row : row + 1].index_copy(2, real, result))
+    return torch.cat(rows)
+
+
+def nystrom(mechanism, query, key, value, mask, is_causal, scaling):
+    """Row by row: the landmarks of its real tokens, read by all of its queries."""
+    conv = None if mechanism.conv_weight is None else mechanism.conv_weight.flatten(1)
+    return without_padding(
+        lambda q, k, v: reference.nystrom(q, k, v, mechanism.num_landmarks, mechanism.pinv_iterations, scaling, conv),
+        *(query, key, value, mask),
+    )
+
+
+def without_padding(compute, query, key, value, mask):
+    """`compute(query, key, value)` of each row's real tokens; queries at padding get 0."""
+    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
+    rows = []
+    for row in range(query.shape[0]):
+        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
+        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value)]
+        rows.append(output[row : row + 1].index_copy(2, real, compute(*parts)))
     return torch.cat(rows)
 
 
 # The features' logarithms: the features themselves would underflow where an oracle must not.
 FEATURES = {"elu1": elu1, "relu": relu, "exp": exp, "hedgehog": hedgehog, "favor": favor}
-ORACLES = {"linear": linear, "hybrid": hybrid, "performer": linear, "linformer": linformer}
+ORACLES = {"linear": linear, "hybrid": hybrid, "performer": linear, "linformer": linformer, "nystrom": nystrom}
