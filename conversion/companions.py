@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> Pre
     present = _present(source, TOKENIZER_FILES)
     if not present:
         return None
-    original = _try_loading(AutoTokenizer.from_pretrained, source.folder, trust_remote_code)
+    original = _try_loading(AutoTokenizer, source.folder, trust_remote_code)
     if original is None:
         logger.warning("the tokenizer of %s cannot be loaded here; its files are copied as they are", source.name)
         _copy(source.folder, present, folder)
@@ -61,18 +60,18 @@ def save_processors(source: Source, folder: Path, trust_remote_code: bool) -> No
         return
     _copy(source.folder, present, folder)
     for auto_class in PROCESSORS:
-        processor = _try_loading(auto_class.from_pretrained, source.folder, trust_remote_code)
+        processor = _try_loading(auto_class, source.folder, trust_remote_code)
         if processor is not None:
             processor.save_pretrained(folder)
             return
 
 
-def _try_loading(load: Callable, folder: Path, trust_remote_code: bool) -> Any:
+def _try_loading(auto_class: Any, folder: Path, trust_remote_code: bool) -> Any:
     try:
-        return load(folder, trust_remote_code=trust_remote_code)
-    # What a tokenizer or processor needs (sentencepiece, Pillow ...) may not be installed: its files are copied then.
+        return auto_class.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    # What a tokenizer or processor needs (sentencepiece, torchvision ...) may not be installed: its files are copied.
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.debug("%s of %s: %s", load.__self__.__name__, folder, error)
+        logger.debug("%s of %s: %s", auto_class.__name__, folder, error)
         return None
 
 
