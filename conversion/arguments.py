@@ -54,7 +54,9 @@ def mechanism_arguments() -> type:
             continue
         entry = MECHANISMS[mechanisms[0]].options[name]
         choices = f": {', '.join(entry.choices)}" if entry.choices else ""
-        generated.append((name, entry.kind | None, option(f"{entry.help}{choices} (of {', '.join(mechanisms)})")))
+        several = "; or one a layer: 96,64,..." if entry.is_per_layer else ""
+        text = f"{entry.help}{choices}{several} (of {', '.join(mechanisms)})"
+        generated.append((name, (str if entry.is_per_layer else entry.kind) | None, option(text)))
     return make_dataclass("MechanismArguments", generated)
 
 
@@ -97,6 +99,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
 
 def _settings(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
     given = {name: value for name, value in vars(mechanism).items() if value is not None}
+    given |= {name: parse_per_layer(name, text) for name, text in given.items() if _is_per_layer(name)}
     # The seed serves every mechanism; one that draws its function from it also stores it.
     if arguments.seed is not None and "seed" in MECHANISMS[arguments.attention].options:
         given["seed"] = arguments.seed
@@ -105,6 +108,24 @@ def _settings(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return {"mechanism": arguments.attention, "layers": layers, **given}
+
+
+def _is_per_layer(name: str) -> bool:
+    return any(name in mechanism.options and mechanism.options[name].is_per_layer for mechanism in MECHANISMS.values())
+
+
+def parse_per_layer(name: str, text: str) -> int | list[int]:
+    """`128` -> 128 for every layer; `128,96,64` -> one number a layer.
+
+    Raises:
+        UsageError: if the text is neither.
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        message = f"`--{name} {text}`: give a whole number, or one a layer such as 128,96,64"
+        raise UsageError(message) from error
+    return values if "," in text else values[0]
 
 
 def _config_path(argv: Sequence[str]) -> str | None:

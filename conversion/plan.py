@@ -222,7 +222,7 @@ def _layer_plan(layer: int, name: str, module: nn.Module, dtype_size: int) -> La
 def _state_bytes(module: nn.Module) -> int | None:
     """Bytes of the state after one token: it has the same size after a million."""
     mechanism = cast(AttentionMechanism, module.linear_attention)
-    if not mechanism.supports_state:
+    if not mechanism.supports("state", mechanism.settings):
         return None
     shape = mechanism.shape
     query = torch.empty(1, shape.num_heads, 1, shape.head_dim, device="meta")

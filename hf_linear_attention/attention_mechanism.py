@@ -26,9 +26,16 @@ class Option:
     help: str
     choices: tuple[str, ...] = ()
     minimum: int | float | None = None
+    is_per_layer: bool = False  # a list with one value for each attention layer of the model is allowed too
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with this value, or None."""
+        if self.is_per_layer and isinstance(value, (list, tuple)):
+            problems = [(layer, self._problem(entry)) for layer, entry in enumerate(value)]
+            return next((f"{problem} (layer {layer})" for layer, problem in problems if problem), None)
+        return self._problem(value)
+
+    def _problem(self, value: Any) -> str | None:
         if value is None and self.default is None:
             return None
         allowed: Any = (int, float) if self.kind is float else self.kind
@@ -57,7 +64,13 @@ class LayerShape:
 
 
 class AttentionMechanism(nn.Module):
-    """Base class. `settings` holds a value for every name in `options`, already validated."""
+    """Base class. `settings` holds a value for every name in `options`, already validated.
+
+    The attributes `supports_<capability>` say what the mechanism can do; where some settings can do less, it overrides
+    `obstacle`, which is what everything asks. `constants` means that equal values come out unchanged (the weights of a
+    query sum to 1), `weights` that there is one matrix of weights a head, `state` that a causal form decodes from a
+    state of constant size.
+    """
 
     options: ClassVar[dict[str, Option]] = {}
     supports_causal: ClassVar[bool] = False
@@ -66,15 +79,40 @@ class AttentionMechanism(nn.Module):
     supports_padding: ClassVar[bool] = False
     supports_state: ClassVar[bool] = False
     supports_gqa: ClassVar[bool] = False
+    supports_constants: ClassVar[bool] = False
+    supports_weights: ClassVar[bool] = True
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
         self.settings, self.shape = dict(settings), shape
 
+    def layer_setting(self, name: str) -> Any:
+        """The value of an option for this layer, where `is_per_layer` allows a list of them.
+
+        Raises:
+            ValueError: if the list ends before this layer.
+        """
+        value = self.settings[name]
+        if not isinstance(value, (list, tuple)):
+            return value
+        if self.shape.layer >= len(value):
+            raise ValueError(f"`{name}` = {list(value)} has no value for layer {self.shape.layer}; give one a layer.")
+        return value[self.shape.layer]
+
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
         """Every impossible combination of options in `settings`, each as one sentence."""
         return []
+
+    @classmethod
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """Why these settings lack a capability, as the predicate of a sentence; None if they have it."""
+        return None if getattr(cls, f"supports_{capability}") else f"has no {capability} form"
+
+    @classmethod
+    def supports(cls, capability: str, settings: Mapping[str, Any]) -> bool:
+        """Whether the mechanism with these settings has the capability `supports_<capability>`."""
+        return cls.obstacle(capability, settings) is None
 
     def share_with(self, first: AttentionMechanism) -> None:
         """Called on every layer but the first with the first layer's mechanism, for parameters shared by all layers."""
@@ -82,9 +120,16 @@ class AttentionMechanism(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise parameters and buffers that no checkpoint has filled. The same seed gives the same values."""
 
-    def generator(self) -> torch.Generator:
-        """A CPU generator that depends on `seed` and the layer alone: every process draws the same projections."""
-        return torch.Generator().manual_seed(self.settings.get("seed", 0) * 100_003 + self.shape.layer)
+    def calibrate(self, query, key, *, attention_mask: torch.Tensor | None, scaling: float) -> None:
+        """Fit constants of the function (persistent buffers) to real queries and keys, once; most have none.
+
+        Shapes as in `forward`; `attention_mask` is bool `[B, S]` or None.
+        """
+
+    def generator(self, draw: int = 0) -> torch.Generator:
+        """A CPU generator of `seed`, the layer and the number of the draw: every process draws the same projections."""
+        number = self.settings.get("seed", 0) * 100_003 + self.shape.layer + draw * 2_654_435_761
+        return torch.Generator().manual_seed(number % 2**32)  # all that the generator looks at
 
     def forward(
         self,

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 
+from .attention_mechanism import AttentionMechanism
 from .mechanisms import MECHANISMS
 
 
 COLUMNS = {
-    "encoders": "supports_bidirectional",
-    "decoders": "supports_causal",
-    "constant state": "supports_state",
-    "padding": "supports_padding",
-    "grouped queries": "supports_gqa",
+    "encoders": "bidirectional",
+    "decoders": "causal",
+    "constant state": "state",
+    "padding": "padding",
+    "grouped queries": "gqa",
 }
 
 
@@ -27,13 +28,27 @@ def capability_table() -> str:
     lines.append("|" + " --- |" * (len(COLUMNS) + 3))
     for name, mechanism in MECHANISMS.items():
         what = (mechanism.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        marks = ["yes" if getattr(mechanism, attribute) else "no" for attribute in COLUMNS.values()]
+        marks = [_mark(mechanism, capability) for capability in COLUMNS.values()]
         options = ", ".join(
-            f"`{option}` ({'by map' if value.default is None else value.default})"
+            f"`{option}` ({'automatic' if value.default is None else value.default})"
             for option, value in mechanism.options.items()
         )
         lines.append(f"| `{name}` | {what} | " + " | ".join(marks) + f" | {options} |")
     return "\n".join(lines)
+
+
+def _mark(mechanism: type[AttentionMechanism], capability: str) -> str:
+    """`yes`, `no`, or which values of an option lack the capability."""
+    if not getattr(mechanism, f"supports_{capability}"):
+        return "no"
+    defaults = {name: option.default for name, option in mechanism.options.items()}
+    lacking = [
+        f"`{value}`"
+        for name, option in mechanism.options.items()
+        for value in option.choices
+        if not mechanism.supports(capability, {**defaults, name: value})
+    ]
+    return "not " + ", ".join(lacking) if lacking else "yes"
 
 
 if __name__ == "__main__":

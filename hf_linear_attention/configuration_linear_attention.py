@@ -54,16 +54,15 @@ class LinearAttentionSettings(dict):
             raise _settings_error([f"`mechanism` = {given['mechanism']!r}; it must be one of {_names(MECHANISMS)}"])
         options = mechanism.options
         filled = {name: given.get(name, option.default) for name, option in options.items()}
-        problems = _option_problems(given, filled, options)
+        problems = _option_problems(given, filled, options, num_layers)
         problems += _layer_problems(given["layers"], num_layers)
         if not problems:
             problems += mechanism.problems(filled, max_length)
-        if is_causal is not None and not (mechanism.supports_causal if is_causal else mechanism.supports_bidirectional):
-            kind, able = ("causal", "supports_causal") if is_causal else ("bidirectional", "supports_bidirectional")
-            possible = _names(name for name, other in MECHANISMS.items() if getattr(other, able))
+        capability = "causal" if is_causal else "bidirectional"
+        if is_causal is not None and (obstacle := mechanism.obstacle(capability, filled)):
+            able = _names(name for name, other in MECHANISMS.items() if getattr(other, f"supports_{capability}"))
             problems.append(
-                f"`mechanism` = `{given['mechanism']}` has no {kind} form, which `{model_type}` needs; "
-                f"use one of {possible}"
+                f"`mechanism` = `{given['mechanism']}` {obstacle}, which `{model_type}` needs; use one of {able}"
             )
         if problems:
             raise _settings_error(problems)
@@ -78,7 +77,7 @@ def _settings_error(problems: list[str]) -> ValueError:
     return ValueError("Invalid `linear_attention` settings:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _option_problems(given, filled, options) -> list[str]:
+def _option_problems(given, filled, options, num_layers: int | None) -> list[str]:
     unknown = [name for name in given if name not in options and name not in ("mechanism", "layers")]
     problems = [
         f"`{name}` is not an option of `mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
@@ -87,6 +86,12 @@ def _option_problems(given, filled, options) -> list[str]:
     for name, value in filled.items():
         if problem := options[name].problem(value):
             problems.append(f"`{name}` = {value!r} {problem}")
+        elif (
+            options[name].is_per_layer and isinstance(value, (list, tuple)) and len(value) != (num_layers or len(value))
+        ):
+            problems.append(
+                f"`{name}` has {len(value)} values, but the model has {num_layers} layers; give one a layer"
+            )
     return problems
 
 

@@ -3,7 +3,7 @@
 Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, F features.
 
 A map says by `log_features` what it returns: exponents, for maps of the form exp(...) (the kernels keep a running
-maximum, so nothing over- or underflows), or the non-negative features themselves. Maps that approximate the softmax
+maximum, so nothing over- or underflows), or the features themselves. Maps that approximate the softmax
 kernel exp(scaling q·k) take sqrt(scaling) on queries and keys each; elu1 and relu act on q and k as they come, as in
 the papers. Parameters are raw `nn.Parameter`, so LoRA "all-linear" and quantisers leave them alone.
 """
@@ -51,6 +51,10 @@ class FeatureMap(nn.Module):
     def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
         raise NotImplementedError
 
+    def forward_visible_keys(self, key: torch.Tensor, scaling: float, key_mask: torch.Tensor | None) -> torch.Tensor:
+        """`forward_keys` for a map whose features depend on which keys are visible (bool `[B, S]` or None)."""
+        return self.forward_keys(key, scaling)
+
 
 class ElementwiseFeatureMap(FeatureMap):
     """The same non-negative function on every element of queries and keys."""
@@ -74,12 +78,41 @@ def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
     return x.relu() + 1e-3
 
 
+def squared_relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 (Primer 2021's activation as a feature map), with the constant of `relu_plus_epsilon`."""
+    return x.relu().square() + 1e-3
+
+
 class EluFeatureMap(ElementwiseFeatureMap):
     function = staticmethod(elu_plus_one)
 
 
 class ReluFeatureMap(ElementwiseFeatureMap):
     function = staticmethod(relu_plus_epsilon)
+
+
+class SquaredReluFeatureMap(ElementwiseFeatureMap):
+    function = staticmethod(squared_relu_plus_epsilon)
+
+
+class TaylorFeatureMap(FeatureMap):
+    """exp(s) to second order, 1 + s + s^2 / 2 with s = scaling q·k: a kernel of at least 1/2 (Based, Arora 2024).
+
+    phi(x) = [1, x_a, x_a^2 / sqrt(2), x_a x_b for a < b] on x scaled by sqrt(scaling), F = 1 + D + D (D + 1) / 2: the
+    products above the diagonal stand for both, which halves the 1 + D + D^2 features of the paper.
+    """
+
+    @staticmethod
+    def default_num_features(head_dim: int) -> int:
+        return 1 + head_dim + head_dim * (head_dim + 1) // 2
+
+    def forward_queries(self, query, scaling):
+        x = query.to(accumulation_dtype(query)) * math.sqrt(scaling)
+        first, second = torch.triu_indices(self.head_dim, self.head_dim, offset=1, device=x.device)
+        squares, products = x.square() * math.sqrt(0.5), x[..., first] * x[..., second]
+        return torch.cat((torch.ones_like(x[..., :1]), x, squares, products), dim=-1)
+
+    forward_keys = forward_queries
 
 
 class LearnedFeatureMap(FeatureMap):
@@ -172,38 +205,32 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         return torch.cat((projected.log_softmax(dim=-1), (-projected).log_softmax(dim=-1)), dim=-1)
 
 
-class FavorFeatureMap(FeatureMap):
-    """FAVOR+ positive orthogonal random features of the softmax kernel (Performer 2020, Lemma 1 and section 3.2).
+class T2rFeatureMap(LearnedFeatureMap):
+    """phi(x) = relu(x W + b) per key/value head, the same for queries and keys (T2R, Kasai 2021).
 
-    log phi(x) = w·x - |x|^2 / 2 on inputs scaled by sqrt(scaling), so that E[phi(q)·phi(k)] = F exp(scaling q·k).
-    One projection W `[F, D]` per layer, shared by queries, keys and heads; a persistent buffer, because the projection
-    is part of the function that a checkpoint stores.
+    As in the paper there is no constant under the relu: a query with no feature in common with any key gets 0. W
+    starts as an orthogonal Gaussian matrix, b as 0.
     """
 
-    log_features = True
-    has_num_features = True
-    projection: torch.Tensor
+    log_features = False
 
     def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
-        self.register_buffer("projection", torch.empty(self.num_features, head_dim))
-
-    @staticmethod
-    def default_num_features(head_dim: int) -> int:
-        return 4 * head_dim
+        self.projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features))
+        self.bias = nn.Parameter(torch.empty(num_key_value_heads, 1, self.num_features))
 
     def reset_parameters(self, generator):
-        init.copy_(self.projection, orthogonal_random_matrix(self.num_features, self.head_dim, generator))
-
-    def _project(self, x: torch.Tensor, scaling: float) -> torch.Tensor:
-        dtype = accumulation_dtype(x)
-        return (x.to(dtype) * math.sqrt(scaling)) @ self.projection.to(dtype).T
-
-    def forward_queries(self, query, scaling):
-        return self._project(query, scaling)  # |q|^2 / 2 is one constant per query and cancels
+        heads = [orthogonal_random_matrix(self.num_features, self.head_dim, generator).T for _ in self.bias]
+        init.copy_(self.projection, torch.stack(heads))
+        init.zeros_(self.bias)
 
     def forward_keys(self, key, scaling):
-        return self._project(key, scaling) - half_squared_norm(key, scaling)
+        return (self._project(key, self.projection, scaling) + self.bias.to(accumulation_dtype(key))).relu()
+
+    def forward_queries(self, query, scaling):
+        groups = query.shape[1] // self.num_key_value_heads
+        weight, bias = (x.repeat_interleave(groups, dim=0) for x in (self.projection, self.bias))
+        return (self._project(query, weight, scaling) + bias.to(accumulation_dtype(query))).relu()
 
 
 def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -228,7 +255,9 @@ def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "elu1": EluFeatureMap,
     "relu": ReluFeatureMap,
+    "squared_relu": SquaredReluFeatureMap,
+    "taylor": TaylorFeatureMap,
     "exp": ExpFeatureMap,
     "hedgehog": HedgehogFeatureMap,
-    "favor": FavorFeatureMap,
+    "t2r": T2rFeatureMap,
 }

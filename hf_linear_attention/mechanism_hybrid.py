@@ -30,6 +30,8 @@ from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import half_squared_norm
+from .learned_decay import DECAY_OPTION
+from .learned_decay import decay_of
 
 
 # What a place of the window holds.
@@ -56,6 +58,7 @@ class HybridAttention(AttentionMechanism):
         "num_sinks": Option(int, 4, "s, the first real tokens that every query sees exactly", minimum=0),
         "feature_map": Option(str, "exp", "phi of far queries and keys", choices=("exp", "hedgehog")),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
+        "decay": DECAY_OPTION,
     }
     supports_causal = supports_padding = supports_state = supports_gqa = supports_constants = True
 
@@ -68,6 +71,7 @@ class HybridAttention(AttentionMechanism):
         )
         self.far_log_scale = nn.Parameter(torch.empty(shape.num_heads))
         self.query_norm_weight = nn.Parameter(torch.empty(shape.num_heads))
+        self.decay = decay_of(settings, shape.num_key_value_heads)
 
     @classmethod
     def problems(cls, settings, max_length):
@@ -83,8 +87,10 @@ class HybridAttention(AttentionMechanism):
         # the exponent, with c the initial scale of W.
         init.constant_(self.far_log_scale, -math.log(self.feature_map.num_features))
         init.ones_(self.query_norm_weight)
-        if hasattr(self.feature_map, "key_norm_weight"):
-            init.ones_(self.feature_map.key_norm_weight)
+        if self.decay is not None:
+            self.decay.reset_parameters()
+        if isinstance(norm_weight := getattr(self.feature_map, "key_norm_weight", None), torch.Tensor):
+            init.ones_(norm_weight)
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -156,6 +162,7 @@ class HybridAttention(AttentionMechanism):
             is_causal=True,
             key_mask=line.kind[:, :length] == FAR_LATER,
             state=state,
+            log_decay=self.decay() if self.decay is not None else None,
         )
         weights = (self.far_log_scale, self.query_norm_weight)
         log_scale, norm_weight = (w.to(sums.dtype).unflatten(0, (key.shape[1], -1))[:, :, None, None] for w in weights)

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from .attention_kernels import kernel_attention
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .feature_maps import FEATURE_MAPS
+from .feature_maps import FeatureMap
 
 
 class LinearAttention(AttentionMechanism):
     """Linear attention with a feature map; the state is the sums S and Z, constant in the length."""
 
     options: ClassVar[dict[str, Option]] = {
-        "feature_map": Option(str, "exp", "phi of queries and keys", choices=("elu1", "relu", "exp", "hedgehog")),
+        "feature_map": Option(str, "exp", "phi of queries and keys", choices=tuple(FEATURE_MAPS)),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
     }
     supports_causal = supports_bidirectional = supports_cross = True
-    supports_padding = supports_state = supports_gqa = True
+    supports_padding = supports_state = supports_gqa = supports_constants = True
 
     def __init__(self, settings, shape):
         super().__init__(settings, shape)
-        feature_map = FEATURE_MAPS[self.feature_map_name(settings)]
-        self.feature_map = feature_map(
-            shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
-        )
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
+        self.feature_map = self.build_feature_map(sizes, settings)
+
+    def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> FeatureMap:
+        """phi for (H, Hkv, D)."""
+        return self.feature_map_class(settings)(*sizes, settings["num_features"])
 
     @classmethod
-    def feature_map_name(cls, settings) -> str:
-        return settings["feature_map"]
+    def feature_map_class(cls, settings: Mapping[str, Any]) -> type[FeatureMap]:
+        return FEATURE_MAPS[settings["feature_map"]]
+
+    @classmethod
+    def obstacle(cls, capability, settings):
+        if capability == "constants" and settings.get("feature_map") == "t2r":
+            return "with `feature_map` = `t2r` gives 0 to a query whose features are all 0"
+        return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings, max_length):
         if settings["num_features"] is None:
             return []
-        name = cls.feature_map_name(settings)
-        feature_map = FEATURE_MAPS[name]
+        feature_map = cls.feature_map_class(settings)
         if not feature_map.has_num_features:
+            sized = " or ".join(f"`{name}`" for name, other in FEATURE_MAPS.items() if other.has_num_features)
             return [
-                f"`num_features` = {settings['num_features']} has no effect with `feature_map` = `{name}`, whose "
-                "features are as many as head_dim; leave it out, or choose `exp` or `hedgehog`"
+                f"`num_features` = {settings['num_features']} has no effect with `feature_map` = "
+                f"`{settings['feature_map']}`, whose features follow from head_dim; leave it out, or choose {sized}"
             ]
         problem = feature_map.check_num_features(settings["num_features"])
         return [f"`num_features` = {settings['num_features']} {problem}"] if problem else []
@@ -51,7 +61,7 @@ class LinearAttention(AttentionMechanism):
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         output, new_state = kernel_attention(
             self.feature_map.forward_queries(query, scaling),
-            self.feature_map.forward_keys(key, scaling),
+            self.feature_map.forward_visible_keys(key, scaling, attention_mask),
             value,
             log_features=self.feature_map.log_features,
             is_causal=is_causal,

@@ -1,4 +1,4 @@
-"""`linformer`: keys and values compressed along the length by learned E and F (Wang 2020, equation 7).
+"""`linformer`: keys and values compressed along the length by E and F (Wang 2020, equation 7).
 
 softmax(scaling q (E K)^T) (F V)        E, F: [k, n]        K, V: [n, D] per head
 
@@ -6,11 +6,20 @@ softmax(scaling q (E K)^T) (F V)        E, F: [k, n]        K, V: [n, D] per hea
 E =  [ k/n k/n  0   0   0   0  ]   k slots   positions; random E is unusable on pretrained
      [  0   0  k/n k/n  0   0  ]             weights (relative error 3.5 and more)
      [  0   0   0   0  k/n k/n ]
+
+What E and F are (`projection`; section 4 of the paper, "general projections"):
+
+    learned     any matrix, started as the means
+    mean-pool   the means over the row's own length, nothing to learn: the best of the four without training
+    conv        one learned kernel of ceil(n / k) positions that moves by its own width, started as the mean
+    random      fixed Gaussian of variance 1 / k, as in the paper's proof (theorem 2): to study, not to use
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +29,30 @@ from transformers import initialization as init
 from .attention_kernels import accumulation_dtype
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .segment_means import real_first
+from .segment_means import segment_mean_weights
+from .segment_means import take
 
 
 class LinformerAttention(AttentionMechanism):
     """Softmax attention to `projection_size` compressed keys. Encoders only: every slot mixes all positions.
 
-    Inputs shorter than `max_length` use the first columns of E and F. A slot is rescaled by the share of its absolute
-    weight that falls on real tokens (so a partly filled segment stays a mean), and takes no part in the softmax when
-    less than half of one token's share of E does. Padding is compacted away first, so it may lie anywhere.
+    Inputs shorter than `max_length` use the first columns of E and F. A slot of a learned projection is rescaled by the
+    share of its absolute weight that falls on real tokens (so a partly filled segment stays a mean), and takes no part
+    in the softmax when less than half of one token's share of E does. Padding is compacted away first, so it may lie
+    anywhere.
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "projection_size": Option(int, 128, "k, the number of compressed keys and values", minimum=1),
+        "projection": Option(
+            str,
+            "learned",
+            "what E and F are; mean-pool needs no training and takes any length",
+            choices=("learned", "mean-pool", "conv", "random"),
+        ),
+        "projection_size": Option(
+            int, 128, "k, the number of compressed keys and values", minimum=1, is_per_layer=True
+        ),
         "projection_sharing": Option(
             str,
             "headwise",
@@ -39,26 +60,61 @@ class LinformerAttention(AttentionMechanism):
             choices=("none", "headwise", "key-value", "layerwise"),
         ),
         "max_length": Option(int, None, "n, the longest input; by default the model's own limit", minimum=1),
+        "seed": Option(int, 0, "seed of the random projections", minimum=0),
     }
-    supports_bidirectional = supports_padding = supports_gqa = True
+    supports_bidirectional = supports_padding = supports_gqa = supports_constants = True
 
     def __init__(self, settings, shape):
         super().__init__(settings, shape)
+        self.num_slots = self.layer_setting("projection_size")
         self.max_length = settings["max_length"] or shape.max_length
-        matrices = shape.num_key_value_heads if settings["projection_sharing"] == "none" else 1
-        size = (matrices, settings["projection_size"], self.max_length)
-        self.key_projection = nn.Parameter(torch.empty(size))
-        shares_values = settings["projection_sharing"] in ("key-value", "layerwise")
-        self.value_projection = None if shares_values else nn.Parameter(torch.empty(size))
+        self.projection = PROJECTIONS[self.projection_kind(settings)]
+        size, shares_values = None, settings["projection_sharing"] in ("key-value", "layerwise")
+        if self.projection is not None:
+            matrices = shape.num_key_value_heads if settings["projection_sharing"] == "none" else 1
+            size = (matrices, *self.projection.size(self.num_slots, self.max_length))
+        self._add_projection("key_projection", size)
+        self._add_projection("value_projection", None if shares_values else size)
+
+    def _add_projection(self, name: str, size: tuple[int, ...] | None) -> None:
+        tensor = None if size is None else torch.empty(size)
+        if self.projection is not None and not self.projection.is_learned:
+            self.register_buffer(name, tensor)  # persistent: it is part of the function
+        else:
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+
+    @classmethod
+    def projection_kind(cls, settings: Mapping[str, Any]) -> str:
+        return settings["projection"]
 
     @classmethod
     def problems(cls, settings, max_length):
+        sharing, sizes = settings["projection_sharing"], settings["projection_size"]
+        problems = []
+        if cls.projection_kind(settings) == "mean-pool":
+            if sharing != "headwise":
+                problems.append(f"`projection_sharing` = `{sharing}` has no effect with `projection` = `mean-pool`")
+            if settings["max_length"] is not None:
+                problems.append("`max_length` has no effect with `projection` = `mean-pool`, which takes any length")
+            return problems
         length = settings["max_length"] or max_length
+        largest = max(sizes) if isinstance(sizes, (list, tuple)) else sizes
         if length is None:
-            return ["`max_length` is needed: the architecture sets no limit of its own; give the longest input"]
-        if settings["projection_size"] > length:
-            return [f"`projection_size` = {settings['projection_size']} is larger than the longest input, {length}"]
-        return []
+            problems.append(
+                "`max_length` is needed: the architecture sets no limit of its own; give the longest input, or choose "
+                "`projection` = `mean-pool`"
+            )
+        elif largest > length:
+            problems.append(f"`projection_size` = {sizes} is larger than the longest input, {length}")
+        if sharing == "layerwise" and isinstance(sizes, (list, tuple)) and len(set(sizes)) > 1:
+            problems.append(f"`projection_size` = {sizes} must be one number where `projection_sharing` = `layerwise`")
+        return problems
+
+    @classmethod
+    def obstacle(cls, capability, settings):
+        if capability == "constants" and cls.projection_kind(settings) != "mean-pool":
+            return "has an F that need not keep constants"
+        return super().obstacle(capability, settings)
 
     def share_with(self, first):
         if self.settings["projection_sharing"] == "layerwise":
@@ -72,31 +128,51 @@ class LinformerAttention(AttentionMechanism):
         return owner.key_projection, owner.key_projection if owner.value_projection is None else owner.value_projection
 
     def reset_parameters(self):
-        for projection in self.parameters(recurse=False):
-            init.copy_(projection, mean_pool_matrix(*projection.shape[1:]).expand_as(projection))
+        if self.projection is None:
+            return
+        generator = self.generator()
+        for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+            init.copy_(tensor, self.projection.initial(tensor.shape, self.num_slots, generator))
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
-        if key.shape[2] > self.max_length:
-            raise ValueError(
-                f"Got {key.shape[2]} positions, but this Linformer was built for at most `max_length` = "
-                f"{self.max_length}; shorten the input or convert again with a larger `--max_length`."
-            )
-        if attention_mask is not None:
-            key, value, attention_mask = compact(key, value, attention_mask)
-        key_projection, value_projection = self._projections
-        key, empty = compress(key, key_projection, attention_mask)
-        value, _ = compress(value, value_projection, attention_mask)
+        key, value, hidden = self._compress(key, value, attention_mask)
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         output = F.scaled_dot_product_attention(
             query,
             key.repeat_interleave(groups, dim=1),
             value.repeat_interleave(groups, dim=1),
-            attn_mask=~(empty.repeat_interleave(groups, dim=1) if empty.shape[1] > 1 else empty).unsqueeze(2),
+            attn_mask=~(hidden.repeat_interleave(groups, dim=1) if hidden.shape[1] > 1 else hidden).unsqueeze(2),
             scale=scaling,
         )
         if attention_mask is not None:  # a row with every slot empty
             output = output.masked_fill(~attention_mask.any(dim=1)[:, None, None, None], 0.0)
         return output.transpose(1, 2), None
+
+    def _compress(self, key, value, mask):
+        """`[B, Hkv, S, D]` -> E K and F V `[B, Hkv, k, D]`, and which slots are empty `[B or 1, 1 or Hkv, k]`."""
+        if self.projection is None:
+            return mean_pool(key, value, mask, self.num_slots)
+        key, value, mask = self._tokens(key, value, mask)
+        key_projection, value_projection = self._projections
+        key, empty = self.projection.compress(key, key_projection, mask)
+        return key, self.projection.compress(value, value_projection, mask)[0], empty
+
+    def _tokens(self, key, value, mask):
+        """The real tokens moved to the front, in order, and 0 behind them: columns of E count tokens, not padding.
+
+        Raises:
+            ValueError: for more positions than E has columns.
+        """
+        if key.shape[2] > self.max_length:
+            raise ValueError(
+                f"Got {key.shape[2]} positions, but this Linformer was built for at most `max_length` = "
+                f"{self.max_length}; shorten the input or convert again with a larger `--max_length`."
+            )
+        if mask is None:
+            return key, value, None
+        places = real_first(mask)
+        mask = mask.gather(1, places)
+        return *(take(x, places).masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value)), mask
 
 
 def mean_pool_matrix(slots: int, length: int) -> torch.Tensor:
@@ -106,23 +182,88 @@ def mean_pool_matrix(slots: int, length: int) -> torch.Tensor:
     return pool / pool.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def compact(key, value, mask):
-    """Move the real tokens to the front, in order: Linformer's columns count tokens and not padding."""
-    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    index = order[:, None, :, None]
-    return key.take_along_dim(index, dim=2), value.take_along_dim(index, dim=2), mask.gather(1, order)
+def mean_pool(key, value, mask: torch.Tensor | None, slots: int):
+    """Means over `slots` segments of each row's real tokens; a row of fewer tokens keeps them one by one."""
+    if mask is None:
+        mask = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
+    else:
+        key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
+    means = segment_mean_weights(mask, slots, accumulation_dtype(key)).unsqueeze(1)
+    key, value = ((means @ x.to(means.dtype)).to(x.dtype) for x in (key, value))
+    return key, value, means.sum(dim=3) == 0
 
 
 def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None):
     """`x [B, Hkv, n, D]`, `projection [1 or Hkv, k, max_length]` -> `([B, Hkv, k, D], empty [B or 1, 1 or Hkv, k])`."""
-    length, (slots, max_length) = x.shape[2], projection.shape[1:]
+    slots, max_length = projection.shape[1:]
     weights = projection.abs().to(accumulation_dtype(x))
-    total = weights.sum(dim=2)
+    scale, empty = _share(weights.sum(dim=2), _mass(weights, x.shape[2], mask), slots / max_length)
+    return project(x, projection, mask)[0] * scale.to(x.dtype).unsqueeze(-1), empty
+
+
+def project(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None):
+    """As `compress`, with the matrix as it is: fewer columns of a Gaussian are a Gaussian, and no slot is empty."""
+    empty = torch.zeros(1, 1, projection.shape[1], dtype=torch.bool, device=x.device)
+    return projection[..., : x.shape[2]].to(x.dtype) @ x, empty
+
+
+def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None):
+    """As `compress`, for the E whose row s holds `kernel [1 or Hkv, w]` at positions s w .. (s + 1) w - 1."""
+    width, length = kernel.shape[1], x.shape[2]
+    slots = -(-length // width)
+    end = slots * width - length
+    segments = F.pad(x, (0, 0, 0, end)).unflatten(2, (slots, width))  # [B, Hkv, k, w, D]
+    weights = kernel.abs().to(accumulation_dtype(x))
+    real = torch.ones(1, length, dtype=torch.bool, device=x.device) if mask is None else mask
+    real = F.pad(real.to(weights.dtype), (0, end)).unflatten(1, (slots, width))
+    scale, empty = _share(weights.sum(dim=1, keepdim=True), torch.einsum("bkw,hw->bhk", real, weights), 1 / width)
+    compressed = (segments * kernel.to(x.dtype)[:, None, :, None]).sum(dim=3)
+    return compressed * scale.to(x.dtype).unsqueeze(-1), empty
+
+
+def _mass(weights: torch.Tensor, length: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """Absolute weight of each slot on real tokens: `weights [1 or Hkv, k, max_length]` -> `[B or 1, 1 or Hkv, k]`."""
     if mask is None:
-        mass = weights[..., :length].sum(dim=2).unsqueeze(0)
-    else:
-        mass = torch.einsum("hkn,bn->bhk", weights[..., :length], mask.to(weights.dtype))
-        x = x.masked_fill(~mask[:, None, :, None], 0.0)
-    least = total * (0.5 * slots / max_length)
-    rescale = (total / torch.maximum(mass, least)).to(x.dtype)
-    return (projection[..., :length].to(x.dtype) @ x) * rescale.unsqueeze(-1), mass <= least
+        return weights[..., :length].sum(dim=2).unsqueeze(0)
+    return torch.einsum("hkn,bn->bhk", weights[..., :length], mask.to(weights.dtype))
+
+
+def _share(total: torch.Tensor, mass: torch.Tensor, density: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor that makes up for the weight of a slot that is not on real tokens, and which slots are empty."""
+    least = total * (0.5 * density)
+    return total / torch.maximum(mass, least), mass <= least
+
+
+class Projection(NamedTuple):
+    """A kind of E and F."""
+
+    is_learned: bool
+    # (k, n) -> the size of one matrix or kernel
+    size: Callable[[int, int], tuple[int, ...]]
+    # (size with the heads before it, k, generator) -> where it starts
+    initial: Callable[[torch.Size, int, torch.Generator], torch.Tensor]
+    # (x, projection, mask) -> what `compress` returns
+    compress: Callable
+
+
+PROJECTIONS: dict[str, Projection | None] = {
+    "learned": Projection(
+        True,
+        lambda slots, length: (slots, length),
+        lambda size, slots, generator: mean_pool_matrix(*size[1:]).expand(size),
+        compress,
+    ),
+    "mean-pool": None,
+    "conv": Projection(
+        True,
+        lambda slots, length: (math.ceil(length / slots),),
+        lambda size, slots, generator: torch.full(size, 1 / size[1]),
+        convolve,
+    ),
+    "random": Projection(
+        False,
+        lambda slots, length: (slots, length),
+        lambda size, slots, generator: torch.randn(size, generator=generator) / math.sqrt(slots),
+        project,
+    ),
+}

@@ -1,21 +1,116 @@
-"""`performer`: FAVOR+, positive orthogonal random features of the softmax kernel (Choromanski 2020)."""
+"""`performer`: FAVOR+, random features of the softmax kernel (Choromanski 2020), and FAVOR++ (Likhosherstov 2022)."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+from transformers import initialization as init
+
+from .attention_kernels import kernel_attention
 from .attention_mechanism import Option
 from .mechanism_linear import LinearAttention
+from .random_features import RANDOM_FEATURES
+from .random_features import RandomFeatureMap
 
 
 class PerformerAttention(LinearAttention):
-    """Linear attention whose features estimate exp(q·k) without bias and without training."""
+    """Linear attention whose features estimate exp(q·k) without bias and without training.
+
+    The features are redrawn only in training mode, at the first of every `redraw_interval` forward passes that start
+    a sequence; a forward that is recomputed in the backward pass (gradient checkpointing) is not counted. The k-th
+    projection follows from `seed`, the layer and k, so all ranks agree; the count and the projection are buffers, so a
+    resumed run draws what the uninterrupted one would. With `uniform_mixing` = w the output is (1 - w) times the
+    attention plus w times the mean of the visible values: the shrinkage that reference implementations hide as an
+    epsilon in every feature, by name.
+    """
 
     options: ClassVar[dict[str, Option]] = {
+        "features": Option(str, "exp", "the random features", choices=tuple(RANDOM_FEATURES)),
         "num_features": Option(int, None, "random features per head; by default 4 x head_dim", minimum=1),
+        "orthogonal": Option(bool, True, "projections in orthogonal blocks; false draws every row by itself"),
+        "redraw_interval": Option(int, 0, "training forwards between new projections; 0 never redraws", minimum=0),
+        "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0),
         "seed": Option(int, 0, "seed of the random projection", minimum=0),
     }
+    feature_map: RandomFeatureMap
+    num_forwards: torch.Tensor
+
+    def __init__(self, settings, shape):
+        super().__init__(settings, shape)
+        self.uniform_mixing, self.redraw_interval = settings["uniform_mixing"], settings["redraw_interval"]
+        if self.redraw_interval:
+            self.register_buffer("num_forwards", torch.zeros((), dtype=torch.long))
 
     @classmethod
-    def feature_map_name(cls, settings):
-        return "favor"
+    def feature_map_class(cls, settings):
+        return RANDOM_FEATURES[settings["features"]]
+
+    def build_feature_map(self, sizes, settings):
+        return self.feature_map_class(settings)(*sizes, settings["num_features"], settings["orthogonal"])
+
+    @classmethod
+    def obstacle(cls, capability, settings):
+        if settings["features"] == "trig":
+            if capability in ("causal", "state"):
+                return f"with `features` = `trig`, whose early denominators may be negative, has no {capability} form"
+            if capability == "constants":
+                return "with `features` = `trig` has weights that may cancel"
+        return super().obstacle(capability, settings)
+
+    @classmethod
+    def problems(cls, settings, max_length):
+        problems = super().problems(settings, max_length)
+        if settings["uniform_mixing"] >= 1:
+            problems.append(
+                f"`uniform_mixing` = {settings['uniform_mixing']} leaves nothing of the attention; give less than 1"
+            )
+        return problems
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if self.redraw_interval:
+            init.zeros_(self.num_forwards)
+
+    def calibrate(self, query, key, *, attention_mask, scaling):
+        """FAVOR++: fit A to these queries and keys. The other features have nothing to fit."""
+        self.feature_map.calibrate(query, key, scaling, attention_mask)
+
+    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+        if self.redraw_interval and self.training and state is None:
+            self._count_forward()
+        return self._attend(query, key, value, attention_mask, scaling, is_causal, state)
+
+    def absorb(self, key, value, *, attention_mask, scaling, state):
+        # Not through `forward`: these keys belong to a sequence that was attended to already.
+        query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
+        return self._attend(query, key, value, attention_mask, scaling, True, state)[1]
+
+    def _attend(self, query, key, value, attention_mask, scaling, is_causal, state):
+        has_state = self.supports("state", self.settings)
+        output, new_state = super().forward(
+            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=state
+        )
+        if self.uniform_mixing:
+            mean, mean_state = kernel_attention(
+                torch.ones_like(query[..., :1]),
+                torch.ones_like(key[..., :1]),
+                value,
+                log_features=False,
+                is_causal=is_causal,
+                key_mask=attention_mask,
+                state=state[1] if state else None,
+            )
+            mean = mean.transpose(1, 2).to(output.dtype)
+            output, new_state = torch.lerp(output, mean, self.uniform_mixing), (*new_state, mean_state)
+        return output, new_state if has_state else None
+
+    @torch.compiler.disable
+    def _count_forward(self) -> None:
+        """Count a training forward, and redraw first where the interval is over. Reads one number from the device."""
+        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a recomputation, of the same function
+            return
+        count = int(self.num_forwards)
+        if count and count % self.redraw_interval == 0:
+            self.feature_map.redraw(self.generator(count // self.redraw_interval))
+        self.num_forwards = self.num_forwards + 1

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from .attention_mechanism import AttentionMechanism
+from .mechanism_aft import AftAttention
 from .mechanism_hybrid import HybridAttention
+from .mechanism_latent import LatentAttention
 from .mechanism_linear import LinearAttention
 from .mechanism_linformer import LinformerAttention
+from .mechanism_linformer_linear import LinformerLinearAttention
+from .mechanism_nystrom import NystromAttention
 from .mechanism_performer import PerformerAttention
 
 
 MECHANISMS: dict[str, type[AttentionMechanism]] = {
+    "aft": AftAttention,
     "hybrid": HybridAttention,
+    "latent": LatentAttention,
     "linear": LinearAttention,
     "linformer": LinformerAttention,
+    "linformer_linear": LinformerLinearAttention,
+    "nystrom": NystromAttention,
     "performer": PerformerAttention,
 }

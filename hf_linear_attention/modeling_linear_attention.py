@@ -161,6 +161,11 @@ class LinearizedAttention:
 
     def _attend_with_weights(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
         """Weights `[B, H, N, S]` over the keys of this call (a state has no weights left to show)."""
+        if not self.linear_attention.supports("weights", self.linear_attention.settings):
+            raise ValueError(
+                f"{type(self.linear_attention).__name__} has no matrix of weights per head to show; leave out "
+                "`output_attentions`."
+            )
         is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
         output = self._attend(query, key, value, key_mask, segments, scaling, is_causal, state_layer)
         identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
@@ -283,7 +288,7 @@ def linearize(model: PreTrainedModel) -> None:
     for layer in converted_layers(settings, len(modules)):
         module = modules[layer]
         shape = layer_shape(module, layer, model.config)
-        if shape.num_heads != shape.num_key_value_heads and not mechanism.supports_gqa:
+        if shape.num_heads != shape.num_key_value_heads and not mechanism.supports("gqa", settings):
             raise ValueError(f"`{settings['mechanism']}` does not support grouped-query attention.")
         child = mechanism(settings, shape)
         if first is not None:
@@ -298,7 +303,7 @@ def _swap(module: Any, mechanism: Any, config) -> None:
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     is_causal = getattr(config, "is_causal", None)
     module.linear_attention_is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if module.linear_attention_is_causal and not mechanism.supports_causal:
+    if module.linear_attention_is_causal and not mechanism.supports("causal", mechanism.settings):
         raise ValueError(
             f"{type(module).__name__} attends causally, which `{mechanism.settings.get('mechanism')}` cannot do."
         )

@@ -28,6 +28,17 @@ def attend(log_weights: torch.Tensor, value: torch.Tensor, key_mask=None, is_cau
     return weights @ repeat_heads(value.double(), log_weights.shape[1])
 
 
+def attend_weights(weights: torch.Tensor, value: torch.Tensor, key_mask=None, is_causal: bool = False) -> torch.Tensor:
+    """Attention normalised from weights `[B, H, N, S]` of any sign; 0 for a query whose weights sum to 0."""
+    weights = weights.double()
+    if is_causal:
+        weights = weights.tril(weights.shape[-1] - weights.shape[-2])
+    if key_mask is not None:
+        weights = weights * key_mask[:, None, None, :]
+    total = weights.sum(dim=-1, keepdim=True)
+    return (weights / total.masked_fill(total == 0, 1.0)) @ repeat_heads(value.double(), weights.shape[1])
+
+
 def kernel_attention(query_features, key_features, value, *, log_features=True, key_mask=None, is_causal=False):
     """Katharopoulos 2020, equation 4: weights phi(q_i)·phi(k_j), from features or their logarithms."""
     query_features = query_features.double()
@@ -49,6 +60,22 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return x.double().clamp(min=0) + 1e-3
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 + 1e-3, the constant as in `relu`."""
+    return x.double().clamp(min=0).square() + 1e-3
+
+
+def t2r(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
+    """T2R (Kasai 2021): relu(W x + b) per head; x `[B, H, N, D]`, weight `[H, D, F]`, bias `[H, 1, F]`."""
+    return (x.double() * math.sqrt(scaling) @ weight.double() + bias.double()).relu()
+
+
+def taylor_weights(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Based (Arora 2024): exp(s) to second order, 1 + s + s^2 / 2 with s = scaling q·k; `[B, H, N, S]`."""
+    s = scaling * query.double() @ repeat_heads(key.double(), query.shape[1]).transpose(-1, -2)
+    return 1 + s + s.square() / 2
+
+
 def hedgehog(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
     """Logarithms of [softmax(x W), softmax(-x W)] per head (Hedgehog 2024, section 4.2).
 
@@ -58,10 +85,36 @@ def hedgehog(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Ten
     return torch.cat((projected.log_softmax(-1), (-projected).log_softmax(-1)), dim=-1)
 
 
-def favor(x: torch.Tensor, projection: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Logarithms of FAVOR+ (Performer 2020, Lemma 1): w·x - |x|^2 / 2 - log(F) / 2 with x scaled by sqrt(scaling)."""
-    x = x.double() * math.sqrt(scaling)
-    return x @ projection.double().T - x.square().sum(-1, keepdim=True) / 2 - math.log(projection.shape[0]) / 2
+def favor(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """Logarithms of FAVOR+ (Performer 2020, Lemma 1): w·x - |x|^2 / 2 - log(F) / 2, x times sqrt(scaling) already."""
+    x, projection = x.double(), projection.double()
+    return x @ projection.T - x.square().sum(-1, keepdim=True) / 2 - math.log(projection.shape[0]) / 2
+
+
+def favor_cosh(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the hyperbolic features (Performer 2020, Lemma 1): FAVOR+ with W and -W."""
+    return favor(x, torch.cat((projection, -projection)))
+
+
+def favor_trig(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """exp(|x|^2 / 2) [sin(w·x), cos(w·x)] / sqrt(M) (Performer 2020, section 2.3); not logarithms."""
+    x, projection = x.double(), projection.double()
+    phases = x @ projection.T
+    scale = (x.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(projection.shape[0])
+    return scale * torch.cat((phases.sin(), phases.cos()), dim=-1)
+
+
+def favor_relu(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """relu(w·x) + 1e-3 (Performer 2020, section 2.2, generalised attention); not logarithms."""
+    return relu(x.double() @ projection.double().T)
+
+
+def favor_optimal(x: torch.Tensor, projection: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Logarithms of FAVOR++ (Likhosherstov 2022) with C = -1/2, B = sqrt(1 - 4 A), D = (1 - 4 A)^(d/4)."""
+    x, projection = x.double(), projection.double()
+    exponent = a * projection.square().sum(-1) + (1 - 4 * a).sqrt() * (x @ projection.T)
+    constant = (1 - 4 * a).log() * x.shape[-1] / 4 - math.log(projection.shape[0]) / 2
+    return constant + exponent - x.square().sum(-1, keepdim=True) / 2
 
 
 def exp_keys(x, weight, bias, norm_weight, scaling: float) -> torch.Tensor:
@@ -73,19 +126,19 @@ def exp_keys(x, weight, bias, norm_weight, scaling: float) -> torch.Tensor:
 def linformer(query, key, value, key_projection, value_projection, scaling: float, max_length=None, full=None):
     """Linformer 2020, equation 7: softmax(q (E K)^T) (F V), for one unpadded input.
 
-    An input shorter than `max_length` sees the first columns of E and F only; each slot is then divided by the share
-    of its absolute weight (`full` is the whole of E's and F's, `[1 or Hkv, k]` each) that is left, and slots with less
-    than half of one token's share take no part.
+    Without `full`, E and F `[1 or Hkv, k, n]` are used as they are. With it (the whole of E's and F's absolute weight,
+    `[1 or Hkv, k]` each), E and F are the first columns of wider ones: each slot is divided by the share of its weight
+    that is left, and slots with less than half of one token's share take no part.
     """
     heads = query.shape[1]
     compressed, empty = [], []
     for x, projection, total in zip((key, value), (key_projection, value_projection), full or (None, None)):
         projection = projection.double()
         mass = projection.abs().sum(-1)
-        total = mass if total is None else total
-        least = total * 0.5 * projection.shape[-2] / (projection.shape[-1] if max_length is None else max_length)
+        least = mass - 1 if total is None else total * 0.5 * projection.shape[-2] / max_length
+        scale = 1.0 if total is None else (total / torch.maximum(mass, least)).unsqueeze(-1)
         empty.append(mass <= least)
-        compressed.append((projection @ x.double()) * (total / torch.maximum(mass, least)).unsqueeze(-1))
+        compressed.append((projection @ x.double()) * scale)
     key, value = compressed
     logits = scaling * query.double() @ repeat_heads(key, heads).transpose(-1, -2)
     hidden = empty[0].expand(key.shape[1], -1).repeat_interleave(heads // key.shape[1], dim=0)
@@ -93,10 +146,13 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
     return logits.softmax(dim=-1) @ repeat_heads(value, heads)
 
 
-def hybrid(query, key, value, query_features, key_features, far_log_scale, scaling, window_size, num_sinks):
+def hybrid(
+    query, key, value, query_features, key_features, far_log_scale, scaling, window_size, num_sinks, log_decay=None
+):
     """One softmax over exact logits near by and logarithms of kernel weights far away, for one unpadded causal input.
 
-    Near are the last `window_size` tokens and the first `num_sinks`; features are logarithms, `far_log_scale [B, H, N, 1]`.
+    Near are the last `window_size` tokens and the first `num_sinks`; features are logarithms; `far_log_scale` is
+    `[B, H, N, 1]`. With `log_decay [H]` a far key loses that much for every token since it left the window.
     """
     heads, length = query.shape[1:3]
     exact = scaling * query.double() @ repeat_heads(key.double(), heads).transpose(-1, -2)
@@ -104,6 +160,8 @@ def hybrid(query, key, value, query_features, key_features, far_log_scale, scali
     far = (query_features.double().unsqueeze(-2) + key_features.unsqueeze(-3)).logsumexp(dim=-1)
     far = far + far_log_scale
     distance = torch.arange(length)[:, None] - torch.arange(length)
+    if log_decay is not None:
+        far = far + (distance - window_size) * log_decay.double()[:, None, None]
     near = (distance < window_size) | (torch.arange(length) < num_sinks)
     return attend(torch.where(near, exact, far), value, is_causal=True)
 
@@ -145,3 +203,56 @@ def _newton_schulz(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
         az = matrix @ inverse
         inverse = inverse @ (13 * identity - az @ (15 * identity - az @ (7 * identity - az))) / 4
     return inverse
+
+
+def latent(query, key, value, latents, scaling: float, key_mask=None):
+    """softmax(s Q (C K)^T) C V with C = softmax(s Lambda K^T): Perceiver's cross-attention, Set Transformer's ISAB.
+
+    latents Lambda `[Hkv, L, D]`; the weights `[N, S]` of every head are formed.
+    """
+    heads = query.shape[1]
+    key, latents = repeat_heads(key.double(), heads), repeat_heads(latents.double()[None], heads)
+    gather = scaling * latents @ key.transpose(-1, -2)
+    if key_mask is not None:
+        gather = gather.masked_fill(~key_mask[:, None, None, :], -math.inf)
+    gather = gather.softmax(dim=-1).nan_to_num(0.0)
+    weights = (scaling * query.double() @ (gather @ key).transpose(-1, -2)).softmax(dim=-1) @ gather
+    return weights @ repeat_heads(value.double(), heads)
+
+
+def aft(query, key, value, bias) -> torch.Tensor:
+    """AFT (Zhai 2021, equation 2): sigmoid(q_t) sum_s exp(k_s + w_ts) v_s / sum_s exp(k_s + w_ts), channel by channel.
+
+    bias w `[Hkv, N, S]`, -inf where a query must not look.
+    """
+    heads = query.shape[1]
+    key, value = repeat_heads(key.double(), heads), repeat_heads(value.double(), heads)
+    bias = bias.double().repeat_interleave(heads // bias.shape[0], dim=0)
+    weights = (key.unsqueeze(2) + bias[:, :, :, None]).softmax(dim=3)  # [B, H, N, S, D]
+    return query.double().sigmoid() * (weights * value.unsqueeze(2)).sum(dim=3)
+
+
+def linformer_linear(query_features, key_features, value, key_projection, value_projection):
+    """Phi(Q)[(E Phi(K))^T (F V)] / Phi(Q)[(E Phi(K))^T (F 1)] from logarithms of the features, weights `[N, S]` formed.
+
+    E and F `[1 or Hkv, k, S]` are non-negative.
+    """
+    heads, kv_heads = query_features.shape[1], key_features.shape[1]
+    parts = [p.double().expand(kv_heads, -1, -1)[None] for p in (key_projection, value_projection)]
+    compress, gather = (repeat_heads(part, heads) for part in parts)
+    keys = repeat_heads(key_features.double(), heads)
+    slots = (compress.log().unsqueeze(-1) + keys.unsqueeze(2)).logsumexp(dim=3)  # log E Phi(K) [B, H, k, F]
+    weights = (query_features.double().unsqueeze(3) + slots.unsqueeze(2)).logsumexp(dim=-1)  # [B, H, N, k]
+    weights = (weights - weights.amax(dim=-1, keepdim=True)).exp() @ gather
+    return weights / weights.sum(dim=-1, keepdim=True) @ repeat_heads(value.double(), heads)
+
+
+def linformer_linear_slides(query_features, key_features, value, key_projection, value_projection):
+    """Phi(Q)[(E Phi(K))^T (F V)] / Phi(Q) sum Phi(K): not an average of the values, for comparison only.
+
+    The features themselves `[B, H, N, F]`, `[B, H, S, F]`; E and F `[k, S]` of any sign.
+    """
+    query_features, key_features = query_features.double(), key_features.double()
+    compress, gather = key_projection.double(), value_projection.double()
+    weights = query_features @ (compress @ key_features).transpose(-1, -2) @ gather
+    return weights @ value.double() / (query_features @ key_features.sum(dim=2).unsqueeze(-1))

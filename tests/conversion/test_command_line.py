@@ -89,6 +89,17 @@ def test_every_mechanism_option_is_a_flag_and_only_given_ones_are_settings(tmp_p
     assert parse([*words, "--seed", "5", "--attention", "performer"]).settings["seed"] == 5
 
 
+def test_an_option_of_every_layer_takes_one_number_or_a_list(tmp_path):
+    words = ["--model_name_or_path", "x", "--output_dir", "y", "--attention", "linformer"]
+    assert parse([*words, "--projection_size", "128"]).settings["projection_size"] == 128
+    assert parse([*words, "--projection_size", "128,96,64"]).settings["projection_size"] == [128, 96, 64]
+    path = tmp_path / "defaults.yaml"
+    path.write_text(yaml.safe_dump({"projection_size": [8, 4]}))
+    assert parse([*words, "--config", str(path)]).settings["projection_size"] == [8, 4]
+    with pytest.raises(UsageError, match="`--projection_size 1,x`: give a whole number"):
+        parse([*words, "--projection_size", "1,x"])
+
+
 def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
     path = tmp_path / "defaults.yaml"
     values = {"model_name_or_path": "x", "output_dir": "y", "num_features": 8, "layers": [0, 2], "overwrite": True}

@@ -14,7 +14,16 @@ from hf_linear_attention.configuration_linear_attention import parse_layers
 def test_defaults_are_filled_in_and_survive_json(tmp_path):
     config = convert_config(stock_config("llama"), mechanism="performer")
     assert config.model_type == "linear_llama"
-    assert config.linear_attention == {"mechanism": "performer", "num_features": None, "seed": 0, "layers": "all"}
+    assert config.linear_attention == {
+        "mechanism": "performer",
+        "features": "exp",
+        "num_features": None,
+        "orthogonal": True,
+        "redraw_interval": 0,
+        "uniform_mixing": 0.0,
+        "seed": 0,
+        "layers": "all",
+    }
     config.save_pretrained(tmp_path)
     again = type(config).from_pretrained(tmp_path)
     assert again.linear_attention == config.linear_attention
@@ -41,12 +50,14 @@ def test_all_problems_are_named_at_once():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mechanism": "flash"}, "must be one of `linear`"),
+        ({"mechanism": "flash"}, "must be one of .*`linear`"),
         ({"mechanism": "linear", "feature_map": "elu1", "num_features": 8}, "has no effect"),
         ({"mechanism": "linear", "feature_map": "hedgehog", "num_features": 7}, "must be even"),
         ({"mechanism": "performer", "num_features": 0}, "at least 1"),
         ({"mechanism": "performer", "num_features": 2.5}, "type int"),
         ({"mechanism": "performer", "num_features": True}, "type int"),
+        ({"mechanism": "performer", "features": "cosh", "num_features": 7}, "must be a multiple of 2"),
+        ({"mechanism": "performer", "uniform_mixing": 1.0}, "leaves nothing of the attention"),
         ({"mechanism": "linear", "layers": "some"}, "`all`, `none` or a list"),
         ({"mechanism": "linformer"}, "sets no limit"),
     ],
@@ -58,7 +69,7 @@ def test_impossible_settings(settings, message):
 
 def test_causal_linformer_is_refused_when_the_config_is_built():
     with pytest.raises(
-        ValueError, match=r"`linformer` has no causal form, which `gpt2` needs; use one of `linear`, `performer`"
+        ValueError, match=r"`linformer` has no causal form, which `gpt2` needs; use one of .*`linear`, `performer`"
     ):
         convert_config(stock_config("gpt2"), mechanism="linformer", projection_size=8)
     with pytest.raises(ValueError, match="no causal form"):
@@ -66,6 +77,12 @@ def test_causal_linformer_is_refused_when_the_config_is_built():
     assert convert_config(stock_config("bert"), mechanism="linformer", projection_size=8)
     with pytest.raises(ValueError, match="`projection_size` = 100 is larger than the longest input, 64"):
         convert_config(stock_config("bert"), mechanism="linformer", projection_size=100)
+
+
+def test_settings_may_lack_what_their_mechanism_can_do():
+    with pytest.raises(ValueError, match=r"`features` = `trig`.* has no causal form, which `llama` needs; use one of"):
+        convert_config(stock_config("llama"), mechanism="performer", features="trig")
+    assert convert_config(stock_config("bert"), mechanism="performer", features="trig")
 
 
 def test_converting_twice_or_the_unknown_is_refused():

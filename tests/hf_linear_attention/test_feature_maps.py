@@ -1,4 +1,4 @@
-"""Random features: their distribution, and the identities that the papers prove."""
+"""What each feature map of `linear` promises beyond its oracle."""
 
 from __future__ import annotations
 
@@ -8,45 +8,7 @@ import torch
 from matrix import build_mechanism
 
 from hf_linear_attention import reference
-from hf_linear_attention.feature_maps import elu_plus_one, orthogonal_random_matrix
-from hf_linear_attention.mechanism_performer import PerformerAttention
-
-
-def test_orthogonal_blocks_are_orthogonal_with_gaussian_norms_and_a_partial_last_block():
-    matrix = orthogonal_random_matrix(20, 8, torch.Generator().manual_seed(0)).double()
-    for block in (matrix[:8], matrix[8:16], matrix[16:]):
-        gram = block @ block.T
-        torch.testing.assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-5)
-    many = orthogonal_random_matrix(8000, 8, torch.Generator().manual_seed(0))
-    assert abs(many.square().sum(1).mean().item() - 8) < 0.2  # E chi^2(8) = 8, standard error 0.045
-
-
-def test_orthogonal_matrices_are_haar():
-    """The first moment of every entry is 0. Plain LAPACK QR gives E[Q_jj] = -0.2 at dimension 16."""
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.stack([orthogonal_random_matrix(16, 16, generator) for _ in range(2000)])
-    unit = blocks / blocks.norm(dim=-1, keepdim=True)
-    # standard error of one entry's mean: 0.25 / sqrt(2000) = 0.0056
-    assert unit.mean(0).abs().max() < 0.03
-
-
-def test_favor_estimates_the_softmax_kernel_without_bias():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 1, 6, 8, generator=generator) * 0.35
-    key = torch.randn(1, 1, 6, 8, generator=generator) * 0.35
-    settings = {"num_features": 16, "seed": 0}
-    mechanism = PerformerAttention(settings, build_mechanism("performer").shape)
-    estimates = []
-    for seed in range(3000):
-        mechanism.settings["seed"] = seed
-        mechanism.reset_parameters()
-        # The feature map leaves out |q|^2 / 2, which cancels in attention; the estimate needs it.
-        q = mechanism.feature_map.forward_queries(query, 1.0) - query.square().sum(-1, keepdim=True) / 2
-        estimates.append((q.exp() @ mechanism.feature_map.forward_keys(key, 1.0).exp().transpose(-1, -2)) / 16)
-    mean = torch.stack(estimates).double().mean(0)
-    expected = (query.double() @ key.double().transpose(-1, -2)).exp()
-    # relative variance of one feature is exp(|q + k|^2) - 1 (about 6), so 5 standard errors of the mean are 5.6 %
-    torch.testing.assert_close(mean, expected, rtol=0.06, atol=0.0)
+from hf_linear_attention.feature_maps import FEATURE_MAPS, elu_plus_one
 
 
 def test_elu_is_positive_where_the_textbook_form_is_zero():
@@ -66,7 +28,7 @@ def test_exp_map_with_its_norm_term_is_favor():
     with torch.no_grad():
         feature_map.key_norm_weight.fill_(1.0)
     key = torch.randn(1, 2, 3, 8)
-    expected = reference.favor(key, feature_map.key_projection[1].T, 0.25)[:, 1] + math.log(24) / 2
+    expected = reference.favor(key * 0.5, feature_map.key_projection[1].T)[:, 1] + math.log(24) / 2
     torch.testing.assert_close(feature_map.forward_keys(key, 0.25)[:, 1].double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -76,3 +38,42 @@ def test_hedgehog_starts_as_the_identity_with_two_softmaxes():
     query = torch.randn(1, 4, 3, 8)
     expected = torch.cat((query.softmax(-1), (-query).softmax(-1)), dim=-1)
     torch.testing.assert_close(feature_map.forward_queries(query, 1.0).exp(), expected)
+
+
+def test_taylor_features_have_the_kernel_of_the_series_at_half_the_papers_count():
+    feature_map = build_mechanism("linear-taylor").feature_map
+    assert feature_map.num_features == 1 + 8 + 36
+    query, key = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
+    weights = feature_map.forward_queries(query, 0.25) @ feature_map.forward_keys(key, 0.25).transpose(-1, -2)
+    assert weights.shape[-2:] == (6, 6)
+    torch.testing.assert_close(weights, reference.taylor_weights(query, key, 0.25))
+    assert (weights >= 0.5).all()
+    near = 0.1 * query
+    expected = (0.25 * near @ key.transpose(-1, -2)).exp()
+    series = feature_map.forward_queries(near, 0.25) @ feature_map.forward_keys(key, 0.25).transpose(-1, -2)
+    # the third term of the series at |s| < 0.4
+    torch.testing.assert_close(series, expected, rtol=0, atol=0.4**3 / 6 * 1.2)
+
+
+def test_t2r_gives_zero_to_a_query_without_features_and_constants_to_the_others():
+    mechanism = build_mechanism("linear-t2r")
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    with torch.no_grad():
+        mechanism.feature_map.bias[0] = -1e3  # the first key/value head, of query heads 0 and 1
+    output, _ = mechanism(
+        query, key, torch.ones_like(key), attention_mask=None, scaling=1.0, is_causal=False, state=None
+    )
+    assert torch.equal(output[:, :, :2], torch.zeros(1, 5, 2, 8))
+    torch.testing.assert_close(output[:, :, 2:], torch.ones(1, 5, 2, 8))
+
+
+def test_t2r_projects_queries_as_the_keys_of_their_group():
+    feature_map = build_mechanism("linear-t2r").feature_map
+    key = torch.randn(1, 2, 5, 8)
+    expected = feature_map.forward_keys(key, 0.5).repeat_interleave(2, dim=1)
+    torch.testing.assert_close(feature_map.forward_queries(key.repeat_interleave(2, dim=1), 0.5), expected)
+
+
+def test_squared_relu_stays_positive():
+    x = torch.tensor([-3.0, 0.0, 2.0])
+    torch.testing.assert_close(FEATURE_MAPS["squared_relu"].function(x), torch.tensor([1e-3, 1e-3, 4.001]))

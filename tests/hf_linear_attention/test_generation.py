@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from matrix import DECODERS, stock_model
+from matrix import DECODERS, MECHANISM_ROWS, rows, stock_model
 from transformers import DynamicCache, StaticCache
 
 from hf_linear_attention import convert
@@ -58,6 +58,13 @@ def test_cached_generation_equals_recomputation(family, name, layers):
     assert_same(generate(model, cache_implementation="static"), generate(model))
     # a second call gives the same text: nothing of the first one is left in the model
     assert_same(generate(model), generate(model))
+
+
+@pytest.mark.parametrize("row", rows(state=True))
+def test_every_mechanism_generates_from_its_state_what_it_does_without(row):
+    model = convert(stock_model("llama"), **MECHANISM_ROWS[row])
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    assert_same(generate(model), generate(model, use_cache=False))
 
 
 @pytest.mark.parametrize(("family", "name", "layers"), CASES)

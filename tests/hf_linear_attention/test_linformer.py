@@ -67,6 +67,100 @@ def test_sharing_has_the_papers_number_of_matrices(sharing, count, tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+def tokens(length: int, batch: int = 1):
+    torch.manual_seed(length)
+    return [torch.randn(batch, heads, length, 8) for heads in (4, 2, 2)]
+
+
+def run(mechanism, query, key, value, mask=None):
+    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
+
+
+@pytest.mark.parametrize("length", [1, 5, 9])
+def test_mean_pooling_of_few_tokens_is_exact(length):
+    query, key, value = tokens(length)
+    logits = 0.3 * query.double() @ reference.repeat_heads(key.double(), 4).transpose(-1, -2)
+    expected = reference.attend(logits, value).transpose(1, 2).float()
+    torch.testing.assert_close(run(build_mechanism("linformer-mean-pool"), query, key, value), expected)
+
+
+def test_mean_pooling_takes_any_length_and_has_nothing_to_store():
+    mechanism = build_mechanism("linformer-mean-pool", max_length=None)
+    assert not mechanism.state_dict()
+    query, key, value = tokens(200)
+    pools = [x.unflatten(2, (8, 25)).mean(3) for x in (key, value)]
+    mechanism.num_slots = 8
+    weights = (0.3 * query @ reference.repeat_heads(pools[0], 4).transpose(-1, -2)).softmax(-1)
+    expected = (weights @ reference.repeat_heads(pools[1], 4)).transpose(1, 2)
+    torch.testing.assert_close(run(mechanism, query, key, value), expected)
+
+
+def test_every_projection_but_the_random_one_starts_as_the_means():
+    query, key, value = tokens(96)
+    outputs = []
+    for kind in ("learned", "mean-pool", "conv"):
+        settings = {"mechanism": "linformer", "projection": kind, "projection_size": 8}
+        shape = build_mechanism("linformer-none", max_length=96).shape
+        mechanism = LinformerAttention(LinearAttentionSettings(settings, max_length=96), shape)
+        mechanism.reset_parameters()
+        outputs.append(run(mechanism, query, key, value))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2])
+
+
+def test_random_projections_are_gaussian_of_variance_1_over_k_and_stored():
+    mechanism = build_mechanism("linformer-random", max_length=4000)
+    state = mechanism.state_dict()
+    assert sorted(state) == ["key_projection", "value_projection"]
+    assert not list(mechanism.parameters())
+    for matrix in state.values():
+        assert abs(matrix.var().item() * 9 - 1) < 0.03  # 36,000 draws: the variance is known to 0.75 %
+    assert abs((state["key_projection"] * state["value_projection"]).mean().item()) * 9 < 0.03
+
+
+@pytest.mark.parametrize("kind", ["mean-pool", "conv", "random"])
+def test_every_projection_saves_and_loads(kind, tmp_path):
+    model = convert(stock_model("bert"), mechanism="linformer", projection=kind, projection_size=5)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, 60, (2, 33))
+    assert torch.equal(type(model).from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("row", ["linformer-mean-pool", "linformer-conv", "linformer-headwise"])
+def test_an_empty_row_has_finite_gradients(row):
+    leaves, mask = [x.requires_grad_() for x in tokens(20, batch=2)], torch.ones(2, 20, dtype=torch.bool)
+    mask[0] = False
+    run(build_mechanism(row), *leaves, mask=mask).sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+def test_each_layer_may_have_its_own_size():
+    model = convert(stock_model("bert"), mechanism="linformer", projection_size=[7, 5, 3])
+    sizes = [value.shape[1] for name, value in model.state_dict().items() if name.endswith("key_projection")]
+    assert sizes == [7, 5, 3]
+    some = convert(stock_model("bert"), mechanism="linformer", projection_size=[7, 5, 3], layers=[0, 2])
+    assert [v.shape[1] for n, v in some.state_dict().items() if n.endswith("key_projection")] == [7, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"projection": "mean-pool", "projection_sharing": "none"}, "`projection_sharing` = `none` has no effect"),
+        ({"projection": "mean-pool", "max_length": 64}, "`max_length` has no effect"),
+        ({"projection": "max-pool"}, "must be one of `learned`, `mean-pool`"),
+        ({"projection_size": [7, 5]}, "has 2 values, but the model has 3 layers"),
+        ({"projection_size": [7, 0, 5]}, r"at least 1 \(layer 1\)"),
+        ({"projection_size": [7, "5", 5]}, r"type int \(layer 1\)"),
+        ({"projection_size": [7, 65, 5]}, "larger than the longest input, 64"),
+        ({"projection_size": [7, 5, 5], "projection_sharing": "layerwise"}, "must be one number"),
+        ({"projection_sharing": ["none"]}, "must be of type str"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LinearAttentionSettings({"mechanism": "linformer", **settings}, num_layers=3, max_length=64)
+
+
 def test_an_input_that_is_too_long_says_what_to_do():
     mechanism = build_mechanism("linformer-headwise", max_length=8)
     x = torch.randn(1, 2, 9, 8)

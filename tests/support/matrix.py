@@ -12,27 +12,74 @@ from hf_linear_attention.mechanisms import MECHANISMS
 
 # One row a mechanism and feature map: the settings, for head_dim 8.
 MECHANISM_ROWS = {
+    "aft-simple": {"mechanism": "aft", "variant": "simple"},
+    "aft-local": {"mechanism": "aft", "variant": "local", "window_size": 6, "max_length": 8200},
+    "aft-conv": {"mechanism": "aft", "variant": "conv", "window_size": 5},
+    "aft-full": {"mechanism": "aft", "variant": "full", "position_rank": 0},
+    "aft-full-factorised": {"mechanism": "aft", "variant": "full", "position_rank": 4},
     "linear-elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "linear-relu": {"mechanism": "linear", "feature_map": "relu"},
+    "linear-squared-relu": {"mechanism": "linear", "feature_map": "squared_relu"},
+    "linear-t2r": {"mechanism": "linear", "feature_map": "t2r", "num_features": 12},
+    "linear-taylor": {"mechanism": "linear", "feature_map": "taylor"},
     "linear-exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 24},
     "linear-hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
     "performer": {"mechanism": "performer", "num_features": 20, "seed": 3},
+    "performer-iid": {"mechanism": "performer", "num_features": 20, "orthogonal": False},
+    "performer-cosh": {"mechanism": "performer", "num_features": 20, "features": "cosh"},
+    "performer-trig": {"mechanism": "performer", "num_features": 20, "features": "trig"},
+    "performer-regularized": {"mechanism": "performer", "num_features": 20, "features": "regularized"},
+    "performer-relu": {"mechanism": "performer", "num_features": 20, "features": "relu"},
+    "performer-favor++": {"mechanism": "performer", "num_features": 20, "features": "favor++"},
+    "performer-mixing": {"mechanism": "performer", "num_features": 20, "uniform_mixing": 0.25},
     "hybrid": {"mechanism": "hybrid", "window_size": 8, "num_sinks": 3, "num_features": 12},
+    "hybrid-decay": {"mechanism": "hybrid", "window_size": 3, "num_sinks": 1, "num_features": 12, "decay": "learned"},
     "hybrid-no-sinks": {"mechanism": "hybrid", "window_size": 5, "num_sinks": 0, "feature_map": "hedgehog"},
     "linformer-none": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "none"},
     "linformer-headwise": {"mechanism": "linformer", "projection_size": 8},
     "linformer-key-value": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "key-value"},
     "linformer-layerwise": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "layerwise"},
+    "linformer-mean-pool": {"mechanism": "linformer", "projection_size": 9, "projection": "mean-pool"},
+    "linformer-conv": {"mechanism": "linformer", "projection_size": 9, "projection": "conv"},
+    "linformer-conv-none": {
+        "mechanism": "linformer",
+        "projection_size": 9,
+        "projection": "conv",
+        "projection_sharing": "none",
+    },
+    "linformer-random": {"mechanism": "linformer", "projection_size": 9, "projection": "random", "seed": 4},
+    "linformer_linear-exp": {"mechanism": "linformer_linear", "projection_size": 8, "projection_sharing": "none"},
+    "linformer_linear-elu1": {"mechanism": "linformer_linear", "projection_size": 8, "feature_map": "elu1"},
+    "linformer_linear-layerwise": {
+        "mechanism": "linformer_linear",
+        "projection_size": 9,
+        "projection_sharing": "layerwise",
+        "feature_map": "hedgehog",
+    },
+    "latent": {"mechanism": "latent", "num_latents": 9, "seed": 2},
+    "nystrom": {"mechanism": "nystrom", "num_landmarks": 8},
+    "nystrom-conv": {"mechanism": "nystrom", "num_landmarks": 20, "conv_kernel_size": 5},
+}
+
+
+# Rows that are ill-conditioned as functions beyond this standard deviation of q and k: no arithmetic can help there.
+MAX_STD = {
+    "performer-trig": 0.5,  # weights of both signs: denominators come close to 0
 }
 
 
 def rows(**capabilities: bool) -> list[str]:
-    """The ids of the rows whose mechanism has these class attributes."""
+    """The ids of the rows that have, or lack, these capabilities: `rows(causal=True)`."""
     return [
         name
         for name, settings in MECHANISM_ROWS.items()
-        if all(getattr(MECHANISMS[settings["mechanism"]], key) == value for key, value in capabilities.items())
+        if all(supports(settings, capability) == value for capability, value in capabilities.items())
     ]
+
+
+def supports(settings, capability: str) -> bool:
+    filled = LinearAttentionSettings(settings, max_length=97)
+    return MECHANISMS[settings["mechanism"]].supports(capability, filled)
 
 
 def build_mechanism(row: str, num_heads=4, num_key_value_heads=2, head_dim=8, max_length=97, dtype=torch.float32):
@@ -43,7 +90,12 @@ def build_mechanism(row: str, num_heads=4, num_key_value_heads=2, head_dim=8, ma
     mechanism.reset_parameters()
     with torch.no_grad():
         for parameter in mechanism.parameters():
-            parameter += 0.1 * parameter.abs().mean() * torch.randn_like(parameter)
+            size = parameter.abs().mean()  # those that start at 0 must move too, or they are not tested
+            parameter += 0.1 * torch.where(size > 0, size, 1.0) * torch.randn_like(parameter)
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn(1, num_heads, 32, head_dim, generator=generator)
+    key = torch.randn(1, num_key_value_heads, 32, head_dim, generator=generator)
+    mechanism.calibrate(query, key, attention_mask=None, scaling=head_dim**-0.5)
     return mechanism.to(dtype)
 
 

@@ -13,7 +13,9 @@ from hf_linear_attention import reference
 
 
 def linear(mechanism, query, key, value, mask, is_causal, scaling):
-    features = FEATURES[mechanism.settings.get("feature_map", "favor")](mechanism.feature_map, query, key, scaling)
+    if (weights := WEIGHTS.get(mechanism.settings["feature_map"])) is not None:
+        return reference.attend_weights(weights(mechanism.feature_map, query, key, scaling), value, mask, is_causal)
+    features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     return reference.kernel_attention(*features, value, key_mask=mask, is_causal=is_causal, log_features=True)
 
 
@@ -23,6 +25,21 @@ def elu1(feature_map, query, key, scaling):
 
 def relu(feature_map, query, key, scaling):
     return reference.relu(query).log(), reference.relu(key).log()
+
+
+def squared_relu(feature_map, query, key, scaling):
+    return reference.squared_relu(query).log(), reference.squared_relu(key).log()
+
+
+def t2r(feature_map, query, key, scaling):
+    parameters = [p.repeat_interleave(query.shape[1] // key.shape[1], dim=0) for p in feature_map.parameters()]
+    key = reference.repeat_heads(key, query.shape[1])
+    query, key = (reference.t2r(x, *parameters, scaling) for x in (query, key))
+    return query @ key.transpose(-1, -2)
+
+
+def taylor(feature_map, query, key, scaling):
+    return reference.taylor_weights(query, key, scaling)
 
 
 def hedgehog(feature_map, query, key, scaling):
@@ -38,8 +55,21 @@ def exp(feature_map, query, key, scaling):
     return query_features, reference.exp_keys(key, *parameters, scaling)
 
 
-def favor(feature_map, query, key, scaling):
-    return tuple(reference.favor(x, feature_map.projection, scaling) for x in (query, key))
+def performer(mechanism, query, key, value, mask, is_causal, scaling):
+    features = mechanism.settings["features"]
+    oracle = getattr(reference, RANDOM_FEATURES[features])
+    inputs = [x.double() * math.sqrt(scaling) for x in (query, reference.repeat_heads(key, query.shape[1]))]
+    arguments = [mechanism.feature_map.projection]
+    if features == "favor++":
+        groups = query.shape[1] // key.shape[1]
+        arguments.append(mechanism.feature_map.norm_weight.double().repeat_interleave(groups)[:, None, None])
+    phi_query, phi_key = (oracle(x, *arguments) for x in inputs)
+    if features in ("trig", "relu"):
+        output = reference.attend_weights(phi_query @ phi_key.transpose(-1, -2), value, mask, is_causal)
+    else:
+        output = reference.kernel_attention(phi_query, phi_key, value, key_mask=mask, is_causal=is_causal)
+    mean = reference.attend(output.new_zeros(*output.shape[:3], key.shape[2]), value, mask, is_causal)
+    return (1 - mechanism.uniform_mixing) * output + mechanism.uniform_mixing * mean
 
 
 def linformer(mechanism, query, key, value, mask, is_causal, scaling):
@@ -47,20 +77,56 @@ def linformer(mechanism, query, key, value, mask, is_causal, scaling):
     rows = []
     for row in range(query.shape[0]):
         real = slice(None) if mask is None else mask[row]
-        projections = [projection[:, :, : key[row, 0, real].shape[0]] for projection in mechanism._projections]
-        full = [projection.double().abs().sum(2) for projection in mechanism._projections]
-        rows.append(
-            reference.linformer(
-                query[row : row + 1],
-                key[row : row + 1, :, real],
-                value[row : row + 1, :, real],
-                *projections,
-                scaling,
-                mechanism.max_length,
-                full,
-            )
-        )
+        one = slice(row, row + 1)
+        parts = (query[one], key[one, :, real], value[one, :, real])
+        projections, rescaling = linformer_matrices(mechanism, parts[1].shape[2])
+        rows.append(reference.linformer(*parts, *projections, scaling, *rescaling))
     return torch.cat(rows)
+
+
+def linformer_linear(mechanism, query, key, value, mask, is_causal, scaling):
+    """Row by row without its padding; E is rescaled by the share of its weight that is left, F is not."""
+    rows = []
+    for row in range(query.shape[0]):
+        one, real = slice(row, row + 1), slice(None) if mask is None else mask[row]
+        features = FEATURES[mechanism.settings["feature_map"]](
+            mechanism.feature_map, query[one], key[one, :, real], scaling
+        )
+        compress, gather = (projection.double() for projection in mechanism._projections)
+        length = features[1].shape[2]
+        total, mass = compress.sum(2, keepdim=True), compress[..., :length].sum(2, keepdim=True)
+        least = total * 0.5 * compress.shape[1] / mechanism.max_length
+        compress = compress[..., :length] * total / torch.maximum(mass, least)
+        rows.append(reference.linformer_linear(*features, value[one, :, real], compress, gather[..., :length]))
+    return torch.cat(rows)
+
+
+def linformer_matrices(mechanism, length: int):
+    """E and F `[1 or Hkv, k, length]`, and what `reference.linformer` rescales them by: `max_length` and `full`."""
+    kind, slots = mechanism.settings["projection"], mechanism.num_slots
+    if kind == "mean-pool":
+        used = min(slots, length)
+        pool = torch.nn.functional.one_hot(torch.arange(length) * used // length, used).T.double()
+        return [(pool / pool.sum(1, keepdim=True))[None]] * 2, ()
+    projections, max_length = [projection.double() for projection in mechanism._projections], mechanism.max_length
+    if kind == "random":
+        return [projection[..., :length] for projection in projections], ()
+    if kind == "conv":
+        width = projections[0].shape[1]
+        slots = -(-max_length // width)
+        max_length = slots * width
+        eye = torch.eye(slots, dtype=torch.float64)
+        projections = [torch.stack([torch.kron(eye, row[None]) for row in kernel]) for kernel in projections]
+    full = [projection.abs().sum(2) for projection in projections]
+    return [projection[..., :length] for projection in projections], (max_length, full)
+
+
+def log_decay(mechanism):
+    """`[H]`, or None without decay."""
+    if mechanism.decay is None:
+        return None
+    groups = mechanism.shape.num_heads // mechanism.shape.num_key_value_heads
+    return mechanism.decay().double().repeat_interleave(groups)
 
 
 def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
@@ -75,7 +141,7 @@ def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
         parts = (query, key, value, *features, scale - weight * norm)
         parts = [x[row : row + 1].index_select(2, real) for x in parts]
         sizes = (mechanism.window_size, mechanism.num_sinks)
-        result = reference.hybrid(*parts, scaling, *sizes)
+        result = reference.hybrid(*parts, scaling, *sizes, log_decay(mechanism))
         rows.append(output[row : row + 1].index_copy(2, real, result))
     return torch.cat(rows)
 
@@ -89,6 +155,10 @@ def nystrom(mechanism, query, key, value, mask, is_causal, scaling):
     )
 
 
+def latent(mechanism, query, key, value, mask, is_causal, scaling):
+    return reference.latent(query, key, value, mechanism.latents, scaling, mask)
+
+
 def without_padding(compute, query, key, value, mask):
     """`compute(query, key, value)` of each row's real tokens; queries at padding get 0."""
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
@@ -100,6 +170,55 @@ def without_padding(compute, query, key, value, mask):
     return torch.cat(rows)
 
 
+def aft(mechanism, query, key, value, mask, is_causal, scaling):
+    """Row by row without its padding, whose queries get 0."""
+    rows = []
+    for row in range(query.shape[0]):
+        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
+        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value)]
+        bias = aft_bias(mechanism, len(real))
+        if is_causal:
+            bias = bias.masked_fill(~torch.ones(bias.shape[1:], dtype=torch.bool).tril(), -math.inf)
+        rows.append(torch.zeros_like(query[:1]).index_copy(2, real, reference.aft(*parts, bias)))
+    return torch.cat(rows)
+
+
+def aft_bias(mechanism, length: int):
+    """w `[Hkv, N, N]` in float64."""
+    parameters = {name: parameter.double() for name, parameter in mechanism.named_parameters()}
+    if mechanism.variant == "simple":
+        return torch.zeros(mechanism.shape.num_key_value_heads, length, length, dtype=torch.float64)
+    if "query_position" in parameters:
+        return (parameters["query_position"] @ parameters["key_position"].mT)[:, :length, :length]
+    bias = parameters["position_bias"]
+    if mechanism.variant == "full":
+        return bias[:, :length, :length]
+    position = torch.arange(length)
+    offset = position - position[:, None] + mechanism.window_size - 1
+    inside = (offset >= 0) & (offset <= 2 * mechanism.window_size - 2)
+    row = position[:, None] if mechanism.variant == "local" else torch.zeros_like(offset)
+    return bias[:, row.expand_as(offset), offset.clamp(0, bias.shape[2] - 1)] * inside
+
+
 # The features' logarithms: the features themselves would underflow where an oracle must not.
-FEATURES = {"elu1": elu1, "relu": relu, "exp": exp, "hedgehog": hedgehog, "favor": favor}
-ORACLES = {"linear": linear, "hybrid": hybrid, "performer": linear, "linformer": linformer, "nystrom": nystrom}
+FEATURES = {"elu1": elu1, "relu": relu, "squared_relu": squared_relu, "exp": exp, "hedgehog": hedgehog}
+# Weights [B, H, N, S] where features have no logarithms.
+WEIGHTS = {"t2r": t2r, "taylor": taylor}
+RANDOM_FEATURES = {
+    "exp": "favor",
+    "cosh": "favor_cosh",
+    "trig": "favor_trig",
+    "regularized": "favor",  # the sphere is in the projection
+    "relu": "favor_relu",
+    "favor++": "favor_optimal",
+}
+ORACLES = {
+    "aft": aft,
+    "linear": linear,
+    "hybrid": hybrid,
+    "performer": performer,
+    "linformer": linformer,
+    "linformer_linear": linformer_linear,
+    "latent": latent,
+    "nystrom": nystrom,
+}

@@ -1,0 +1,71 @@
+"""`latent`: keys and values gathered into L learned latents and read back from them, O(N L).
+
+    C = softmax(s Lambda K^T)  [L, S]     the latents attend to the inputs (Perceiver 2021, section 3.1)
+    o = softmax(s Q (C K)^T) (C V)        the inputs attend to what the latents gathered (Set Transformer 2019,
+                                          equations 9 and 10: ISAB, H = MAB(I, X), X' = MAB(X, H))
+
+    S inputs --C--> L latents --> N queries
+
+The blocks of those papers are reduced to their two attentions, and the layer's own projections serve both: the latents'
+inputs are C X, so their keys are (C X) W_k = C K and their values C V. Both steps are convex combinations, hence so is
+every output.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .attention_kernels import accumulation_dtype
+from .attention_mechanism import AttentionMechanism
+from .attention_mechanism import Option
+
+
+class LatentAttention(AttentionMechanism):
+    """Softmax attention to `num_latents` summaries, gathered per head by learned latent queries (Perceiver).
+
+    Every output is a convex combination of values. Not for causal models: a latent sees all positions.
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "num_latents": Option(int, 64, "L, the learned latent queries per head of the keys", minimum=1),
+        "seed": Option(int, 0, "seed of the latents' initialisation", minimum=0),
+    }
+    supports_bidirectional = supports_cross = supports_padding = supports_gqa = supports_constants = True
+    # Relative head error on MiniLM (n = 512) with 64 latents: about 0.72, 0.68, 0.63, 0.76 for 0.5, 1, 2, 4. Small
+    # latents all gather the mean of the values; large ones a single token each.
+    initial_std: ClassVar[float] = 2.0
+
+    def __init__(self, settings, shape):
+        super().__init__(settings, shape)
+        self.latents = nn.Parameter(torch.empty(shape.num_key_value_heads, settings["num_latents"], shape.head_dim))
+
+    def reset_parameters(self):
+        size = self.latents.shape
+        init.copy_(self.latents, self.initial_std * torch.randn(size, generator=self.generator()))
+
+    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+        groups, dtype = self.shape.num_heads // self.shape.num_key_value_heads, accumulation_dtype(query)
+        keys, values = self._gather(key.to(dtype), value.to(dtype), attention_mask, scaling)
+        output = F.scaled_dot_product_attention(
+            query.to(dtype),
+            keys.repeat_interleave(groups, dim=1),
+            values.repeat_interleave(groups, dim=1),
+            scale=scaling,
+        )
+        return output.transpose(1, 2).to(query.dtype), None
+
+    def _gather(self, key, value, mask: torch.Tensor | None, scaling: float):
+        """C K and C V `[B, Hkv, L, D]`; 0 for a row that is all padding, so that its outputs are 0 too."""
+        logits = scaling * self.latents.to(key.dtype) @ key.transpose(-1, -2)  # [B, Hkv, L, S]
+        if mask is None:
+            weights = logits.softmax(dim=-1)
+        else:  # pads may hold anything, and 0 times infinity is not 0
+            hidden = ~mask[:, None, None, :]
+            weights = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(dim=-1).masked_fill(hidden, 0.0)
+            key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
+        return weights @ key, weights @ value

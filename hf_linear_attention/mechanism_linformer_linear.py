@@ -1,0 +1,101 @@
+"""`linformer_linear`: linear attention whose keys and values are compressed along the length first, in its valid form.
+
+    o = Phi(Q) [(E Phi(K))^T (F V)]  /  Phi(Q) [(E Phi(K))^T (F 1)]        E, F >= 0: [k, n]
+
+The weights Phi(Q) Phi(K)^T E^T F are non-negative because every factor is, and sum to 1 because the denominator is the
+numerator for v = 1. Neither holds for the combination as it is often written down, with any E and F and the denominator
+Phi(Q) sum Phi(K) of plain linear attention: see `reference.linformer_linear_slides` and
+`benchmarks/linformer_plus_linear.py`, also for what there is to gain.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from .attention_kernels import EMPTY_MAXIMUM
+from .attention_kernels import accumulation_dtype
+from .attention_kernels import normalize
+from .attention_kernels import with_ones
+from .attention_mechanism import Option
+from .mechanism_linear import LinearAttention
+from .mechanism_linformer import LinformerAttention
+from .mechanism_linformer import compress
+from .mechanism_linformer import project
+
+
+class LinformerLinearAttention(LinformerAttention):
+    """Linear attention on keys and values compressed along the length by non-negative E and F. Encoders only.
+
+    E and F are the absolute values of what is learned, and start as segment means. Each row of E is rescaled by the
+    share of its weight that falls on real tokens, as in `linformer`; F is not, so that a slot counts for as many tokens
+    as it holds.
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "feature_map": Option(
+            str, "exp", "phi of queries and keys", choices=("elu1", "relu", "squared_relu", "exp", "hedgehog")
+        ),
+        "num_features": LinearAttention.options["num_features"],
+        **{name: LinformerAttention.options[name] for name in ("projection_size", "projection_sharing", "max_length")},
+    }
+
+    def __init__(self, settings, shape):
+        super().__init__(settings, shape)
+        self.feature_map = LinearAttention.feature_map_class(settings)(
+            shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
+        )
+
+    @classmethod
+    def projection_kind(cls, settings):
+        return "learned"
+
+    @classmethod
+    def problems(cls, settings, max_length):
+        return super().problems(settings, max_length) + LinearAttention.problems(settings, max_length)
+
+    @classmethod
+    def obstacle(cls, capability, settings):
+        return None if capability == "constants" else super().obstacle(capability, settings)
+
+    @property
+    def _projections(self):
+        return tuple(non_negative(projection) for projection in super()._projections)
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        self.feature_map.reset_parameters(self.generator())
+
+    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+        key, value, mask = self._tokens(key, value, attention_mask)
+        queries = self.feature_map.forward_queries(query, scaling)
+        keys = self.feature_map.forward_visible_keys(key, scaling, mask)
+        if self.feature_map.log_features:
+            queries, keys = exponentiate(queries, keys, mask)
+        values = with_ones(value, accumulation_dtype(value))
+        if mask is not None:
+            keys, values = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (keys, values))
+        key_projection, value_projection = self._projections
+        slots, _ = compress(keys, key_projection, mask)  # [B, Hkv, k, F]
+        sums = slots.transpose(-1, -2) @ project(values, value_projection, mask)[0]  # [B, Hkv, F, D + 1]
+        rows = queries.unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, N, F]
+        output = normalize(rows @ sums.unsqueeze(2)).flatten(1, 2)
+        return output.transpose(1, 2).to(query.dtype), None
+
+
+def non_negative(x: torch.Tensor) -> torch.Tensor:
+    """|x|, with derivative 1 at 0: torch's is 0 there, and the zeros of a segment mean would stay zeros for ever."""
+    return torch.where(x >= 0, x, -x)
+
+
+def exponentiate(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None):
+    """Logarithms of features -> features in [0, 1]; the maxima are constants that cancel, so none needs a gradient.
+
+    `queries [B, H, N, F]`, `keys [B, Hkv, S, F]`; padded keys may be anything.
+    """
+    visible = keys if mask is None else keys.masked_fill(~mask[:, None, :, None], EMPTY_MAXIMUM)
+    largest = visible.detach().amax(dim=2, keepdim=True)
+    keys = (visible - largest).exp()
+    queries = queries + largest.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    return (queries - queries.detach().amax(dim=-1, keepdim=True)).exp(), keys

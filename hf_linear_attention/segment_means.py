@@ -1,0 +1,37 @@
+"""Means of consecutive segments of each row's real tokens, and the tokens moved together: padding may lie anywhere.
+
+    tokens   a b - c d e - f g     - is padding; a row of 7 real tokens in 3 segments of rank r: floor(3 r / 7)
+    segment  0 0   0 1 1   2 2
+
+Axes: B batch, N length, M segments.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix `[B, M, N]` that averages the real tokens of each segment; rows of 0 where a segment has no token.
+
+    Args:
+        mask: bool `[B, N]`, False at padding.
+        segments: M. A row of at most M real tokens has one token a segment, and empty segments after them.
+
+    Every row of the batch is cut by its own number of tokens, so padding and batch mates change nothing.
+    """
+    rank = mask.cumsum(dim=1) - 1
+    count = (rank[:, -1:] + 1).clamp(min=segments)
+    owner = (rank * segments).div(count, rounding_mode="floor").masked_fill(~mask, -1)
+    weights = (owner.unsqueeze(1) == torch.arange(segments, device=mask.device)[:, None]).to(dtype)
+    return weights / weights.sum(dim=2, keepdim=True).clamp(min=1)
+
+
+def real_first(mask: torch.Tensor) -> torch.Tensor:
+    """`[B, N]`: the places of each row's real tokens, in order, and then those of its padding."""
+    return mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+
+
+def take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """`x [B, heads, N, D]` with its tokens in the order `places [B, N]`."""
+    return x.take_along_dim(places[:, None, :, None], dim=2)

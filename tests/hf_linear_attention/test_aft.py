@@ -1,0 +1,150 @@
+"""The Attention-Free Transformer: what its oracle in the matrix does not show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import build_mechanism, sample_inputs, stock_config, stock_model
+from oracles import aft, aft_bias
+
+from hf_linear_attention import LinearAttentionSettings, convert, convert_config, reference
+from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.mechanism_aft import AftAttention
+
+
+def build(**settings) -> AftAttention:
+    settings = LinearAttentionSettings({"mechanism": "aft", **settings}, max_length=40)
+    mechanism = AftAttention(settings, LayerShape(2, 2, 4, 0, 40))
+    mechanism.reset_parameters()
+    return mechanism
+
+
+def attend(mechanism, query, key, value, is_causal=False, mask=None, state=None):
+    return mechanism(query, key, value, attention_mask=mask, scaling=1.0, is_causal=is_causal, state=state)
+
+
+def sample(length=20, key_scale=1.0):
+    query, key, value = torch.randn(3, 1, 2, length, 4, generator=torch.Generator().manual_seed(0))
+    return query, key * key_scale, value
+
+
+@pytest.mark.parametrize("variant", ["simple", "local", "conv", "full"])
+def test_constant_values_come_out_as_the_gate(variant):
+    mechanism = build(variant=variant, window_size=3)
+    query, key, value = sample()
+    output, _ = attend(mechanism, query, key, torch.ones_like(value))
+    torch.testing.assert_close(output.transpose(1, 2), query.sigmoid(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["local", "conv", "full"])
+def test_every_variant_starts_as_simple_and_its_biases_learn(variant):
+    mechanism, inputs = build(variant=variant, window_size=3), sample()
+    output, _ = attend(mechanism, *inputs)
+    torch.testing.assert_close(output, attend(build(variant="simple"), *inputs)[0])
+    output.square().sum().backward()
+    gradients = {name: parameter.grad.abs().max() for name, parameter in mechanism.named_parameters()}
+    assert max(gradients.values()) > 1e-4
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("variant", ["local", "conv"])
+def test_a_bias_that_hides_the_near_keys_leaves_the_far_ones_exact(variant, is_causal):
+    """Global sums plus a convolution with exp(w) - 1 would cancel here: the dominant key is near, with w = -60."""
+    mechanism = build(variant=variant, window_size=3)
+    with torch.no_grad():
+        mechanism.position_bias.fill_(-60.0)
+    query, key, value = sample()
+    key[:, :, 9] = 25.0
+    actual, _ = attend(mechanism, query, key, value, is_causal)
+    expected = aft(mechanism, query.double(), key.double(), value.double(), None, is_causal, 1.0).transpose(1, 2)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spread", [5.0, 60.0, 500.0])
+def test_full_is_exact_for_any_biases_and_large_keys(spread):
+    """The product of exp(w) and exp(k) would underflow where both spread far; aft-pytorch overflows instead."""
+    mechanism = build(variant="full", position_rank=0)
+    with torch.no_grad():
+        mechanism.position_bias.copy_(spread * torch.randn(2, 40, 40, generator=torch.Generator().manual_seed(1)))
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    mask[0, 12:15] = False
+    inputs = sample(key_scale=spread)
+    actual, _ = attend(mechanism, *inputs, mask=mask)
+    expected = aft(mechanism, *[x.double() for x in inputs], mask, False, 1.0).transpose(1, 2)
+    # exponents up to 2,000 in float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-3 if spread > 100 else 1e-5)
+
+
+def test_biases_are_added_to_the_keys():
+    """Against the formula with its numbers in place (another implementation multiplies keys by w)."""
+    mechanism = build(variant="full", position_rank=0)
+    with torch.no_grad():
+        mechanism.position_bias[:, 0, 1] = 2.0
+    query, key, value = sample(2)
+    weights = (key[0, 0, :, 0] + torch.tensor([0.0, 2.0])).softmax(dim=0)
+    expected = query[0, 0, 0, 0].sigmoid() * (weights * value[0, 0, :, 0]).sum()
+    torch.testing.assert_close(attend(mechanism, query, key, value)[0][0, 0, 0, 0], expected)
+
+
+def test_parameters_stay_the_same_objects():
+    """aft-pytorch's local variant replaces its parameter in every forward, and its optimiser loses it."""
+    mechanism = build(variant="local", window_size=3)
+    before = dict(mechanism.named_parameters())
+    attend(mechanism, *sample())
+    assert all(before[name] is parameter for name, parameter in mechanism.named_parameters())
+
+
+def test_more_positions_than_were_learned_are_refused_also_while_decoding():
+    mechanism = build(variant="local", window_size=3)
+    _, state = attend(mechanism, *sample(39), is_causal=True)
+    _, state = attend(mechanism, *sample(1), is_causal=True, state=state)
+    refused = r"Got 41 positions.*`max_length` = 40"
+    with pytest.raises(ValueError, match=refused):
+        attend(mechanism, *sample(1), is_causal=True, state=state)
+    with pytest.raises(ValueError, match=refused):
+        attend(build(variant="full"), *sample(41))
+    attend(build(variant="conv", window_size=3), *sample(90), is_causal=True)
+
+
+def test_a_state_of_constant_size_holds_sums_and_a_window():
+    shapes = []
+    for length in (5, 30):
+        _, state = attend(build(variant="conv", window_size=3), *sample(length), is_causal=True)
+        shapes.append([tuple(tensor.shape) for tensor in state])
+    assert shapes[0] == shapes[1] == [(1, 8, 1, 3), (1, 2, 3, 4), (1, 2, 3, 4), (1, 3), (1, 1)]
+    _, (state,) = attend(build(), *sample(), is_causal=True)
+    assert state.shape == (1, 8, 1, 3)  # 3 numbers a channel
+
+
+def test_what_is_impossible_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"`variant` = `full`.* has no causal form, which `llama` needs"):
+        convert_config(stock_config("llama"), mechanism="aft", variant="full")
+    with pytest.raises(ValueError, match="`max_length` is needed"):
+        LinearAttentionSettings({"mechanism": "aft", "variant": "local"})
+    model = convert(stock_model("bert"), mechanism="aft")
+    with pytest.raises(ValueError, match="no matrix of weights per head"):
+        model(**sample_inputs("bert"), output_attentions=True)
+    with pytest.raises(NotImplementedError, match="no matrix of weights per head"):
+        build().attention_weights(*sample()[:2], attention_mask=None, scaling=1.0, is_causal=False)
+
+
+@pytest.mark.parametrize("variant", ["simple", "local", "conv", "full"])
+def test_an_encoder_ignores_its_padding(variant):
+    model = convert(stock_model("bert"), mechanism="aft", variant=variant, window_size=4)
+    ids = sample_inputs("bert")["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    with torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask)[0]
+        alone = model(input_ids=ids[:1, :9])[0]
+    torch.testing.assert_close(padded[:1, :9], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_the_oracle_is_the_formula():
+    mechanism = build_mechanism("aft-local")
+    bias = aft_bias(mechanism, 12)
+    assert bias[0, 8, 5] == mechanism.position_bias[0, 8, 5 - 8 + 5].double()
+    assert (bias[:, 0, 6:] == 0).all()
+    assert (bias[:, 0, 5] != 0).all()
+    output = reference.aft(*[torch.randn(1, h, 12, 8) for h in (4, 2, 2)], bias)
+    assert output.shape == (1, 4, 12, 8)

@@ -1,0 +1,238 @@
+"""Random features: their distribution, the identities that the papers prove, and when they are drawn anew."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from matrix import build_mechanism
+from torch.utils.checkpoint import checkpoint
+
+from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.feature_maps import orthogonal_random_matrix
+from hf_linear_attention.mechanism_performer import PerformerAttention
+from hf_linear_attention.random_features import RANDOM_FEATURES, optimal_norm_weight
+
+
+SHAPE = LayerShape(4, 2, 8, 1)
+
+
+def performer(**settings) -> PerformerAttention:
+    mechanism = PerformerAttention(LinearAttentionSettings({"mechanism": "performer", **settings}), SHAPE)
+    mechanism.reset_parameters()
+    return mechanism
+
+
+def attend(mechanism, length=6, seed=0, state=None, is_causal=True, heads=(4, 2), mask=None):
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(2, h, length, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
+    return mechanism(query, key, value, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
+
+
+def test_orthogonal_blocks_are_orthogonal_with_gaussian_norms_and_a_partial_last_block():
+    matrix = orthogonal_random_matrix(20, 8, torch.Generator().manual_seed(0)).double()
+    for block in (matrix[:8], matrix[8:16], matrix[16:]):
+        gram = block @ block.T
+        torch.testing.assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-5)
+    many = orthogonal_random_matrix(8000, 8, torch.Generator().manual_seed(0))
+    assert abs(many.square().sum(1).mean().item() - 8) < 0.2  # E chi^2(8) = 8, standard error 0.045
+
+
+def test_orthogonal_matrices_are_haar():
+    """The first moment of every entry is 0. Plain LAPACK QR gives E[Q_jj] = -0.2 at dimension 16."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.stack([orthogonal_random_matrix(16, 16, generator) for _ in range(2000)])
+    unit = blocks / blocks.norm(dim=-1, keepdim=True)
+    # standard error of one entry's mean: 0.25 / sqrt(2000) = 0.0056
+    assert unit.mean(0).abs().max() < 0.03
+
+
+def test_independent_rows_are_not_orthogonal_and_those_on_the_sphere_have_its_radius():
+    iid = performer(num_features=400, orthogonal=False).feature_map.projection
+    assert (iid[:8] @ iid[:8].T).triu(1).abs().max() > 0.5
+    assert abs(iid.square().mean().item() - 1) < 0.1  # standard error 0.025
+    for orthogonal in (True, False):
+        sphere = performer(num_features=20, features="regularized", orthogonal=orthogonal).feature_map.projection
+        torch.testing.assert_close(sphere.norm(dim=1), torch.full((20,), math.sqrt(8)))
+
+
+def estimate(features: str, query, key, orthogonal: bool, norm_weight: float = 0.0) -> torch.Tensor:
+    """The mean of phi(q)·phi(k) / M over 60,000 rows of W, `[N, S]`, with the factors that cancel in attention."""
+    per_row = RANDOM_FEATURES[features].features_per_row
+    feature_map = RANDOM_FEATURES[features](1, 1, 8, 60_000 * per_row, orthogonal)
+    feature_map.reset_parameters(torch.Generator().manual_seed(0))
+    if features == "favor++":
+        feature_map.norm_weight.fill_(norm_weight)
+    feature_map.double()
+    phi_query, phi_key = feature_map.forward_queries(query, 1.0), feature_map.forward_keys(key, 1.0)
+    half_query, half_key = (x.square().sum(-1, keepdim=True) / 2 for x in (query, key))
+    if features == "trig":
+        phi_query, phi_key = phi_query * half_query.exp(), phi_key * half_key.amax().exp()
+    else:
+        phi_query, phi_key = (phi_query - half_query).exp(), phi_key.exp()
+    return (phi_query @ phi_key.transpose(-1, -2))[0, 0] / feature_map.num_features * (2 if features == "trig" else 1)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+@pytest.mark.parametrize("features", [name for name in RANDOM_FEATURES if name not in ("relu", "regularized")])
+def test_features_estimate_the_softmax_kernel_without_bias(features, orthogonal):
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 6, 8, generator=generator, dtype=torch.float64) * 0.35
+    expected = (query @ key.transpose(-1, -2)).exp()[0, 0]
+    # variance of one feature: at most exp(|q + k|^2) - 1, about 6 relative; 5 standard errors of the mean are 5 %
+    torch.testing.assert_close(estimate(features, query, key, orthogonal, -0.3), expected, rtol=0.05, atol=0.0)
+
+
+def test_regularized_features_estimate_a_lower_bound():
+    """Performer 2020, Theorem 1: between 1 - 2 / D^(1/3) and 1 times the softmax kernel (here D = 8: from 0)."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 1, 6, 8, generator=generator, dtype=torch.float64) * 0.5
+    ratio = estimate("regularized", query, query, True) / (query @ query.transpose(-1, -2)).exp()[0, 0]
+    assert (ratio.diagonal() < 1).all()
+    assert (ratio > 0).all()
+
+
+@pytest.mark.parametrize("dim", [8, 16, 64, 128])
+@pytest.mark.parametrize("f", [0.5, 4.0, 16.0, 64.0])
+def test_the_optimal_norm_weight_minimises_the_variance(dim, f):
+    """log E[phi(x)^2 phi(y)^2] as a function of A, from the Gaussian integral, has no smaller value than at ours.
+
+    E exp(4 A |w|^2 + 2 B w·z) = (1 - 8 A)^(-d/2) exp(2 B^2 |z|^2 / (1 - 8 A)) with z = x + y, |z|^2 = f, and
+    D^4 = (1 - 4 A)^d, B^2 = 1 - 4 A; the rest does not depend on A.
+    """
+
+    def log_second_moment(a):
+        return dim * (1 - 4 * a).log() - dim / 2 * (1 - 8 * a).log() + 2 * (1 - 4 * a) * f / (1 - 8 * a)
+
+    ours = optimal_norm_weight(torch.tensor(f, dtype=torch.float64), dim)
+    low, high = torch.tensor(-2 * f - 5.0, dtype=torch.float64), torch.tensor(0.12, dtype=torch.float64)
+    for _ in range(200):  # golden-section-like search, on a function with one minimum
+        third = (high - low) / 3
+        if log_second_moment(low + third) < log_second_moment(high - third):
+            high = high - third
+        else:
+            low = low + third
+    assert ours == pytest.approx(((low + high) / 2).item(), abs=1e-6)
+    assert ours < 0
+
+
+def test_calibration_sees_real_tokens_alone_and_each_head_by_itself():
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 4, 10, 8, generator=generator), torch.randn(2, 2, 10, 8, generator=generator)
+    key[:, 1] *= 2.0
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[0, 6:] = False
+    mechanism = performer(features="favor++", num_features=16)
+    torch.testing.assert_close(mechanism.feature_map.norm_weight, torch.zeros(2))
+    before, _ = attend(mechanism)
+    torch.testing.assert_close(before, attend(performer(num_features=16))[0])  # A = 0 is FAVOR+
+    mechanism.calibrate(query, key, attention_mask=mask, scaling=0.25)
+    fitted = mechanism.feature_map.norm_weight.clone()
+    for head in range(2):  # f as in the paper: the mean of |q_i + k_j|^2 over all pairs of a head
+        real_query = query[:, 2 * head : 2 * head + 2].transpose(1, 2)[mask].reshape(-1, 8).double() * 0.5
+        real_key = key[:, head][mask].double() * 0.5
+        f = (real_query[:, None] + real_key).square().sum(-1).mean()
+        assert fitted[head].item() == pytest.approx(optimal_norm_weight(f, 8).item(), rel=1e-5)
+    noisy_query, noisy_key = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (query, key))
+    mechanism.calibrate(noisy_query, noisy_key, attention_mask=mask, scaling=0.25)
+    assert torch.equal(mechanism.feature_map.norm_weight, fitted)
+    attend(mechanism.train(), length=9, seed=4)  # frozen
+    assert torch.equal(mechanism.feature_map.norm_weight, fitted)
+    assert not torch.allclose(attend(mechanism)[0], before)
+
+
+def test_projections_are_redrawn_every_interval_of_training_forwards():
+    mechanism = performer(num_features=16, redraw_interval=2).train()
+    first = mechanism.feature_map.projection.clone()
+    seen = []
+    for _ in range(6):
+        _, state = attend(mechanism)
+        attend(mechanism, state=state)  # goes on with a sequence: the projection must stay
+        mechanism.eval()
+        attend(mechanism)
+        mechanism.train()
+        seen.append(mechanism.feature_map.projection.clone())
+    assert torch.equal(seen[0], first)
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(seen)] == [True, False, True, False, True]
+    again = performer(num_features=16, redraw_interval=2).train()
+    for expected in seen:
+        attend(again, seed=9)  # whatever the data, whatever the global seed: all ranks agree
+        assert torch.equal(again.feature_map.projection, expected)
+    other = performer(num_features=16, redraw_interval=2, seed=1).train()
+    for _ in range(3):
+        attend(other)
+    assert not torch.equal(other.feature_map.projection, seen[2])
+
+
+def test_without_an_interval_or_in_evaluation_nothing_is_redrawn():
+    for mechanism in (performer(num_features=16).train(), performer(num_features=16, redraw_interval=1).eval()):
+        before = {name: tensor.clone() for name, tensor in mechanism.state_dict().items()}
+        for _ in range(3):
+            attend(mechanism)
+        assert all(torch.equal(before[name], tensor) for name, tensor in mechanism.state_dict().items())
+
+
+def test_a_loaded_checkpoint_computes_as_before_and_goes_on_as_without_the_break():
+    mechanism = performer(num_features=16, redraw_interval=3).train()
+    for _ in range(4):
+        attend(mechanism)
+    loaded = performer(num_features=16, redraw_interval=3)
+    loaded.load_state_dict(mechanism.state_dict())
+    assert torch.equal(attend(loaded.eval())[0], attend(mechanism.eval())[0])
+    assert torch.equal(loaded.feature_map.projection, mechanism.feature_map.projection)
+    loaded.train(), mechanism.train()
+    for _ in range(4):
+        assert torch.equal(attend(loaded)[0], attend(mechanism)[0])
+
+
+def test_gradient_checkpointing_recomputes_with_the_projection_of_its_forward():
+    gradients = []
+    for wrap in (False, True):
+        mechanism = performer(num_features=16, redraw_interval=1).train()
+        for step in range(3):
+            query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(step))
+            query.requires_grad_()
+
+            def run(query, mechanism=mechanism, key=key, value=value):
+                return mechanism(query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None)[0]
+
+            output = checkpoint(run, query, use_reentrant=False) if wrap else run(query)
+            gradients.append(torch.autograd.grad(output.sum() ** 2, query)[0])
+        assert mechanism.num_forwards == 3
+    for plain, recomputed in zip(gradients[:3], gradients[3:]):
+        assert torch.equal(plain, recomputed)
+
+
+def test_two_forwards_before_a_backward_survive_a_redraw():
+    mechanism = performer(num_features=16, redraw_interval=1).train()
+    query = torch.randn(2, 4, 5, 8, requires_grad=True)
+    key = value = torch.randn(2, 2, 5, 8)
+    outputs = [
+        mechanism(query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None)[0] for _ in range(2)
+    ]
+    assert not torch.equal(*outputs)
+    sum(output.sum() for output in outputs).backward()
+    assert torch.isfinite(query.grad).all()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_uniform_mixing_is_a_share_of_the_mean_of_visible_values(is_causal):
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[0, :2] = False
+    plain, mixed = performer(num_features=16), performer(num_features=16, uniform_mixing=0.3)
+    weights = []
+    for mechanism in (plain, mixed):
+        torch.manual_seed(0)
+        query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+        weights.append(mechanism.attention_weights(query, key, attention_mask=mask, scaling=0.25, is_causal=is_causal))
+    visible = mask[:, None, None, :].expand(2, 4, 6, 6).double()
+    visible = visible.tril() if is_causal else visible
+    uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(weights[1].double(), 0.7 * weights[0].double() + 0.3 * uniform, rtol=0, atol=1e-6)
+
+
+def test_the_row_of_the_matrix_is_calibrated():
+    assert (build_mechanism("performer-favor++").feature_map.norm_weight < -0.1).all()
