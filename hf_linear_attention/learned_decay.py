@@ -36,4 +36,4 @@ class LearnedDecay(nn.Module):
 
 def decay_of(settings, num_key_value_heads: int) -> LearnedDecay | None:
     """The module that the setting `decay` asks for, or None."""
-    return LearnedDecay(num_key_value_heads) if settings["decay"] == "learned" else None
+    return LearnedDecay(num_key_value_heads) if settings.get("decay") == "learned" else None

@@ -10,6 +10,8 @@ from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import FeatureMap
+from .learned_decay import DECAY_OPTION
+from .learned_decay import decay_of
 
 
 class LinearAttention(AttentionMechanism):
@@ -18,6 +20,7 @@ class LinearAttention(AttentionMechanism):
     options: ClassVar[dict[str, Option]] = {
         "feature_map": Option(str, "exp", "phi of queries and keys", choices=tuple(FEATURE_MAPS)),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
+        "decay": DECAY_OPTION,
     }
     supports_causal = supports_bidirectional = supports_cross = True
     supports_padding = supports_state = supports_gqa = supports_constants = True
@@ -26,6 +29,7 @@ class LinearAttention(AttentionMechanism):
         super().__init__(settings, shape)
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = self.build_feature_map(sizes, settings)
+        self.decay = decay_of(settings, shape.num_key_value_heads)
 
     def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> FeatureMap:
         """phi for (H, Hkv, D)."""
@@ -39,6 +43,8 @@ class LinearAttention(AttentionMechanism):
     def obstacle(cls, capability, settings):
         if capability == "constants" and settings.get("feature_map") == "t2r":
             return "with `feature_map` = `t2r` gives 0 to a query whose features are all 0"
+        if capability == "bidirectional" and settings.get("decay") == "learned":
+            return "with `decay` = `learned` has no bidirectional form"
         return super().obstacle(capability, settings)
 
     @classmethod
@@ -57,6 +63,8 @@ class LinearAttention(AttentionMechanism):
 
     def reset_parameters(self):
         self.feature_map.reset_parameters(self.generator())
+        if self.decay is not None:
+            self.decay.reset_parameters()
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         output, new_state = kernel_attention(
@@ -67,5 +75,6 @@ class LinearAttention(AttentionMechanism):
             is_causal=is_causal,
             key_mask=attention_mask,
             state=state[0] if state else None,
+            log_decay=self.decay() if self.decay is not None else None,
         )
         return output.transpose(1, 2).to(query.dtype), (new_state,)

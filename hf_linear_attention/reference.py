@@ -39,14 +39,24 @@ def attend_weights(weights: torch.Tensor, value: torch.Tensor, key_mask=None, is
     return (weights / total.masked_fill(total == 0, 1.0)) @ repeat_heads(value.double(), weights.shape[1])
 
 
-def kernel_attention(query_features, key_features, value, *, log_features=True, key_mask=None, is_causal=False):
-    """Katharopoulos 2020, equation 4: weights phi(q_i)·phi(k_j), from features or their logarithms."""
+def kernel_attention(
+    query_features, key_features, value, *, log_features=True, key_mask=None, is_causal=False, log_decay=None
+):
+    """Katharopoulos 2020, equation 4: weights phi(q_i)·phi(k_j), from features or their logarithms.
+
+    With `log_decay [H]` the logarithm of a weight changes by that much for every real token between key and query.
+    """
     query_features = query_features.double()
     key_features = repeat_heads(key_features.double(), query_features.shape[1])
     if log_features:
-        exponents = query_features.unsqueeze(-2) + key_features.unsqueeze(-3)
-        return attend(exponents.logsumexp(dim=-1), value, key_mask, is_causal)
-    return attend((query_features @ key_features.transpose(-1, -2)).log(), value, key_mask, is_causal)
+        logs = (query_features.unsqueeze(-2) + key_features.unsqueeze(-3)).logsumexp(dim=-1)
+    else:
+        logs = (query_features @ key_features.transpose(-1, -2)).log()
+    if log_decay is not None:
+        length = logs.shape[-1]
+        count = torch.arange(length)[None] if key_mask is None else key_mask.cumsum(dim=1)
+        logs = logs + (count[:, None, :, None] - count[:, None, None, :]) * log_decay[:, None, None]
+    return attend(logs, value, key_mask, is_causal)
 
 
 def elu1(x: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,14 @@ def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float6
 
 
 def oracle(query, key, value, log_features, log_decay, mask):
-    """Every key's logarithm plus log_decay times the real tokens between it and the query."""
-    if not log_features:
-        query, key = query.log(), key.log()
-    key = reference.repeat_heads(key, query.shape[1])
-    logs = (query.unsqueeze(-2) + key.unsqueeze(-3)).logsumexp(-1)
-    count = torch.arange(query.shape[2]).expand(2, -1) if mask is None else mask.cumsum(1)
-    distance = count[:, None, :, None] - count[:, None, None, :]
-    return reference.attend(
-        logs + distance * log_decay.repeat_interleave(2)[None, :, None, None], value, mask, is_causal=True
+    return reference.kernel_attention(
+        query,
+        key,
+        value,
+        log_features=log_features,
+        key_mask=mask,
+        is_causal=True,
+        log_decay=log_decay.repeat_interleave(2),
     )
 
 

@@ -85,6 +85,12 @@ def test_settings_may_lack_what_their_mechanism_can_do():
     assert convert_config(stock_config("bert"), mechanism="performer", features="trig")
 
 
+def test_a_decay_is_for_decoders():
+    with pytest.raises(ValueError, match="with `decay` = `learned` has no bidirectional form, which `bert` needs"):
+        convert_config(stock_config("bert"), decay="learned")
+    assert convert_config(stock_config("gpt2"), decay="learned").linear_attention["decay"] == "learned"
+
+
 def test_converting_twice_or_the_unknown_is_refused():
     model = convert(stock_model("llama"))
     with pytest.raises(ValueError, match="converted already"):

@@ -23,6 +23,8 @@ MECHANISM_ROWS = {
     "linear-t2r": {"mechanism": "linear", "feature_map": "t2r", "num_features": 12},
     "linear-taylor": {"mechanism": "linear", "feature_map": "taylor"},
     "linear-exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 24},
+    "linear-decay": {"mechanism": "linear", "feature_map": "exp", "num_features": 12, "decay": "learned"},
+    "linear-decay-elu1": {"mechanism": "linear", "feature_map": "elu1", "decay": "learned"},
     "linear-hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
     "performer": {"mechanism": "performer", "num_features": 20, "seed": 3},
     "performer-iid": {"mechanism": "performer", "num_features": 20, "orthogonal": False},

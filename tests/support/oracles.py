@@ -16,7 +16,8 @@ def linear(mechanism, query, key, value, mask, is_causal, scaling):
     if (weights := WEIGHTS.get(mechanism.settings["feature_map"])) is not None:
         return reference.attend_weights(weights(mechanism.feature_map, query, key, scaling), value, mask, is_causal)
     features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
-    return reference.kernel_attention(*features, value, key_mask=mask, is_causal=is_causal, log_features=True)
+    options = {"key_mask": mask, "is_causal": is_causal, "log_decay": log_decay(mechanism)}
+    return reference.kernel_attention(*features, value, **options)
 
 
 def elu1(feature_map, query, key, scaling):
