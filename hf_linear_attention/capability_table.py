@@ -43,7 +43,7 @@ def _mark(mechanism: type[AttentionMechanism], capability: str) -> str:
         return "no"
     defaults = {name: option.default for name, option in mechanism.options.items()}
     lacking = [
-        f"`{value}`"
+        f"`{name} {value}`"
         for name, option in mechanism.options.items()
         for value in option.choices
         if not mechanism.supports(capability, {**defaults, name: value})
