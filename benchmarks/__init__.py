@@ -1,0 +1,1 @@
+"""The papers' results and the project's figures, each by one script."""

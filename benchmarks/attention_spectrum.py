@@ -1,0 +1,137 @@
+"""How much of the attention matrices of a real checkpoint fits into a low rank? (Linformer 2020, figure 1)
+
+    python benchmarks/attention_spectrum.py --output_dir outputs/benchmarks
+    python benchmarks/attention_spectrum.py --model_name_or_path FOLDER --text_file corpus.txt --length 512
+
+The share of the sum of the singular values of softmax(q k^T) that the largest k of them hold, for each layer and head.
+By default of the real MiniLM on Python's documentation. One minute on one core.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.common import (
+    argument_parser,
+    documentation,
+    minilm_folder,
+    real_heads,
+    save_results,
+    table,
+    windows,
+    write,
+)
+
+
+RANKS = (16, 32, 64, 128, 256)
+# The project's notes, MiniLM at n = 512 on another text: {rank: per layer}.
+REFERENCE = {
+    32: (0.53, 0.36, 0.43, 0.59, 0.60, 0.86),
+    128: (0.823, 0.708, 0.773, 0.870, 0.865, 0.984),
+    256: (0.94, 0.90, 0.93, 0.97, 0.97, 1.00),
+}
+
+
+def spectra(model, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Cumulative shares `[layers, H, n]`, mean over the inputs."""
+    total: Any = 0
+    for ids in inputs:
+        values = torch.stack([torch.linalg.svdvals(heads.weights().float())[0] for heads in real_heads(model, ids)])
+        total = total + values.cumsum(dim=-1) / values.sum(dim=-1, keepdim=True)
+    return total / len(inputs)
+
+
+def run(folder: str | Path, text: str, length: int, num_texts: int) -> dict[str, Any]:
+    model = AutoModel.from_pretrained(folder).eval()
+    inputs = windows(AutoTokenizer.from_pretrained(folder), text, length, num_texts)
+    shares = spectra(model, inputs)
+    ranks = [rank for rank in RANKS if rank < length]
+    return {
+        "model": Path(folder).name if Path(folder) != minilm_folder_or_none() else "MiniLM",
+        "length": length,
+        "texts": num_texts,
+        "ranks": ranks,
+        "share": {str(rank): shares[..., rank - 1].tolist() for rank in ranks},  # [layers][heads]
+        "curves": shares.mean(dim=1)[:, :: max(1, length // 128)].tolist(),  # [layers][every few ranks]
+        "curve_step": max(1, length // 128),
+    }
+
+
+def minilm_folder_or_none() -> Path | None:
+    try:
+        return minilm_folder()
+    except SystemExit:
+        return None
+
+
+def report(figures: dict[str, Any]) -> str:
+    is_reference = figures["model"] == "MiniLM" and figures["length"] == 512
+    rows = []
+    for layer in range(len(figures["curves"])):
+        row: list[Any] = [f"layer {layer}"]
+        for rank in figures["ranks"]:
+            heads = figures["share"][str(rank)][layer]
+            row += [sum(heads) / len(heads), f"{min(heads):.2f}-{max(heads):.2f}"]
+            if is_reference and rank in REFERENCE:
+                row.append(f"({REFERENCE[rank][layer]:.2f})")
+            else:
+                row.append("")
+        rows.append(row)
+    header = [""]
+    for rank in figures["ranks"]:
+        header += [f"rank {rank}", "heads", ""]
+    note = "; in brackets the project's notes on another text" if is_reference else ""
+    return (
+        f"Share of the singular values of attention, {figures['model']}, n = {figures['length']}, "
+        f"{figures['texts']} texts: mean over heads, lowest to highest head{note}\n\n" + table(header, rows)
+    )
+
+
+def plot(plt, figures):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(1.1, 1))
+    curves, step = figures["curves"], figures["curve_step"]
+    colors = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(curves)).tolist())
+    for layer, (curve, color) in enumerate(zip(curves, colors)):
+        left.plot([1 + step * index for index in range(len(curve))], curve, color=color, label=f"layer {layer}")
+    rank = 128 if 128 in figures["ranks"] else figures["ranks"][-1]
+    left.axvline(rank, color="grey", linestyle="--", linewidth=1)
+    left.set(xlabel="rank k (singular values kept)", ylabel="share of the sum of singular values", ylim=(0, 1.02))
+    left.set_title("Cumulative singular values, mean over heads")
+    left.legend(fontsize=9, ncols=1 + len(curves) // 9)
+    image = right.imshow(figures["share"][str(rank)], aspect="auto", cmap="viridis", vmax=1)
+    right.spines[:].set_visible(False)
+    right.set(xlabel="head", ylabel="layer", title=f"Share held by rank {rank}")
+    right.set_xticks(range(len(figures["share"][str(rank)][0])))
+    right.set_yticks(range(len(curves)))
+    figure.colorbar(image, ax=right)
+    figure.suptitle(f"Attention of {figures['model']} is close to low rank, n = {figures['length']}")
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model_name_or_path", help="any checkpoint; by default MiniLM")
+    parser.add_argument("--text_file", type=Path, help="a text file; by default Python's documentation")
+    parser.add_argument("--length", type=int, default=512, help="tokens of an input")
+    parser.add_argument("--texts", type=int, default=3, help="inputs to average over")
+    arguments = parser.parse_args(argv)
+    disable_progress_bar()
+    if arguments.quick:
+        arguments.length, arguments.texts = min(arguments.length, 96), 1
+    text = arguments.text_file.read_text(encoding="utf-8") if arguments.text_file else documentation()
+    figures = run(arguments.model_name_or_path or minilm_folder(), text, arguments.length, arguments.texts)
+    write(report(figures))
+    save_results(arguments, "attention_spectrum", figures, plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Seconds to generate one image as a sequence of pixels (Katharopoulos 2020, table 5, CPU).
+
+    python benchmarks/autoregressive_images.py --output_dir outputs/benchmarks
+
+MNIST size (784 pixels, 8 layers) and CIFAR size (3,072, 16 layers), 8 heads, width 256, batch 1, random weights (they
+cost the same as trained ones); a stock transformers GPT-2 and the same weights converted to linear attention, with one
+greedy decoding loop for all:
+
+    softmax          every step runs the whole prefix again (the paper's "softmax"; its last logits alone)
+    softmax, cached  keys and values are cached (the paper's "stateful softmax")
+    linear           the state S, Z
+
+The two cached models take turns, a block of pixels each. Softmax without a cache is timed at every k-th pixel and
+integrated, because one CIFAR image takes the better part of an hour; the output says so. `--family llama` takes Llama
+instead. About three minutes on one core.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import argument_parser, save_results, table, write
+from hf_linear_attention import convert
+
+
+NUM_VALUES = 256  # of a pixel
+IMAGES = {"MNIST": (784, 8), "CIFAR": (3072, 16)}  # pixels, layers
+# Seconds on the paper's CPU: softmax, softmax with a cache, linear.
+PAPER = {"MNIST": (72.6, 7.4, 5.5), "CIFAR": (8651.4, 71.9, 45.1)}
+METHODS = ("softmax", "softmax, cached", "linear")
+
+
+def softmax_model(family: str, length: int, num_layers: int, width: int = 256, num_heads: int = 8):
+    """A stock model with random weights: the softmax side of the comparison."""
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = GPT2Config(
+            vocab_size=NUM_VALUES,
+            n_positions=length,
+            n_embd=width,
+            n_layer=num_layers,
+            n_head=num_heads,
+            bos_token_id=0,
+            eos_token_id=None,
+        )
+        return GPT2LMHeadModel(config).eval()
+    config = LlamaConfig(
+        vocab_size=NUM_VALUES,
+        max_position_embeddings=length,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class Decoder:
+    """Greedy decoding with a cache, pixel by pixel, that can pause."""
+
+    def __init__(self, model):
+        self.model, self.cache, self.pixel = model, None, torch.zeros(1, 1, dtype=torch.long)
+
+    @torch.inference_mode()
+    def advance(self, steps: int) -> float:
+        """Decode `steps` pixels; seconds."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            output = self.model(self.pixel, past_key_values=self.cache, use_cache=True)
+            self.cache, self.pixel = output.past_key_values, output.logits[:, -1:].argmax(dim=-1)
+        return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def uncached_seconds(model, length: int, points: int) -> float:
+    """Integral over the steps of the time of a step, measured at `points` steps (trapezoids), the best of two."""
+    steps = sorted({1 + round(number * (length - 1) / (points - 1)) for number in range(points)})
+    costs = []
+    for step in steps:
+        pixels = torch.randint(NUM_VALUES, (1, step))
+        times = []
+        for _ in range(2):
+            start = time.perf_counter()
+            model(pixels, use_cache=False, logits_to_keep=1).logits.argmax(dim=-1)
+            times.append(time.perf_counter() - start)
+        costs.append(min(times))
+    areas = [
+        (second - first) * (cost + next_cost) / 2
+        for first, second, cost, next_cost in zip(steps, steps[1:], costs, costs[1:])
+    ]
+    return sum(areas) + costs[0]
+
+
+def measure(family: str, length: int, num_layers: int, rounds: int, points: int, settings: dict[str, Any]):
+    softmax = softmax_model(family, length, num_layers)
+    linear = convert(softmax, **settings)
+    for model in (softmax, linear):
+        Decoder(model).advance(8)
+    blocks, ratios, seconds = 16, [], {"softmax, cached": [], "linear": []}
+    for _ in range(rounds):
+        decoders = {"softmax, cached": Decoder(softmax), "linear": Decoder(linear)}
+        total = dict.fromkeys(decoders, 0.0)
+        for block in range(blocks):
+            steps = length * (block + 1) // blocks - length * block // blocks
+            for name, decoder in decoders.items():
+                total[name] += decoder.advance(steps)
+        ratios.append(total["softmax, cached"] / total["linear"])
+        for name, value in total.items():
+            seconds[name].append(value)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    uncached = uncached_seconds(softmax, length, points)
+    return {
+        "pixels": length,
+        "layers": num_layers,
+        "seconds": {"softmax": uncached, **median},
+        "softmax_over_linear": uncached / median["linear"],
+        "cached_over_linear": statistics.median(ratios),
+    }
+
+
+def report(figures: dict[str, Any]) -> str:
+    rows = []
+    for name, content in figures["images"].items():
+        seconds, paper = content["seconds"], PAPER.get(name)
+        for number, method in enumerate(METHODS):
+            rows.append(
+                [
+                    f"{name} ({content['pixels']}), {method}",
+                    f"{seconds[method]:.1f}",
+                    f"{content['pixels'] / seconds[method]:.1f}",
+                    f"{_over_linear(content, method):.2f}x",
+                    f"{paper[number]:.1f}" if paper else None,
+                    f"{paper[number] / paper[2]:.1f}x" if paper else None,
+                ]
+            )
+    return (
+        f"One image, batch 1, {figures['family']}, linear with {figures['settings']}\n\n"
+        + table(["", "seconds", "pixels/s", "/ linear", "paper, s", "paper, / linear"], rows)
+        + f"\n\nsoftmax without a cache: timed at {figures['points']} lengths and integrated, not run through."
+    )
+
+
+def _over_linear(content: dict[str, Any], method: str) -> float:
+    return {"softmax": content["softmax_over_linear"], "softmax, cached": content["cached_over_linear"]}.get(
+        method, 1.0
+    )
+
+
+def plot(plt, figures):
+    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    names = list(figures["images"])
+    for number, method in enumerate(METHODS):
+        places = [place + 0.27 * (number - 1) for place in range(len(names))]
+        values = [figures["images"][name]["seconds"][method] for name in names]
+        bars = axis.bar(places, values, width=0.25, label=method + (" (integrated)" if not number else ""))
+        labels = [
+            f"{value:,.0f} s\n{_over_linear(figures['images'][name], method):.1f}x"
+            if value >= 10
+            else f"{value:.1f} s\n{_over_linear(figures['images'][name], method):.1f}x"
+            for name, value in zip(names, values)
+        ]
+        axis.bar_label(bars, labels, fontsize=10, padding=2)
+    axis.set_xticks(
+        range(len(names)),
+        [
+            f"{name}: {figures['images'][name]['pixels']:,} pixels, {figures['images'][name]['layers']} layers"
+            for name in names
+        ],
+    )
+    axis.set(yscale="log", ylabel="seconds per image")
+    every = [value for content in figures["images"].values() for value in content["seconds"].values()]
+    axis.set_ylim(min(every) / 2, max(every) * 6)
+    axis.set_title("Generating one image on a CPU (second line: time over linear)")
+    axis.legend(loc="upper left")
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--family", choices=("gpt2", "llama"), default="gpt2")
+    parser.add_argument("--feature_map", default="elu1", help="of the linear model; the paper's is elu1")
+    parser.add_argument("--rounds", type=int, default=3, help="images per cached model; the median counts")
+    parser.add_argument("--points", type=int, default=13, help="lengths at which softmax without a cache is timed")
+    arguments = parser.parse_args(argv)
+    settings = {"mechanism": "linear", "feature_map": arguments.feature_map}
+    sizes = IMAGES
+    if arguments.quick:
+        sizes, arguments.rounds, arguments.points = {"tiny": (96, 2)}, 1, 3
+    images = {
+        name: measure(arguments.family, length, layers, arguments.rounds, arguments.points, settings)
+        for name, (length, layers) in sizes.items()
+    }
+    figures = {"family": arguments.family, "settings": settings, "points": arguments.points, "images": images}
+    write(report(figures))
+    save_results(arguments, "autoregressive_images", figures, plot)
+
+
+if __name__ == "__main__":
+    main()
