@@ -13,7 +13,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from conversion.errors import UsageError
-from hf_linear_attention.configuration_linear_attention import parse_layers
+from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -28,16 +28,29 @@ def option(text: str, default: Any = None, choices: Sequence[str] | None = None)
 @dataclass
 class ConversionArguments:
     model_name_or_path: str = field(metadata={"help": "the softmax checkpoint: a folder or a hub name"})
-    output_dir: str | None = option("the folder to write; may be left out with --dry_run")
+    output_dir: str | None = option("the folder to write; may be left out with --dry_run or --spectrum")
     attention: str = option("the mechanism that replaces softmax", "linear", sorted(MECHANISMS))
-    layers: str = option("the attention layers to convert: all, none, or a list such as 0,2,4-7", "all")
+    layers: str = option("the attention layers to convert: all, full_attention, none, or a list as 0,2,4-7", "all")
+    drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}")
+    cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
     dtype: str = option("of the weights written; auto keeps what the checkpoint has", "auto", DTYPES)
+    calibration_file: str | None = option(
+        "real inputs for --features favor++, which is fitted to them, and for --spectrum: .txt, .jsonl, .csv or .tsv "
+        "(column `text`), or for a vision model a folder of images (default: built-in sentences)"
+    )
+    calibration_tokens: int | None = option("tokens or patches of it to calibrate on (default 4096)")
+    spectrum: bool = option(
+        "print, by layer, how near softmax attention is to a low rank, and the error of the untrained mechanism; by "
+        "head in conversion_report.json. Without --output_dir only that",
+        False,
+    )
     seed: int | None = option("of everything drawn at random (default 0)")
     dry_run: bool = option("print what would be done and write nothing", False)
     no_verify: bool = option("do not compare the result with its source", False)
     overwrite: bool = option("replace an existing --output_dir, once the new one is complete", False)
     trust_remote_code: bool = option("run Python code that the checkpoint itself brings along", False)
     allow_pickle: bool = option("read .bin files where there are no safetensors", False)
+    list_architectures: bool = option("print the tested architectures, and do nothing else", False)
     model_class: str | None = option("stock or Auto class to convert as; default: the one the checkpoint names")
 
 
@@ -107,6 +120,10 @@ def _settings(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
         layers = parse_layers(arguments.layers)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if arguments.drop is not None:
+        given["drop"] = [feature.strip() for feature in arguments.drop.split(",")]
+    if arguments.cross_attention:
+        given["cross_attention"] = True
     return {"mechanism": arguments.attention, "layers": layers, **given}
 
 

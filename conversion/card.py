@@ -136,5 +136,5 @@ def _word(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, int):
         return f"{value:,}"
-    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    text = (", ".join(map(str, value)) or "none") if isinstance(value, (list, tuple)) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")

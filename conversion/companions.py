@@ -26,6 +26,20 @@ SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.jso
 PROCESSORS: tuple[Any, ...] = (AutoImageProcessor, AutoFeatureExtractor)
 
 
+def load_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """None if the source has no tokenizer, or one that cannot be loaded here."""
+    if not _present(source, TOKENIZER_FILES):
+        return None
+    return _try_loading(AutoTokenizer, source.folder, trust_remote_code)
+
+
+def load_image_processor(source: Source, trust_remote_code: bool) -> Any:
+    """None if the source has no image processor, or one that cannot be loaded here."""
+    if not _present(source, PROCESSOR_FILES):
+        return None
+    return _try_loading(AutoImageProcessor, source.folder, trust_remote_code)
+
+
 def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """Write a tokenizer that AutoTokenizer finds without this package, and return it; None if the source has none.
 
@@ -35,7 +49,7 @@ def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> Pre
     present = _present(source, TOKENIZER_FILES)
     if not present:
         return None
-    original = _try_loading(AutoTokenizer, source.folder, trust_remote_code)
+    original = load_tokenizer(source, trust_remote_code)
     if original is None:
         logger.warning("the tokenizer of %s cannot be loaded here; its files are copied as they are", source.name)
         _copy(source.folder, present, folder)

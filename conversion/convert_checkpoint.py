@@ -15,9 +15,18 @@ An encoder (BERT, ViT, sentence-transformers ...) with Linformer:
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
         --attention linformer --projection_size 128 --projection_sharing headwise
 
+Which layers are hard to replace: the spectrum of the attention and the error of the untrained mechanism, on a text:
+
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --spectrum --calibration_file TEXT.txt
+
 Only look: which layers and tensors become what, nothing is written:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --dry_run
+
+An encoder-decoder whose relative position bias no state of constant size can have; and what else is tested:
+
+    python conversion/convert_checkpoint.py --model_name_or_path T5 --output_dir OUT --drop position_bias
+    python conversion/convert_checkpoint.py --list_architectures
 
 OUT then loads with `AutoModel...from_pretrained(OUT, trust_remote_code=True)`, with only torch and transformers
 installed. Exit codes: 0 done, 1 the conversion failed, 2 it cannot be done as asked. With HF_LINEAR_ATTENTION_DEBUG=1
@@ -42,10 +51,12 @@ elif str(ROOT) not in sys.path:
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from conversion.arguments import parse
+from conversion.diagnose import describe_diagnosis
 from conversion.errors import UsageError
 from conversion.logs import quiet_transformers, to_stderr
-from conversion.pipeline import prepare, run
+from conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
 from conversion.report import describe, describe_result, describe_tensors
+from hf_linear_attention.architecture_table import architecture_table
 
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
@@ -73,12 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _convert(argv: Sequence[str]) -> str:
     """Do what was asked; returns the text to print."""
+    if "--list_architectures" in argv:  # which needs no model
+        return architecture_table()
     request = parse(argv, __doc__)
     job = prepare(request)
+    if job.is_written:
+        return describe_result(job.plan, job.source, str(job.output_dir), run(job))
+    lines = [describe(job.plan, job.source)]
     if request.arguments.dry_run:
-        return f"{describe(job.plan, job.source)}\n{describe_tensors(job.plan)}\nNothing was written (--dry_run)."
-    report = run(job)
-    return describe_result(job.plan, job.source, str(job.output_dir), report["checks"])
+        lines.append(describe_tensors(job.plan))
+    if request.arguments.spectrum:
+        diagnosis = calibrate_and_diagnose(job, load_converted(job))["diagnosis"]
+        lines += ["", describe_diagnosis(diagnosis, job.plan.settings["mechanism"]), ""]
+    reason = "--dry_run" if request.arguments.dry_run else "no --output_dir"
+    return "\n".join([*lines, f"Nothing was written ({reason})."])
 
 
 def _terminate(number: int, frame: object) -> None:

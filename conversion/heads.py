@@ -28,6 +28,10 @@ HEADS = {
     "ForMultipleChoice": Head("AutoModelForMultipleChoice", "multiple-choice"),
     "ForImageClassification": Head("AutoModelForImageClassification", "image-classification"),
     "ForMaskedImageModeling": Head("AutoModelForMaskedImageModeling", "image-feature-extraction"),
+    "WhisperForConditionalGeneration": Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+    "Speech2TextForConditionalGeneration": Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+    "ForConditionalGeneration": Head("AutoModelForSeq2SeqLM", "text-generation"),
+    "ForCTC": Head("AutoModelForCTC", "automatic-speech-recognition"),
     "ForNextSentencePrediction": Head("AutoModelForNextSentencePrediction", "text-classification"),
     "ForPreTraining": Head("AutoModelForPreTraining", "fill-mask"),
 }

@@ -1,4 +1,4 @@
-"""The steps of one conversion: plan, load, write, verify."""
+"""The steps of one conversion: plan, load, calibrate, diagnose, write, verify."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from conversion.arguments import Request
+from conversion.arguments import ConversionArguments, Request
+from conversion.calibrate import calibrate_on, check_options, needs_calibration
 from conversion.card import REPORT, source_metadata, write_model_card
 from conversion.companions import copy_sentence_files, save_processors, save_tokenizer
+from conversion.diagnose import diagnose_on
 from conversion.errors import UsageError
 from conversion.export import check_output, check_shipped, share_permissions, staging
+from conversion.inputs import RealInputs, real_inputs
 from conversion.logs import logger
 from conversion.plan import Plan, make_plan
 from conversion.report import build_report
@@ -25,12 +28,18 @@ from hf_linear_attention import supported_model_types
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that is settled before the first weight is loaded. `output_dir` is None in a dry run without one."""
+    """Everything that is settled before the first weight is loaded. `output_dir` is None where nothing is written,
+    `inputs` where nothing looks at them or there are none."""
 
     request: Request
     source: Source
     plan: Plan
     output_dir: Path | None
+    inputs: RealInputs | None = None
+
+    @property
+    def is_written(self) -> bool:
+        return self.output_dir is not None and not self.request.arguments.dry_run
 
 
 def prepare(request: Request) -> Job:
@@ -40,7 +49,7 @@ def prepare(request: Request) -> Job:
         UsageError: if the request cannot be met.
     """
     arguments = request.arguments
-    if arguments.output_dir is None and not arguments.dry_run:
+    if arguments.output_dir is None and not arguments.dry_run and not arguments.spectrum:
         raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
     local = Path(arguments.model_name_or_path).expanduser().resolve()
     output_dir = None
@@ -48,10 +57,20 @@ def prepare(request: Request) -> Job:
         output_dir = check_output(arguments.output_dir, arguments.overwrite, local if local.is_dir() else None)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     plan = make_plan(source, request.settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    check_options(arguments, plan)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("`%s` is not among the tested model types; look at the figures before you trust it", stock_type)
-    return Job(request, source, plan, output_dir)
+    return Job(request, source, plan, output_dir, _open_inputs(arguments, source, plan))
+
+
+def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
+    if not arguments.spectrum and not needs_calibration(plan):
+        return None
+    inputs = real_inputs(source, plan, arguments.calibration_file, arguments.trust_remote_code)
+    if inputs is None and arguments.spectrum:
+        raise UsageError(f"`--spectrum`: no inputs are built in for {source.name}; give a `--calibration_file`")
+    return inputs
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -66,6 +85,7 @@ def run(job: Job) -> dict[str, Any]:
     with staging(job.output_dir) as folder:
         logger.info("loading %s", job.source.name)
         model = load_converted(job)
+        measured = calibrate_and_diagnose(job, model)
         model.save_pretrained(folder)
         check_shipped(folder)
         share_permissions(folder)
@@ -78,12 +98,27 @@ def run(job: Job) -> dict[str, Any]:
             logger.info("verifying")
             checks = verify(folder, job.source, plan, tokenizer)
         report = build_report(
-            job.source, plan, checks, dtype=arguments.dtype, card_metadata=source_metadata(job.source.root)
+            job.source, plan, checks, **measured, dtype=arguments.dtype, card_metadata=source_metadata(job.source.root)
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         # The card's title is the folder's name, which must be the final one.
         write_model_card(folder, {"base_model": job.source.name, "settings": plan.settings}, name=job.output_dir.name)
     return report
+
+
+def calibrate_and_diagnose(job: Job, model: PreTrainedModel) -> dict[str, Any]:
+    """What the report says of both, None where nothing was asked for or needed.
+
+    Raises:
+        UsageError: if the attention of this model cannot be observed, or the file holds nothing.
+    """
+    arguments, inputs = job.request.arguments, job.inputs
+    measured: dict[str, Any] = {"calibration": None, "diagnosis": None}
+    if needs_calibration(job.plan):
+        measured["calibration"] = calibrate_on(model, inputs, arguments.calibration_tokens)
+    if arguments.spectrum and inputs is not None:
+        measured["diagnosis"] = diagnose_on(model, inputs)
+    return measured
 
 
 def load_converted(job: Job) -> PreTrainedModel:

@@ -15,9 +15,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from conversion.errors import UsageError
 from conversion.source import Source, TensorInfo
+from hf_linear_attention.architectures import attention_modules, converted_features
 from hf_linear_attention.attention_mechanism import AttentionMechanism
-from hf_linear_attention.configuration_linear_attention import max_length_of, model_heads
+from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.conversion_api import convert_config, stock_model_class
+from hf_linear_attention.cross_attention import LinearizedCrossAttention
 from hf_linear_attention.modeling_linear_attention import (
     linear_attention_modules,
     linear_model_class,
@@ -151,16 +153,20 @@ def make_plan(
     except (ValueError, OSError) as error:
         raise UsageError(_one_line(error)) from error
     converted = linear_attention_modules(model)
-    _refuse_impossible(converted, config)
     tensors = _tensor_plans(source, model)
     size = _dtype_size(dtype, source)
     names = list(self_attention_modules(model))
+    if config.linear_attention["cross_attention"]:
+        names += attention_modules(model, cross=True)
     return Plan(
         config=config,
         stock_class=stock_class,
         num_layers=len(names),
-        layers=[_layer_plan(names.index(name), name, module, size) for name, module in converted.items()],
-        dropped_features=_dropped_features(converted, config),
+        layers=sorted(
+            (_layer_plan(names.index(name), name, module, size) for name, module in converted.items()),
+            key=lambda layer: layer.layer,
+        ),
+        dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
     )
 
@@ -193,22 +199,6 @@ def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:
         )
 
 
-def _refuse_impossible(modules: Mapping[str, nn.Module], config: PreTrainedConfig) -> None:
-    """What changes every logit, and cannot be left out."""
-    for name, module in modules.items():
-        if hasattr(module, "relative_attention_bias") or hasattr(module, "has_relative_attention_bias"):
-            raise UsageError(
-                f"{name} ({_stock_name(module)}) adds a learned relative position bias to the logits, which "
-                "has no finite-state form; keep such layers softmax (`--layers`)"
-            )
-        softcap = getattr(module, "attn_logit_softcapping", getattr(config, "attn_logit_softcapping", None))
-        if softcap:
-            raise UsageError(
-                f"{name} ({_stock_name(module)}) caps its logits at {softcap}, and linear attention has none to cap; "
-                "keep such layers softmax (`--layers`)"
-            )
-
-
 def _stock_name(module: nn.Module) -> str:
     return cast(type, module.stock_class).__name__
 
@@ -222,14 +212,17 @@ def _layer_plan(layer: int, name: str, module: nn.Module, dtype_size: int) -> La
 def _state_bytes(module: nn.Module) -> int | None:
     """Bytes of the state after one token: it has the same size after a million."""
     mechanism = cast(AttentionMechanism, module.linear_attention)
-    if not mechanism.supports("state", mechanism.settings):
+    is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)
+    if is_encoder or not mechanism.supports("state", mechanism.settings):
         return None
     shape = mechanism.shape
     query = torch.empty(1, shape.num_heads, 1, shape.head_dim, device="meta")
     key = torch.empty(1, shape.num_key_value_heads, 1, shape.head_dim, device="meta")
-    is_causal = bool(module.linear_attention_is_causal)
+    value, is_causal = key, bool(module.linear_attention_is_causal)
+    if mechanism.settings.get("rope") == "none":
+        query, key = (mechanism.with_unrotated(x, x) for x in (query, key))
     with torch.no_grad():
-        _, state = mechanism(query, key, key, attention_mask=None, scaling=1.0, is_causal=is_causal, state=None)
+        _, state = mechanism(query, key, value, attention_mask=None, scaling=1.0, is_causal=is_causal, state=None)
     return sum(tensor.numel() * tensor.element_size() for tensor in state or ())
 
 
@@ -282,29 +275,15 @@ def _refuse_other_shapes(source: Source, targets, expected) -> None:
         raise UsageError(f"{source.name} does not fit its config.json: " + "; ".join(wrong[:3] + more))
 
 
-def _dropped_features(modules: Mapping[str, nn.Module], config: PreTrainedConfig) -> list[str]:
-    """What the stock attention of the converted layers did, and a linear one does not."""
-    features: dict[str, list[str]] = {}
-    for name, module in modules.items():
-        for feature in _features(module, config):
-            features.setdefault(feature, []).append(name)
-    everywhere = len(modules)
-    return [
-        feature if len(names) == everywhere else f"{feature}, in {', '.join(names)}"
-        for feature, names in features.items()
-    ]
-
-
-def _features(module: nn.Module, config: PreTrainedConfig) -> list[str]:
-    found = []
-    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    uses_window = getattr(config, "use_sliding_window", True)
-    if isinstance(window, int) and uses_window and window < (max_length_of(config) or window + 1):
-        found.append(f"the sliding window of {window} tokens (a linear layer sees every earlier token)")
-    if hasattr(module, "sinks"):
-        found.append("the learned attention sinks")
+def _dropped_features(model: PreTrainedModel, converted: Mapping[int, nn.Module]) -> list[str]:
+    """What the stock attention of the converted layers did, and a linear one does not (as `drop` allows)."""
+    features = []
+    for feature, texts in converted_features(model, converted).items():
+        for text, layers in texts.items():
+            places = "" if len(layers) == len(converted) else f" (layers {', '.join(map(str, layers))})"
+            features.append(f"{feature}: {text}{places}")
     names = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-    dropout = next((getattr(config, name) for name in names if getattr(config, name, 0.0)), 0.0)
-    if dropout:
-        found.append(f"attention dropout of {dropout} (in training only)")
-    return found
+    dropout = next((getattr(model.config, name) for name in names if getattr(model.config, name, 0.0)), 0.0)
+    if dropout and converted:
+        features.append(f"attention dropout of {dropout} (in training only)")
+    return features

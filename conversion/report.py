@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import transformers
 
+from conversion.diagnose import describe_diagnosis
 from conversion.heads import head_of
 from conversion.plan import Plan, TensorPlan
 from conversion.source import Source
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
 
 
 MAX_LISTED = 8
@@ -26,6 +28,7 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
         "weights": plan.weights["total"],
         "new weights": plan.weights["new"],
         "state bytes per sequence": plan.state_bytes,
+        "calibrated on": _calibration(details.get("calibration")),
         **({name.replace("_", " "): value for name, value in outputs.items()} if outputs else {}),
     }
     return {
@@ -39,10 +42,19 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
     }
 
 
+def _calibration(facts: Mapping[str, Any] | None) -> str | None:
+    """None where there is nothing to calibrate."""
+    if facts is None:
+        return None
+    return f"{facts['tokens']:,} tokens ({facts['inputs']})" if facts["tokens"] else "nothing"
+
+
 def describe(plan: Plan, source: Source) -> str:
     """What is, or would be, done; a few lines."""
     settings = {name: value for name, value in plan.settings.items() if name not in ("mechanism", "layers")}
-    chosen = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+    # What every mechanism has is said only where it differs from the usual.
+    shown = {name: value for name, value in settings.items() if value != COMMON_SETTINGS.get(name)}
+    chosen = ", ".join(f"{name}={value}" for name, value in shown.items())
     mechanism = plan.settings["mechanism"] + (f" ({chosen})" if chosen else "")
     layers = (
         f"in {_ranges([layer.layer for layer in plan.layers])} of {plan.num_layers}" if plan.layers else "in no layer"
@@ -76,14 +88,18 @@ def describe_tensors(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_result(plan: Plan, source: Source, output_dir: str, checks: Mapping[str, Any] | None) -> str:
+def describe_result(plan: Plan, source: Source, output_dir: str, report: Mapping[str, Any]) -> str:
     """The end of a conversion: what came out, how to load it, what to do next."""
-    lines = [describe(plan, source)]
+    lines, checks = [describe(plan, source)], report["checks"]
+    if calibrated := report["figures"]["calibrated on"]:
+        lines.append(_line("calibrated", f"on {calibrated}"))
     if checks is not None:
         lines += _check_lines(checks, has_layers=bool(plan.layers))
     lines += [_line("written to", output_dir), "", "Load it:", *_loading_lines(plan, output_dir)]
     if plan.layers and (command := _healing_command(plan, source, output_dir)):
         lines += ["", "Its attention is new and untrained. Heal it, with the original as teacher:", command]
+    if report["diagnosis"]:
+        lines += ["", describe_diagnosis(report["diagnosis"], plan.settings["mechanism"])]
     return "\n".join(lines)
 
 
@@ -97,8 +113,8 @@ def _tensor_line(plan: Plan) -> str:
 
 
 def _state_line(plan: Plan) -> str:
-    layer = plan.layers[0]
-    text = f"{layer.state_bytes or 0:,} bytes a layer, {plan.state_bytes:,} in all, per sequence of any length"
+    layer = next(layer for layer in plan.layers if layer.state_bytes)  # an encoder's have none
+    text = f"{layer.state_bytes:,} bytes a layer, {plan.state_bytes:,} in all, per sequence of any length"
     if head_of(plan.stock_class.__name__).task == "causal_lm" and layer.state_bytes:
         text += f" (a key-value cache takes that at {layer.state_bytes // layer.cache_bytes_per_token} tokens)"
     return text

@@ -25,14 +25,37 @@ RANDOM_LENGTHS = (7, 48, 17, 64)
 
 def text_samples(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
     """Token ids, one tensor `[1, N]` a text, no longer than the model takes."""
-    # Some families lose a few positions to offsets (RoBERTa).
-    length = min(MAX_TOKENS, (max_length_of(config) or MAX_TOKENS) * 3 // 4)
-    if tokenizer is not None:
-        samples = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt").input_ids for text in TEXTS]
-        if all(ids.numel() > 1 and int(ids.max()) < config.vocab_size for ids in samples):
-            return samples
+    if (samples := built_in_text(config, tokenizer)) is not None:
+        return samples
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(config.vocab_size, (1, min(size, length)), generator=generator) for size in RANDOM_LENGTHS]
+    sizes = (min(size, _max_tokens(config)) for size in RANDOM_LENGTHS)
+    return [torch.randint(config.vocab_size, (1, size), generator=generator) for size in sizes]
+
+
+def built_in_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor] | None:
+    """`TEXTS` as token ids `[1, N]`; None without a tokenizer, or with one that does not belong to the model."""
+    if tokenizer is None:
+        return None
+    length = _max_tokens(config)
+    samples = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt").input_ids for text in TEXTS]
+    is_its_own = all(ids.numel() > 1 and int(ids.max()) < config.vocab_size for ids in samples)
+    return samples if is_its_own else None
+
+
+def _max_tokens(config: PreTrainedConfig) -> int:
+    # Some families lose a few positions to offsets (RoBERTa).
+    return min(MAX_TOKENS, (max_length_of(config) or MAX_TOKENS) * 3 // 4)
+
+
+def sound_samples(config: PreTrainedConfig, name: str) -> list[torch.Tensor]:
+    """Random sound: `input_values [1, samples]`, or `input_features` as the model's encoder reads them."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "input_values":
+        return [torch.randn(1, 400 * length, generator=generator) for length in RANDOM_LENGTHS]
+    if (features := getattr(config, "input_feat_per_channel", None)) is not None:
+        return [torch.randn(1, 4 * length, features, generator=generator) for length in RANDOM_LENGTHS]
+    shape = (1, config.num_mel_bins, 2 * config.max_source_positions)  # Whisper takes this one length
+    return [torch.randn(*shape, generator=generator) for _ in range(2)]
 
 
 def pixel_samples(config: PreTrainedConfig) -> list[torch.Tensor]:

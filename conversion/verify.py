@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conversion.errors import ConversionError
 from conversion.plan import MECHANISM, Plan
-from conversion.samples import pixel_samples, text_samples
+from conversion.samples import pixel_samples, sound_samples, text_samples
 from conversion.source import Source, open_source
 from hf_linear_attention import softmax_attention
 from hf_linear_attention.configuration_linear_attention import is_causal_config
@@ -64,8 +64,8 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
 @torch.no_grad()
 def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, float]:
     """Student and teacher on the built-in samples, one by one; then a padded batch of them."""
-    is_text = model.main_input_name == "input_ids"
-    samples = text_samples(model.config, tokenizer) if is_text else pixel_samples(model.config)
+    samples = _samples(model, tokenizer)
+    is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     student = [_hidden(model, sample) for sample in samples]
     with softmax_attention(model):
         teacher = [_hidden(model, sample) for sample in samples]
@@ -82,9 +82,29 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     return figures
 
 
+def _samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
+    if model.main_input_name == "input_ids":
+        return text_samples(model.config, tokenizer)
+    if model.main_input_name == "pixel_values":
+        return pixel_samples(model.config)
+    return sound_samples(model.config, model.main_input_name)
+
+
+def _inputs(model: PreTrainedModel, sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """An encoder-decoder reads a text on both sides; of sound, the decoder writes a few tokens."""
+    inputs = {model.main_input_name: sample}
+    if model.config.is_encoder_decoder:
+        start = getattr(model.config, "decoder_start_token_id", None) or 0
+        inputs["decoder_input_ids"] = sample if sample.dtype == torch.long else torch.full((1, 4), start)
+    return inputs
+
+
 def _hidden(model: PreTrainedModel, sample: torch.Tensor) -> torch.Tensor:
     """`[1, N, hidden]` in float32."""
-    return model.base_model(**{model.main_input_name: sample}).last_hidden_state.float()
+    output = model.base_model(**_inputs(model, sample), output_hidden_states=True)
+    if "last_hidden_state" in output:
+        return output.last_hidden_state.float()
+    return output.decoder_hidden_states[-1].float()  # T5's model with a head has no base model inside
 
 
 def _head_figures(model: PreTrainedModel, samples: list[torch.Tensor]) -> dict[str, float]:
@@ -105,7 +125,7 @@ def _logits(model: PreTrainedModel, sample: torch.Tensor) -> torch.Tensor | None
         return None
     if type(model).__name__.endswith("ForMultipleChoice"):
         sample = sample.unsqueeze(1)
-    output = model(**{model.main_input_name: sample})
+    output = model(**_inputs(model, sample))
     return next((output[name].float() for name in LOGITS if output.get(name) is not None), None)
 
 

@@ -10,18 +10,31 @@ from __future__ import annotations
 
 import importlib
 
-from .registration import register, supported_model_types
+from .registration import register
 
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
+    "calibrate": "conversion_api",
     "convert": "conversion_api",
     "convert_config": "conversion_api",
+    "load_prompt_state": "prompt_state",
+    "save_prompt_state": "prompt_state",
     "softmax_attention": "modeling_linear_attention",
+    "supported_model_types": "architecture_table",
 }
-__all__ = ["LinearAttentionSettings", "convert", "convert_config", "softmax_attention", "supported_model_types"]
+__all__ = [
+    "LinearAttentionSettings",
+    "calibrate",
+    "convert",
+    "convert_config",
+    "load_prompt_state",
+    "save_prompt_state",
+    "softmax_attention",
+    "supported_model_types",
+]
 
 register()
 

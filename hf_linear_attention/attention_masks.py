@@ -15,6 +15,10 @@ import torch.nn.functional as F
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 
+# Stock models that call a method of the mask they get back, and so cannot take None for "all visible".
+NEED_A_MASK = ("mpt",)
+
+
 def linear_attention_mask(
     batch_size: int,
     q_length: int,
@@ -38,14 +42,19 @@ def linear_attention_mask(
             "Linear attention honours causality, padding and packed sequences, but not a custom mask overlay; "
             "keep these layers softmax (setting `layers`), or call the model without the overlay."
         )
+    is_needed = getattr(kwargs.get("config"), "stock_model_type", None) in NEED_A_MASK
+    if is_needed and attention_mask is None:
+        attention_mask = torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
     segments = None
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
-        segments = _packed_segments(mask_function, batch_size, q_length, q_offset, device)
+        # Only the makers of bidirectional masks pass this argument.
+        looks_ahead = "allow_is_bidirectional_skip" in kwargs
+        segments = _packed_segments(mask_function, batch_size, q_length, q_offset, device, looks_ahead)
     if attention_mask is not None:
         # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes.
         is_cached = isinstance(q_offset, torch.Tensor) or q_offset + q_length == kv_length
         attention_mask = _new_columns(attention_mask.bool(), q_length if is_cached else kv_length, q_offset)
-        if not is_tracing() and attention_mask.all():
+        if not is_needed and not is_tracing() and attention_mask.all():
             attention_mask = None
     if segments is None:
         return None if attention_mask is None else attention_mask[:, None, None]
@@ -73,7 +82,7 @@ def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) ->
     return mask.index_select(1, first + torch.arange(length, device=mask.device))
 
 
-def _packed_segments(mask_function, batch_size, length, offset, device) -> torch.Tensor | None:
+def _packed_segments(mask_function, batch_size, length, offset, device, may_look_ahead) -> torch.Tensor | None:
     """Numbers of the packed sequences `[B, N]` from 1, or None if there is one; asks the function at O(N) places."""
     if length == 1:
         return None
@@ -81,7 +90,7 @@ def _packed_segments(mask_function, batch_size, length, offset, device) -> torch
     later = torch.arange(1, length, device=device)[None, :] + offset
     head = torch.zeros((), dtype=torch.long, device=device)
     looks_ahead = torch.as_tensor(mask_function(rows, head, later - 1, later))
-    if not is_tracing() and looks_ahead.any():
+    if not may_look_ahead and not is_tracing() and looks_ahead.any():
         raise ValueError(
             "Linear attention got a mask in which tokens of a causal model look ahead (a prefix or a block that is "
             "bidirectional); it cannot honour that. Keep these layers softmax (setting `layers`)."
@@ -153,6 +162,11 @@ def _check_square_mask(square, segments, is_causal) -> None:
             "(a prefix or a block that is bidirectional); it cannot honour that. Keep these layers softmax (`layers`)."
         )
     missing = expected & ~visible & (segments > 0).unsqueeze(2)
+    if not is_causal and missing.triu(1).any() and not missing.tril(-1).any():
+        raise ValueError(
+            "Linear attention got a causal mask in a layer that was taken to look both ways; keep it softmax "
+            "(setting `layers`)."
+        )
     # A band (sliding window) only hides what lies beyond everything visible; anything between is a hole.
     counted = visible.long().cumsum(dim=2)
     if (missing & (counted > 0) & (counted < counted[..., -1:])).any():

@@ -48,12 +48,21 @@ class Option:
         return None
 
 
+ROPE_OPTION = Option(
+    str,
+    "before_map",
+    "none: the feature map sees queries and keys without rotary positions (hybrid: its window and sinks with them)",
+    choices=("before_map", "none"),
+)
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """What a mechanism has to know of the attention layer it serves.
 
     `layer` counts the attention layers of the model from 0; `max_length` is the longest input the model takes, in
-    tokens or patches (None where the architecture sets no limit).
+    tokens or patches (None where the architecture sets no limit); `alibi_slopes` are the model's, one per key/value
+    head (None without ALiBi).
     """
 
     num_heads: int
@@ -61,6 +70,7 @@ class LayerShape:
     head_dim: int
     layer: int
     max_length: int | None = None
+    alibi_slopes: tuple[float, ...] | None = None
 
 
 class AttentionMechanism(nn.Module):
@@ -69,7 +79,7 @@ class AttentionMechanism(nn.Module):
     The attributes `supports_<capability>` say what the mechanism can do; where some settings can do less, it overrides
     `obstacle`, which is what everything asks. `constants` means that equal values come out unchanged (the weights of a
     query sum to 1), `weights` that there is one matrix of weights a head, `state` that a causal form decodes from a
-    state of constant size.
+    state of constant size, `alibi` that ALiBi is honoured exactly.
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -81,6 +91,7 @@ class AttentionMechanism(nn.Module):
     supports_gqa: ClassVar[bool] = False
     supports_constants: ClassVar[bool] = False
     supports_weights: ClassVar[bool] = True
+    supports_alibi: ClassVar[bool] = False
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
@@ -120,11 +131,20 @@ class AttentionMechanism(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise parameters and buffers that no checkpoint has filled. The same seed gives the same values."""
 
+    @classmethod
+    def needs_calibration(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether `calibrate` has constants to fit, so that a conversion must show it real queries and keys."""
+        return False
+
     def calibrate(self, query, key, *, attention_mask: torch.Tensor | None, scaling: float) -> None:
         """Fit constants of the function (persistent buffers) to real queries and keys, once; most have none.
 
         Shapes as in `forward`; `attention_mask` is bool `[B, S]` or None.
         """
+
+    def with_unrotated(self, rotated: torch.Tensor, unrotated: torch.Tensor) -> torch.Tensor:
+        """Queries or keys for `forward` where `rope` = `none`, from both forms `[B, heads, N, D]`."""
+        return unrotated
 
     def generator(self, draw: int = 0) -> torch.Generator:
         """A CPU generator of `seed`, the layer and the number of the draw: every process draws the same projections."""

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from .attention_mechanism import State
+
+# Where a layer has both, attention and Mamba or a convolution: what LinearAttentionLayer keeps of the latter.
+RECURRENT_STATES = (
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+)
 
 
 class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -24,9 +34,9 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     # Asked for instead of isinstance: a local folder loads its own copy of this class into the same process.
     holds_linear_state = True
 
-    def __init__(self, max_cache_len: int = -1, static: bool = False):
+    def __init__(self, max_cache_len: int = -1, static: bool = False, number_of_states: int = 1):
         CacheLayerMixin.__init__(self)
-        LinearAttentionLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states)
         self.max_cache_len, self.static = max_cache_len, static
         self.is_compileable = static
         self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=int) if static else 0
@@ -49,12 +59,22 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
                 f"Got a cache that already holds {length} tokens of softmax keys and values; a linear attention layer "
                 "needs its state from the first token on. Pass an empty cache, or none."
             )
+        if type(layer).__module__ != DynamicLayer.__module__:
+            raise ValueError(
+                f"Got a cache with a {type(layer).__name__}, which holds more than keys and values; keep the attention "
+                "layers that use it softmax (setting `layers`)."
+            )
         static = isinstance(layer, StaticLayer)
-        new = cls(max_cache_len=layer.max_cache_len if static else -1, static=static)
+        new = cls(layer.max_cache_len if static else -1, static, getattr(layer, "number_of_states", 1))
         new.record_past = getattr(layer, "record_past", False)
+        if isinstance(layer, LinearAttentionLayer):  # the model may have updated its own states before its attention
+            vars(new).update({name: vars(layer)[name] for name in RECURRENT_STATES})
         return new
 
-    def lazy_initialization(self, key_states, value_states):
+    def lazy_initialization(self, key_states=None, value_states=None, **recurrent):
+        if recurrent:
+            LinearAttentionLayer.lazy_initialization(self, **recurrent)
+            return
         self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
         if self.static:
             self.cumulative_length = self.cumulative_length.to(key_states.device)
@@ -83,6 +103,20 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
                 for tensor in self.state:
                     torch._dynamo.mark_static_address(tensor)
 
+    def restore(self, state: State, pending: tuple[torch.Tensor, ...], num_tokens: int) -> None:
+        """Take over what another layer held: either part may be empty, `pending` may come without its mask."""
+        self.lazy_initialization((state or pending)[0], None)
+        self.cumulative_length = num_tokens
+        if state:
+            self.store(state)
+        self.state_at_crop = self.state
+        self.pending = (*pending, *[None] * (3 - len(pending))) if pending else None
+
+    @property
+    def has_other_states(self) -> bool:
+        """Whether it also holds recurrent states of the model's own (Mamba, short convolutions)."""
+        return any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values()))
+
     def activate_past_recording(self) -> None:
         if not self.record_past:
             self.state_at_crop = self.state
@@ -108,6 +142,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             raise ValueError(
                 f"Got `crop({tokens_to_remove})`; give the number of tokens to remove as a negative number."
             )
+        if self.has_other_states:
+            raise RuntimeError("This layer also holds recurrent states of the model's own, which cannot roll back.")
         if self.pending is not None:
             self.recorded.insert(0, self.pending)
         available = sum(key.shape[2] for key, _, _ in self.recorded)
@@ -133,7 +169,9 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As of the first softmax layer beside this one, whose mask this is: transformers before 5.23 asks layer 0."""
         for layer in self.siblings:
-            if not getattr(layer, "holds_linear_state", False) and not getattr(layer, "is_sliding", False):
+            # A recurrent layer of the model's own (Mamba, short convolutions) has no sizes.
+            is_softmax = hasattr(layer, "get_mask_sizes") and not getattr(layer, "holds_linear_state", False)
+            if is_softmax and not getattr(layer, "is_sliding", False):
                 return layer.get_mask_sizes(query_length)
         return self.get_seq_length() + query_length, 0
 
@@ -144,6 +182,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state or ())
 
     def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
         self.state = self.state_at_crop = self.pending = None
         self.recorded = []
         if self.static:
@@ -152,6 +191,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.cumulative_length = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -203,4 +243,6 @@ def state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer:
     if not getattr(layer, "holds_linear_state", False):
         layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
         layer.siblings = cache.layers
+        if getattr(cache, "offloading", False) and all(cache.is_linear):
+            cache.offloading = False  # nothing is left that grows; transformers looks for a layer to prefetch in vain
     return layer

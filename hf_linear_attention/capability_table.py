@@ -16,9 +16,11 @@ from .mechanisms import MECHANISMS
 COLUMNS = {
     "encoders": "bidirectional",
     "decoders": "causal",
+    "cross-attention": "cross",
     "constant state": "state",
     "padding": "padding",
     "grouped queries": "gqa",
+    "ALiBi": "alibi",
 }
 
 

@@ -9,7 +9,10 @@ A model type of its own is on purpose: nobody can load converted weights into a 
 
 from __future__ import annotations
 
+import copy
+import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,13 +24,21 @@ PREFIX = "linear_"
 MODELING_MODULE = "modeling_linear_attention"
 # Called with a config class when its first instance is built; the plugin registers the Auto classes of its heads here.
 FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
+# Settings of every mechanism, with their defaults.
+COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False}
+# What some stock attention does that no state of constant size can: the values of the setting `drop`.
+DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
+NAMED_LAYERS = ("all", "full_attention", "none")
 
 
 class LinearAttentionSettings(dict):
     """`config.linear_attention` with every option filled in and checked; a plain dict everywhere else.
 
     Args:
-        settings: `mechanism`, `layers` and the options of the mechanism; what is missing takes its default.
+        settings: `mechanism`, the options of the mechanism, and `COMMON_SETTINGS`: `layers`, the self-attention layers
+            to convert (`all`, `none`, `full_attention`: those that `config.layer_types` calls so, or their numbers);
+            `drop`, the features of the stock attention that may be lost (see `DROPPABLE`); `cross_attention`, whether
+            to convert that too. What is missing takes its default.
         model_type: the stock model type, for the messages.
         is_causal: whether the model attends causally; None skips that check.
         num_layers: number of attention layers, to check `layers`; None skips that check.
@@ -48,14 +59,15 @@ class LinearAttentionSettings(dict):
     ):
         from .mechanisms import MECHANISMS
 
-        given = {"mechanism": "linear", "layers": "all", **(settings or {})}
+        given = {"mechanism": "linear", **copy.deepcopy(COMMON_SETTINGS), **(settings or {})}
         mechanism = MECHANISMS.get(given["mechanism"])
         if mechanism is None:
             raise _settings_error([f"`mechanism` = {given['mechanism']!r}; it must be one of {_names(MECHANISMS)}"])
         options = mechanism.options
         filled = {name: given.get(name, option.default) for name, option in options.items()}
         problems = _option_problems(given, filled, options, num_layers)
-        problems += _layer_problems(given["layers"], num_layers)
+        problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
+        problems += _cross_attention_problems(given["cross_attention"], mechanism, given["mechanism"], filled)
         if not problems:
             problems += mechanism.problems(filled, max_length)
         capability = "causal" if is_causal else "bidirectional"
@@ -66,7 +78,7 @@ class LinearAttentionSettings(dict):
             )
         if problems:
             raise _settings_error(problems)
-        super().__init__(mechanism=given["mechanism"], **filled, layers=given["layers"])
+        super().__init__(mechanism=given["mechanism"], **filled, **{name: given[name] for name in COMMON_SETTINGS})
 
 
 def _names(names) -> str:
@@ -78,7 +90,7 @@ def _settings_error(problems: list[str]) -> ValueError:
 
 
 def _option_problems(given, filled, options, num_layers: int | None) -> list[str]:
-    unknown = [name for name in given if name not in options and name not in ("mechanism", "layers")]
+    unknown = [name for name in given if name not in options and name not in ("mechanism", *COMMON_SETTINGS)]
     problems = [
         f"`{name}` is not an option of `mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
         for name in unknown
@@ -96,29 +108,43 @@ def _option_problems(given, filled, options, num_layers: int | None) -> list[str
 
 
 def _layer_problems(layers, num_layers: int | None) -> list[str]:
-    if layers in ("all", "none"):
+    if isinstance(layers, str) and layers in NAMED_LAYERS:
         return []
     if not isinstance(layers, (list, tuple)) or any(type(layer) is not int or layer < 0 for layer in layers):
-        return [f"`layers` = {layers!r}; it must be `all`, `none` or a list of layer numbers counted from 0"]
+        return [f"`layers` = {layers!r}; it must be {_names(NAMED_LAYERS)} or a list of layer numbers counted from 0"]
     if num_layers is None or all(layer < num_layers for layer in layers):
         return []
     beyond = [layer for layer in layers if layer >= num_layers]
     return [f"`layers` names {beyond}, but the model has layers 0 to {num_layers - 1}"]
 
 
+def _drop_problems(drop) -> list[str]:
+    if isinstance(drop, (list, tuple)) and all(feature in DROPPABLE for feature in drop):
+        return []
+    return [f"`drop` = {drop!r}; it must be a list out of {_names(DROPPABLE)}"]
+
+
+def _cross_attention_problems(wanted, mechanism, name: str, filled) -> list[str]:
+    if not isinstance(wanted, bool):
+        return [f"`cross_attention` = {wanted!r}; it must be true or false"]
+    if wanted and (obstacle := mechanism.obstacle("cross", filled)):
+        return [f"`cross_attention` = true, but `mechanism` = `{name}` {obstacle}; leave it softmax"]
+    return []
+
+
 def parse_layers(text: str) -> str | list[int]:
-    """`all`, `none` or `0,2,4-7` -> the value of the setting `layers`.
+    """`all`, `full_attention`, `none` or `0,2,4-7` -> the value of the setting `layers`.
 
     Raises:
         ValueError: if the text is none of these.
     """
-    if text in ("all", "none"):
+    if text in NAMED_LAYERS:
         return text
     layers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
-            raise ValueError(f"`layers` = {text!r}; it must be `all`, `none` or a list like `0,2,4-7`")
+            raise ValueError(f"`layers` = {text!r}; it must be {_names(NAMED_LAYERS)} or a list like `0,2,4-7`")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"`layers` = {text!r}; the range {part.strip()} runs backwards")
@@ -126,16 +152,13 @@ def parse_layers(text: str) -> str | list[int]:
     return sorted(layers)
 
 
-def converted_layers(settings: Mapping[str, Any], num_layers: int) -> list[int]:
-    """The numbers of the layers that get linear attention."""
-    layers = settings["layers"]
-    if isinstance(layers, str):
-        return list(range(num_layers)) if layers == "all" else []
-    return list(layers)
-
-
 class LinearAttentionConfigMixin:
     """What `Linear<X>Config` adds to `<X>Config`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        # PEFT asks for this dict before it looks up which modules of a model type LoRA and its kin adapt.
+        share_peft_targets(self.stock_model_type)
+        return super().to_dict()
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -143,8 +166,9 @@ class LinearAttentionConfigMixin:
             LinearAttentionSettings(
                 self.linear_attention,
                 model_type=self.stock_model_type,
-                is_causal=is_causal_config(self, self.stock_model_type),
-                num_layers=getattr(self, "num_hidden_layers", None),
+                # The modules of an encoder-decoder differ; each is checked when the model is built.
+                is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
+                num_layers=num_attention_layers(self),
                 max_length=max_length_of(self),
             )
         )
@@ -155,6 +179,23 @@ class LinearAttentionConfigMixin:
             type(self)._has_instances = True
             for hook in FIRST_INSTANCE_HOOKS:
                 hook(type(self))
+
+
+def share_peft_targets(model_type: str) -> None:
+    """Let PEFT, if it is imported, adapt in `linear_<x>` the modules that it adapts in `<x>`."""
+    constants = sys.modules.get("peft.utils.constants")
+    for name, targets in vars(constants).items() if constants else ():
+        if name.endswith("MODULES_MAPPING") and model_type in targets:
+            targets.setdefault(PREFIX + model_type, targets[model_type])
+
+
+def num_attention_layers(config) -> int | None:
+    """The number of self-attention modules; None where the config does not say (encoder-decoders and composites)."""
+    if config.is_encoder_decoder:
+        return None
+    if (groups := getattr(config, "num_hidden_groups", None)) is not None:  # ALBERT's layers share their modules
+        return groups * config.inner_group_num
+    return getattr(config, "num_hidden_layers", None)
 
 
 def is_causal_config(config, model_type: str) -> bool:
@@ -169,13 +210,17 @@ def is_causal_config(config, model_type: str) -> bool:
 
 
 def max_length_of(config) -> int | None:
-    """The longest input in tokens, or patches with the class token, if the architecture has a limit."""
-    if (length := getattr(config, "max_position_embeddings", None)) is not None:
-        return length
-    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if isinstance(image, int) and isinstance(patch, int):
-        return (image // patch) ** 2 + 1
-    return None
+    """The longest input in tokens, or in patches with the tokens before them, if the architecture has a limit."""
+    for name in ("max_position_embeddings", "max_source_positions"):
+        if (length := getattr(config, name, None)) is not None:
+            return length
+    sizes = [getattr(config, name, None) for name in ("image_size", "patch_size")]
+    image, patch = ((size, size) if isinstance(size, int) else size for size in sizes)
+    if not image or not patch:
+        return None
+    # A class token; DeiT's token of the teacher; registers.
+    before = 1 + ("deit" in config.model_type) + getattr(config, "num_register_tokens", 0)
+    return math.prod(side // part for side, part in zip(image, patch)) + before
 
 
 def model_heads(model_type: str) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""`convert`: a pretrained softmax model with its attention made linear, ready to be healed or saved."""
+"""`convert`: a pretrained softmax model with its attention made linear, ready to be healed or saved; `calibrate`."""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import linear_config_class
-from .modeling_linear_attention import linear_model_class
+from .cross_attention import LinearizedCrossAttention
+from .mechanisms import MECHANISMS
+from .modeling_linear_attention import linear_attention_modules, linear_model_class
 
 
 def convert_config(config, **linear_attention) -> Any:
@@ -88,3 +92,55 @@ def convert(
     return linear_model_class(model_class or stock_model_class(stock)).from_pretrained(
         model, config=config, **arguments
     )
+
+
+@torch.no_grad()
+def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> int:
+    """Fit the constants of a converted model's mechanisms (FAVOR++) to its own queries and keys, in place, before use.
+
+    Every layer sees what it would see with the original softmax attention before it, over all batches at once: how
+    tokens are cut into batches and padded makes no difference. All their queries and keys are kept until the end;
+    some thousand tokens are enough.
+
+    Args:
+        batches: keyword arguments of the base model, as a tokenizer or image processor returns them: `input_ids` and
+            `attention_mask`, or `pixel_values`.
+
+    Returns:
+        How many tokens (or patches) the first layer saw; 0 where there is nothing to fit, and no batch was looked at.
+
+    Raises:
+        ValueError: if there is something to fit and no token to fit it to.
+        NotImplementedError: for a model whose attention cannot be observed (ALiBi families).
+    """
+    settings, modules = model.config.linear_attention, list(linear_attention_modules(model).values())
+    if not modules or not MECHANISMS[settings["mechanism"]].needs_calibration(settings):
+        return 0
+    queries: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
+    keys: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
+
+    def collect(seen: ObservedAttention) -> None:
+        mask, is_cross = seen.inputs.key_mask, isinstance(seen.module, LinearizedCrossAttention)
+        queries[seen.module].append(_real_tokens(seen.inputs.query, None if is_cross else mask))
+        keys[seen.module].append(_real_tokens(seen.inputs.key, mask))
+
+    num_batches = 0
+    with observe_attention(model, collect):
+        for batch in batches:
+            model.base_model(**{name: value.to(model.device) for name, value in batch.items()})
+            num_batches += 1
+    if not num_batches or not all(sum(part.shape[2] for part in parts) for parts in keys.values()):
+        raise ValueError("`batches` held no token to calibrate on; give at least one batch of real inputs.")
+    for module in modules:
+        query, key = torch.cat(queries[module], dim=2), torch.cat(keys[module], dim=2)
+        module.linear_attention.calibrate(query, key, attention_mask=None, scaling=module.linear_attention_scaling)
+    first = keys[modules[0]]
+    # ALBERT's layers share one module, which then sees every batch several times.
+    return sum(part.shape[2] for part in first) * num_batches // len(first)
+
+
+def _real_tokens(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`[B, heads, N, D]` -> `[1, heads, T, D]`, the T tokens where `mask` bool `[B, N]` is True, or all of them."""
+    tokens = x.transpose(1, 2)
+    tokens = tokens.flatten(0, 1) if mask is None else tokens[mask]
+    return tokens.transpose(0, 1).unsqueeze(0)

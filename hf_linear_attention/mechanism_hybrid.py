@@ -1,4 +1,4 @@
-"""`hybrid`: linear attention to far keys, exact softmax to a sliding window and to sink tokens, under ONE denominator.
+"""`hybrid`: linear attention to far keys, exact softmax to a sliding window and to sink tokens.
 
     o_i = ( sum_exact exp(scaling q_i·k_j) v_j + c_i sum_far phi(q_i)·phi(k_j) v_j ) / ( the same with v = 1 )
 
@@ -6,32 +6,38 @@
     keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i     exact: the last w real tokens and the first s
            exact      S, Z, m (constant)         exact
 
-Both parts share one log-sum-exp, so the far part need not learn the softmax normaliser (LoLCATs 2024, equation 7, has
-one denominator too, but takes the window's maximum out of the window alone). c_i = exp(b - a scaling |q_i|^2 / 2) with
-b and a learned per head: constants of the query do not cancel here.
+c_i = exp(b - a scaling |q_i|^2 / 2) with b and a learned per head: constants of the query do not cancel here. The
+setting `normalization` has two other forms, with which published hybrids can be compared.
+
+In an encoder the window reaches w - 1 tokens to both sides, far keys lie before and behind it, and the first s tokens
+are global: they also see every key exactly (Longformer 2020, section 3.1).
 """
 
 from __future__ import annotations
 
-import math
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import initialization as init
 
 from .attention_kernels import EMPTY_MAXIMUM
 from .attention_kernels import accumulation_dtype
 from .attention_kernels import kernel_sums
 from .attention_kernels import normalize
-from .attention_kernels import with_ones
+from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .exact_window import NearKeys
+from .exact_window import SinkKeys
+from .exact_window import exact_sums
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import half_squared_norm
-from .learned_decay import DECAY_OPTION
-from .learned_decay import decay_of
+from .near_far_mix import NORMALIZATIONS
+from .near_far_mix import add_scaled
+from .position_decay import DECAY_OPTION
+from .position_decay import LearnedDecay
+from .position_decay import alibi_of
+from .position_decay import decay_of
 
 
 # What a place of the window holds.
@@ -39,7 +45,10 @@ EMPTY, FAR_LATER, SINK = 0, 1, 2
 
 
 class HybridState(NamedTuple):
-    """w is the window size, s the number of sinks; the window is aligned to the right, its newest token last."""
+    """w is the window size, s the number of sinks; the window is aligned to the right, its newest token last.
+
+    With `rope` = `none` a key has 2 D numbers: with its rotary position and without.
+    """
 
     sums: torch.Tensor  # [B, Hkv, F, D + 2] float32: S, Z and m of the tokens that have left the window
     window_key: torch.Tensor  # [B, Hkv, w, D]
@@ -51,16 +60,31 @@ class HybridState(NamedTuple):
 
 
 class HybridAttention(AttentionMechanism):
-    """Linear attention to far keys, exact softmax to a sliding window and to sink tokens, under one denominator."""
+    """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one denominator."""
 
     options: ClassVar[dict[str, Option]] = {
-        "window_size": Option(int, 64, "w, the newest real tokens that every query sees exactly", minimum=1),
-        "num_sinks": Option(int, 4, "s, the first real tokens that every query sees exactly", minimum=0),
+        "window_size": Option(
+            int,
+            64,
+            "w, the newest real tokens that every query sees exactly; in encoders w - 1 to each side",
+            minimum=1,
+        ),
+        "num_sinks": Option(
+            int, 4, "s, the first real tokens, seen exactly; in encoders they also see all exactly", minimum=0
+        ),
         "feature_map": Option(str, "exp", "phi of far queries and keys", choices=("exp", "hedgehog")),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
+        "normalization": Option(
+            str,
+            "joint",
+            "joint: one denominator; separate: two, mixed by a learned weight per head; window_maximum: LoLCATs' form",
+            choices=tuple(NORMALIZATIONS),
+        ),
         "decay": DECAY_OPTION,
+        "rope": ROPE_OPTION,
     }
-    supports_causal = supports_padding = supports_state = supports_gqa = supports_constants = True
+    supports_causal = supports_bidirectional = supports_padding = supports_state = True
+    supports_gqa = supports_constants = supports_alibi = True
 
     def __init__(self, settings, shape):
         super().__init__(settings, shape)
@@ -69,9 +93,11 @@ class HybridAttention(AttentionMechanism):
         self.feature_map = feature_map(
             shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
         )
-        self.far_log_scale = nn.Parameter(torch.empty(shape.num_heads))
-        self.query_norm_weight = nn.Parameter(torch.empty(shape.num_heads))
-        self.decay = decay_of(settings, shape.num_key_value_heads)
+        self.mix = NORMALIZATIONS[settings["normalization"]](shape.num_heads)
+        self.alibi = alibi_of(shape)
+        decay = decay_of(settings, shape)
+        self.decay = decay if isinstance(decay, LearnedDecay) else None
+        self.uses_far = True  # False leaves window and sinks alone, to measure what the far part is worth
 
     @classmethod
     def problems(cls, settings, max_length):
@@ -82,15 +108,14 @@ class HybridAttention(AttentionMechanism):
 
     def reset_parameters(self):
         self.feature_map.reset_parameters(self.generator())
-        # With the norm terms of the softmax kernel's random features on both sides, and the mean over F features, the
-        # expected weight of a far key starts at most at exp(scaling q·k): the difference is (c^2 - 1) |q + k|^2 / 2 in
-        # the exponent, with c the initial scale of W.
-        init.constant_(self.far_log_scale, -math.log(self.feature_map.num_features))
-        init.ones_(self.query_norm_weight)
-        if self.decay is not None:
-            self.decay.reset_parameters()
-        if isinstance(norm_weight := getattr(self.feature_map, "key_norm_weight", None), torch.Tensor):
-            init.ones_(norm_weight)
+        self.mix.reset_parameters(self.feature_map)
+        for decay in (self.alibi, self.decay):
+            if decay is not None:
+                decay.reset_parameters()
+
+    def with_unrotated(self, rotated, unrotated):
+        """Both: rotary positions stay where attention is exact."""
+        return torch.cat((rotated, unrotated), dim=-1)
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -98,35 +123,62 @@ class HybridAttention(AttentionMechanism):
                 "`hybrid` cannot be traced for packed sequences (a forward without a cache inside torch.compile); pass "
                 "`past_key_values`, or compile the decode step only."
             )
-        old = HybridState._make(state) if state else self._initial_state(key, value)
-        length = query.shape[2]
         if attention_mask is None:
-            attention_mask, place = torch.ones(key.shape[0], length, dtype=torch.bool, device=key.device), None
+            attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+            place = None
         else:  # real tokens to the right end, in order
             place = attention_mask.to(torch.uint8).argsort(dim=1, stable=True)
             query, key, value = (_reorder(x, place) for x in (query, key, value))
             attention_mask = attention_mask.gather(1, place)
-        position = old.num_seen + attention_mask.cumsum(dim=1)  # of a real token, counted from 1
-        kind = torch.where(attention_mask, torch.where(position <= self.num_sinks, SINK, FAR_LATER), EMPTY).to(
-            torch.int8
-        )
+        attend = self._attend_back if is_causal else self._attend_both_ways
+        output, state = attend(query, key, value, attention_mask, scaling, state, is_padded=place is not None)
+        output = output.masked_fill(~attention_mask[:, None, :, None], 0.0)
+        if place is not None:
+            output = _reorder(output, place.argsort(dim=1))
+        return output.transpose(1, 2).to(query.dtype), state
+
+    def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
+        """The causal form. Padding is at the left end of the new tokens."""
+        old = HybridState._make(state) if state else self._initial_state(key, value)
+        length, w = query.shape[2], self.window_size
+        position = old.num_seen + mask.cumsum(dim=1)  # of a real token, counted from 1
+        kind = self._kind(mask, position)
         line = _Line(
             torch.cat((old.window_key, key.to(old.window_key.dtype)), dim=2),
             torch.cat((old.window_value, value.to(old.window_value.dtype)), dim=2),
             torch.cat((old.window_kind, kind), dim=1),
         )
-        line = line.aligned_right() if place is not None else line
-        sinks: _Sinks = self._collect_sinks(old, key, value, position, kind)
-        far, far_scale, sums = self._far(query, line, scaling, length, old.sums)
-        near, near_scale = self._near(query, line, sinks, position, scaling, length)
-        output = normalize(_add_scaled(far, far_scale, near, near_scale)).flatten(1, 2)
-        output = output.masked_fill(~attention_mask[:, None, :, None], 0.0)
-        if place is not None:
-            output = _reorder(output, place.argsort(dim=1))
-        w = self.window_size
+        line = line.aligned_right() if is_padded else line
+        sinks = self._collect_sinks(key, value, position, kind, old)
+        far_query = self._far_queries(query, scaling)
+        *far, sums = self._far(far_query, line, length, scaling, old.sums)
+        seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
+        near = NearKeys(_rotated(line.key[:, :, 1:], self), line.value[:, :, 1:], line.kind[:, 1:] == FAR_LATER, w - 1)
+        output = self._mixed(query, near, sinks, seen, position, [far], scaling)
         window = (line.key[:, :, -w:], line.value[:, :, -w:], line.kind[:, -w:])
-        new = HybridState(sums, *window, *sinks, position[:, -1:])
-        return output.transpose(1, 2).to(query.dtype), tuple(new)
+        return output, (sums, *window, *sinks, position[:, -1:])
+
+    def _attend_both_ways(self, query, key, value, mask, scaling, state, is_padded):
+        """The bidirectional form: one causal sweep over what lies before the window, one over what lies behind it."""
+        length, w = query.shape[2], self.window_size
+        position = mask.cumsum(dim=1)
+        kind = self._kind(mask, position)
+        line = _Line(key, value, kind).padded(w, w)
+        sinks = self._collect_sinks(key, value, position, kind)
+        far_query = self._far_queries(query, scaling)
+        *before, _ = self._far(far_query, line, length, scaling)
+        *behind, _ = self._far(far_query.flip(2), line.flipped(), length, scaling)
+        far = [before, [x.flip(3) for x in behind]]
+        places = slice(1, length + 2 * w - 1)
+        near = NearKeys(
+            _rotated(line.key[:, :, places], self), line.value[:, :, places], line.kind[:, places] == FAR_LATER, w - 1
+        )
+        seen = (torch.arange(self.num_sinks, device=key.device) < position[:, -1:, None]).expand(-1, length, -1)
+        output = self._mixed(query, near, sinks, seen, position, far, scaling)
+        return self._with_global_queries(output, query, key, value, mask, position, kind, scaling), None
+
+    def _kind(self, mask, position):
+        return torch.where(mask, torch.where(position <= self.num_sinks, SINK, FAR_LATER), EMPTY).to(torch.int8)
 
     def _initial_state(self, key, value) -> HybridState:
         batch, heads, _, _ = key.shape
@@ -145,72 +197,66 @@ class HybridAttention(AttentionMechanism):
             torch.zeros(batch, 1, dtype=torch.long, device=key.device),
         )
 
-    def _collect_sinks(self, old, key, value, position, kind):
-        """The sinks with those among the new tokens, each at its place `[B, Hkv, s, D]`."""
-        wanted = torch.arange(1, self.num_sinks + 1, device=key.device)
-        chosen = ((position[:, None] == wanted[:, None]) & (kind == SINK)[:, None])[:, None].to(key.dtype)
-        return old.sink_key + chosen @ key, old.sink_value + chosen @ value
+    def _chosen_sinks(self, position, kind, dtype):
+        """`[B, 1, s, N]`: 1 where the token is the sink, 0 elsewhere."""
+        wanted = torch.arange(1, self.num_sinks + 1, device=position.device)
+        return ((position[:, None] == wanted[:, None]) & (kind == SINK)[:, None])[:, None].to(dtype)
 
-    def _far(self, query, line, scaling, length, state):
-        """The part of the keys that have left the window: query t sees the places 0..t of the line."""
-        key, value = line.key[:, :, :length], line.value[:, :, :length]
+    def _collect_sinks(self, key, value, position, kind, old: HybridState | None = None):
+        """Keys and values of the sinks with those among the new tokens, each at its place `[B, Hkv, s, D]`."""
+        chosen = self._chosen_sinks(position, kind, key.dtype)
+        sinks = chosen @ key, chosen @ value
+        return sinks if old is None else (old.sink_key + sinks[0], old.sink_value + sinks[1])
+
+    def _far_queries(self, query, scaling):
+        """Logarithms of phi(q), which both directions share."""
+        return self.feature_map.forward_queries(_unrotated(query, self), scaling)
+
+    def _far(self, query_features, line, length, scaling, state=None):
+        """Sums, log scale and state of the keys at least w tokens back: query t sees the places 0..t of the line."""
+        scale: Any  # never None: these are logarithms
+        decay = self.decay or self.alibi
         sums, scale, state = kernel_sums(
-            self.feature_map.forward_queries(query, scaling),
-            self.feature_map.forward_keys(key, scaling),
-            value,
+            query_features,
+            self.feature_map.forward_keys(_unrotated(line.key[:, :, :length], self), scaling),
+            line.value[:, :, :length],
             log_features=True,
             is_causal=True,
             key_mask=line.kind[:, :length] == FAR_LATER,
             state=state,
-            log_decay=self.decay() if self.decay is not None else None,
+            log_decay=decay() if decay is not None else None,
         )
-        weights = (self.far_log_scale, self.query_norm_weight)
-        log_scale, norm_weight = (w.to(sums.dtype).unflatten(0, (key.shape[1], -1))[:, :, None, None] for w in weights)
-        norm = half_squared_norm(query, scaling).unflatten(1, (key.shape[1], -1))
-        # Its detached value goes into the scale, so that exp sees numbers near 0 alone; its gradient stays.
-        exponent = log_scale - norm_weight * norm
-        return sums * (exponent - exponent.detach()).exp(), scale + exponent.detach(), state
+        if self.alibi is not None:  # the decay counts from where the window ends
+            scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
+        return sums, scale, state
 
-    def _near(self, query, line, sinks, position, scaling, length):
-        """The exact part: `(numerator and denominator [B, Hkv, G, N, D + 1], log scale [B, Hkv, G, N, 1])`."""
-        dtype = accumulation_dtype(query)
-        query = (query.to(dtype) * scaling).unflatten(1, (line.key.shape[1], -1))
-        key, value, visible = self._windows(line, dtype, length)
-        blocks = F.pad(query, (0, 0, 0, -length % visible.shape[-2])).unflatten(3, (-1, visible.shape[-2]))
-        logits = blocks @ key.unsqueeze(2).transpose(-1, -2)
-        sink_key, sink_values = sinks[0].to(dtype), with_ones(sinks[1], dtype)
-        sink_logits = blocks @ sink_key[:, :, None, None].transpose(-1, -2)
-        seen = torch.arange(self.num_sinks, device=query.device) < position.unsqueeze(-1)  # [B, N, s]
-        seen = F.pad(seen, (0, 0, 0, -length % visible.shape[-2])).unflatten(1, (-1, visible.shape[-2]))
-        seen, visible = seen[:, None, None], visible[:, None, None]
-        scale = _masked_maximum(logits, visible)
-        if self.num_sinks:
-            scale = torch.maximum(scale, _masked_maximum(sink_logits, seen))
-        sums = _masked_exp(logits, visible, scale) @ with_ones(value, dtype).unsqueeze(2)
-        sums = sums + _masked_exp(sink_logits, seen, scale) @ sink_values[:, :, None, None]
-        return sums.flatten(3, 4)[:, :, :, :length], scale.flatten(3, 4)[:, :, :, :length]
+    def _mixed(self, query, near: NearKeys, sinks, seen, position, far, scaling):
+        """`[B, H, N, D]` of near and far keys together."""
+        sink_position = torch.arange(1, self.num_sinks + 1, device=query.device)
+        sink_keys = SinkKeys(_rotated(sinks[0], self), sinks[1], seen, (position.unsqueeze(-1) - sink_position).abs())
+        query = _rotated(query, self)
+        log_decay = self.alibi() if self.alibi is not None else None
+        exact = exact_sums(query, near, sink_keys, scaling, log_decay, self.mix.is_scale_constant)
+        if not self.uses_far:
+            return normalize(add_scaled(exact)).flatten(1, 2)
+        norm = half_squared_norm(query, scaling).unflatten(1, (near.key.shape[1], -1))
+        return self.mix(exact, far, norm).flatten(1, 2)
 
-    def _windows(self, line, dtype, length):
-        """Keys and values of the windows of blocks of queries: `[B, Hkv, blocks, w + c - 1, D]`, and who sees whom.
-
-        Block b holds queries b c .. b c + c - 1; query t sees the places t + 1 .. t + w of the line.
-        """
-        w, c = self.window_size, min(length, self.window_size)
-        span, pad = w + c - 1, -length % c
-        key, value = (
-            F.pad(x[:, :, 1:].to(dtype), (0, 0, 0, pad)).unfold(2, span, c).transpose(-1, -2)
-            for x in (line.key, line.value)
-        )
-        exact = F.pad(line.kind[:, 1:] == FAR_LATER, (0, pad)).unfold(1, span, c)
-        offset = torch.arange(span, device=key.device) - torch.arange(c, device=key.device)[:, None]
-        return key, value, exact[:, :, None] & (offset >= 0) & (offset < w)
-
-
-_Sinks = tuple[torch.Tensor, torch.Tensor]
+    def _with_global_queries(self, output, query, key, value, mask, position, kind, scaling):
+        """`output` with the rows of the first s tokens replaced by exact attention to every key."""
+        if not self.num_sinks:
+            return output
+        chosen = self._chosen_sinks(position, kind, output.dtype)
+        query, key = (_rotated(x, self).to(output.dtype) for x in (query, key))
+        groups = query.shape[1] // key.shape[1]
+        logits = scaling * (chosen @ query) @ key.repeat_interleave(groups, dim=1).transpose(-1, -2)
+        weights = logits.masked_fill(~mask[:, None, None], EMPTY_MAXIMUM).softmax(dim=-1)
+        exact = weights @ value.to(output.dtype).repeat_interleave(groups, dim=1)
+        return torch.where((kind == SINK)[:, None, :, None], chosen.transpose(-1, -2) @ exact, output)
 
 
 class _Line(NamedTuple):
-    """The old window and the new tokens in a row: `[B, Hkv, w + N, D]` twice, and what is where, `[B, w + N]`."""
+    """Keys and values in a row, `[B, Hkv, L, D]` twice, and what is where, `[B, L]`."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -221,31 +267,25 @@ class _Line(NamedTuple):
         place = (self.kind != EMPTY).to(torch.uint8).argsort(dim=1, stable=True)
         return _Line(_reorder(self.key, place), _reorder(self.value, place), self.kind.gather(1, place))
 
+    def padded(self, left: int, right: int) -> _Line:
+        """With empty places at both ends."""
+        key, value = (F.pad(x, (0, 0, left, right)) for x in (self.key, self.value))
+        return _Line(key, value, F.pad(self.kind, (left, right), value=EMPTY))
+
+    def flipped(self) -> _Line:
+        return _Line(self.key.flip(2), self.value.flip(2), self.kind.flip(1))
+
+
+def _rotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
+    """With rotary positions, `[..., D]`."""
+    return x[..., : mechanism.shape.head_dim]
+
+
+def _unrotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
+    """What the feature map sees, `[..., D]`: without rotary positions if `rope` = `none`."""
+    return x[..., -mechanism.shape.head_dim :]
+
 
 def _reorder(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """`x [B, H, N, D]` with its tokens in the order `place [B, N]`."""
     return x.take_along_dim(place[:, None, :, None], dim=2)
-
-
-def _masked_maximum(logits: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    return logits.detach().masked_fill(~visible, EMPTY_MAXIMUM).amax(dim=-1, keepdim=True)
-
-
-def _masked_exp(logits: torch.Tensor, visible: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (logits - scale).masked_fill(~visible, 0.0).exp() * visible
-
-
-def _add_scaled(first, first_scale, second, second_scale):
-    """first exp(first_scale) + second exp(second_scale), divided by what makes the larger denominator 1.
-
-    By the denominators and not by the scales: the scale of a query that sees no far key yet means nothing.
-    """
-    parts = ((first, first_scale), (second, second_scale))
-    sizes = [
-        torch.where(sums[..., -1:] > 0, scale + sums.detach()[..., -1:].log(), EMPTY_MAXIMUM) for sums, scale in parts
-    ]
-    largest = torch.maximum(*sizes)
-    return sum(
-        sums * torch.where(size > EMPTY_MAXIMUM, scale - largest, 0.0).exp()
-        for (sums, scale), size in zip(parts, sizes)
-    )

@@ -62,10 +62,8 @@ class LatentAttention(AttentionMechanism):
     def _gather(self, key, value, mask: torch.Tensor | None, scaling: float):
         """C K and C V `[B, Hkv, L, D]`; 0 for a row that is all padding, so that its outputs are 0 too."""
         logits = scaling * self.latents.to(key.dtype) @ key.transpose(-1, -2)  # [B, Hkv, L, S]
-        if mask is None:
-            weights = logits.softmax(dim=-1)
-        else:  # pads may hold anything, and 0 times infinity is not 0
-            hidden = ~mask[:, None, None, :]
-            weights = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(dim=-1).masked_fill(hidden, 0.0)
+        if mask is not None:  # pads may hold anything, and 0 times infinity is not 0
+            logits = logits.masked_fill(~mask[:, None, None, :], torch.finfo(logits.dtype).min)
             key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
+        weights = logits.softmax(dim=-1)
         return weights @ key, weights @ value

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .attention_kernels import kernel_attention
+from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import FeatureMap
-from .learned_decay import DECAY_OPTION
-from .learned_decay import decay_of
+from .position_decay import DECAY_OPTION
+from .position_decay import decay_of
 
 
 class LinearAttention(AttentionMechanism):
@@ -21,15 +22,16 @@ class LinearAttention(AttentionMechanism):
         "feature_map": Option(str, "exp", "phi of queries and keys", choices=tuple(FEATURE_MAPS)),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
         "decay": DECAY_OPTION,
+        "rope": ROPE_OPTION,
     }
-    supports_causal = supports_bidirectional = supports_cross = True
-    supports_padding = supports_state = supports_gqa = supports_constants = True
+    supports_causal = supports_bidirectional = supports_cross = supports_padding = supports_state = True
+    supports_gqa = supports_constants = supports_alibi = True
 
     def __init__(self, settings, shape):
         super().__init__(settings, shape)
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = self.build_feature_map(sizes, settings)
-        self.decay = decay_of(settings, shape.num_key_value_heads)
+        self.decay = decay_of(settings, shape)
 
     def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> FeatureMap:
         """phi for (H, Hkv, D)."""
@@ -43,8 +45,8 @@ class LinearAttention(AttentionMechanism):
     def obstacle(cls, capability, settings):
         if capability == "constants" and settings.get("feature_map") == "t2r":
             return "with `feature_map` = `t2r` gives 0 to a query whose features are all 0"
-        if capability == "bidirectional" and settings.get("decay") == "learned":
-            return "with `decay` = `learned` has no bidirectional form"
+        if capability in ("bidirectional", "cross") and settings.get("decay") == "learned":
+            return f"with `decay` = `learned` has no {capability} form"
         return super().obstacle(capability, settings)
 
     @classmethod

@@ -8,6 +8,7 @@ import torch
 from transformers import initialization as init
 
 from .attention_kernels import kernel_attention
+from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import Option
 from .mechanism_linear import LinearAttention
 from .random_features import RANDOM_FEATURES
@@ -26,11 +27,17 @@ class PerformerAttention(LinearAttention):
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "features": Option(str, "exp", "the random features", choices=tuple(RANDOM_FEATURES)),
+        "features": Option(
+            str,
+            "exp",
+            "the random features: of softmax, or of generalised attention (relu, sigmoid, abs, generalized_exp)",
+            choices=tuple(RANDOM_FEATURES),
+        ),
         "num_features": Option(int, None, "random features per head; by default 4 x head_dim", minimum=1),
         "orthogonal": Option(bool, True, "projections in orthogonal blocks; false draws every row by itself"),
         "redraw_interval": Option(int, 0, "training forwards between new projections; 0 never redraws", minimum=0),
         "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0),
+        "rope": ROPE_OPTION,
         "seed": Option(int, 0, "seed of the random projection", minimum=0),
     }
     feature_map: RandomFeatureMap
@@ -71,6 +78,10 @@ class PerformerAttention(LinearAttention):
         super().reset_parameters()
         if self.redraw_interval:
             init.zeros_(self.num_forwards)
+
+    @classmethod
+    def needs_calibration(cls, settings):
+        return settings["features"] == "favor++"
 
     def calibrate(self, query, key, *, attention_mask, scaling):
         """FAVOR++: fit A to these queries and keys. The other features have nothing to fit."""

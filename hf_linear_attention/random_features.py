@@ -10,6 +10,7 @@ head, cancel in attention and are left out: 1 / sqrt(M), and for queries exp(-|q
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -26,6 +27,7 @@ class RandomFeatureMap(FeatureMap):
 
     log_features = True
     has_num_features = True
+    estimates_softmax: ClassVar[bool] = True
     # Features that one row of W gives.
     features_per_row: ClassVar[int] = 1
     projection: torch.Tensor
@@ -99,18 +101,46 @@ class RegularizedRandomFeatureMap(ExpRandomFeatureMap):
         return projection * (math.sqrt(self.head_dim) / projection.norm(dim=1, keepdim=True))
 
 
-class ReluRandomFeatureMap(RandomFeatureMap):
-    """Generalised attention (Performer 2020, section 2.2): phi(x) = relu(w·x) + 1e-3, no estimate of softmax.
+class GeneralizedRandomFeatureMap(RandomFeatureMap):
+    """Generalised attention (Performer 2020, section 2.2): phi(x) = f(w·x) + 1e-3, no estimate of softmax.
 
-    The constant is the paper's kernel epsilon; it keeps every denominator positive.
+    The constant is the paper's kernel epsilon, which keeps every denominator positive. f must not be negative: of the
+    eight that the paper tries (its figure 16), gelu, tanh and the identity give weights of both signs, whose sum may be
+    0, and cos alone is half of `trig`; they are left out.
     """
 
     log_features = False
+    estimates_softmax = False
+    epsilon: ClassVar[float] = 1e-3
+    function: ClassVar[Callable[..., torch.Tensor]]
 
     def forward_queries(self, query, scaling):
-        return self._project(query, scaling).relu() + 1e-3
+        return type(self).function(self._project(query, scaling)) + self.epsilon
 
-    forward_keys = forward_queries
+    def forward_keys(self, key, scaling):
+        return self.forward_queries(key, scaling)
+
+
+class ReluRandomFeatureMap(GeneralizedRandomFeatureMap):
+    function = staticmethod(torch.relu)
+
+
+class SigmoidRandomFeatureMap(GeneralizedRandomFeatureMap):
+    function = staticmethod(torch.sigmoid)
+
+
+class AbsRandomFeatureMap(GeneralizedRandomFeatureMap):
+    function = staticmethod(torch.abs)
+
+
+class GeneralizedExpRandomFeatureMap(GeneralizedRandomFeatureMap):
+    """f = exp, as logarithms: log(exp(w·x) + 1e-3). Unlike `exp` without exp(-|x|^2 / 2): large keys weigh more."""
+
+    log_features = True
+
+    def forward_queries(self, query, scaling):
+        projected = self._project(query, scaling)
+        return torch.logaddexp(projected, projected.new_tensor(math.log(self.epsilon)))
 
 
 class TrigRandomFeatureMap(RandomFeatureMap):
@@ -209,5 +239,8 @@ RANDOM_FEATURES: dict[str, type[RandomFeatureMap]] = {
     "trig": TrigRandomFeatureMap,
     "regularized": RegularizedRandomFeatureMap,
     "relu": ReluRandomFeatureMap,
+    "sigmoid": SigmoidRandomFeatureMap,
+    "abs": AbsRandomFeatureMap,
+    "generalized_exp": GeneralizedExpRandomFeatureMap,
     "favor++": OptimalRandomFeatureMap,
 }

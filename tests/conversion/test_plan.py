@@ -7,12 +7,14 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from architectures import tiny_model
 from checkpoints import convert_folder, files, run, save_twin
 from matrix import DECODERS, FAMILY_ROWS
 from safetensors import safe_open
-from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from conversion import plan as plan_module
+from conversion.errors import UsageError
 from conversion.plan import make_plan
 from conversion.source import Source, open_source
 from hf_linear_attention import convert
@@ -95,15 +97,17 @@ def test_unexpected_and_sharded_tensors(tmp_path):
 
 def test_what_a_linear_layer_cannot_keep_is_listed(tmp_path):
     save_twin(tmp_path / "mistral", "mistral", sliding_window=8)
-    plan = make_plan(open_source(str(tmp_path / "mistral")), LINEAR)
-    assert plan.dropped_features == ["the sliding window of 8 tokens (a linear layer sees every earlier token)"]
+    with pytest.raises(UsageError, match=r"sees the nearest 8 tokens only, in layers 0, 1, 2.* `sliding_window`"):
+        make_plan(open_source(str(tmp_path / "mistral")), LINEAR)
+    plan = make_plan(open_source(str(tmp_path / "mistral")), {**LINEAR, "drop": ["sliding_window"]})
+    assert plan.dropped_features == ["sliding_window: MistralAttention sees the nearest 8 tokens only"]
     assert make_plan(open_source(str(tmp_path / "mistral")), {"layers": "none"}).dropped_features == []
     save_twin(tmp_path / "bert", "bert", attention_probs_dropout_prob=0.25)
     features = make_plan(open_source(str(tmp_path / "bert")), LINEAR).dropped_features
     assert features == ["attention dropout of 0.25 (in training only)"]
-    code, out, _ = run("--model_name_or_path", tmp_path / "mistral", "--dry_run")
+    code, out, _ = run("--model_name_or_path", tmp_path / "mistral", "--dry_run", "--drop", "sliding_window")
     assert code == 0
-    assert "sliding window of 8" in out
+    assert "sees the nearest 8 tokens only" in out
 
 
 def test_sources_that_do_not_fit_their_config(llama, tmp_path):
@@ -136,10 +140,10 @@ def test_capped_logits_are_refused_and_not_ignored(tmp_path):
 
 
 def test_an_untested_model_type_is_pointed_out(tmp_path):
-    GemmaForCausalLM(GemmaConfig(vocab_size=64, head_dim=8, **SMALL)).save_pretrained(tmp_path / "gemma")
-    code, _, err = run("--model_name_or_path", tmp_path / "gemma", "--dry_run")
+    tiny_model("beam", "AutoModelForCausalLM").save_pretrained(tmp_path / "beam")
+    code, _, err = run("--model_name_or_path", tmp_path / "beam", "--dry_run")
     assert code == 0
-    assert "`gemma` is not among the tested model types" in err
+    assert "`beam` is not among the tested model types" in err
 
 
 def test_a_tensor_made_of_several_counts_as_mapped_when_the_loader_found_it(llama):

@@ -21,8 +21,11 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
         "orthogonal": True,
         "redraw_interval": 0,
         "uniform_mixing": 0.0,
+        "rope": "before_map",
         "seed": 0,
         "layers": "all",
+        "drop": [],
+        "cross_attention": False,
     }
     config.save_pretrained(tmp_path)
     again = type(config).from_pretrained(tmp_path)
@@ -58,7 +61,11 @@ def test_all_problems_are_named_at_once():
         ({"mechanism": "performer", "num_features": True}, "type int"),
         ({"mechanism": "performer", "features": "cosh", "num_features": 7}, "must be a multiple of 2"),
         ({"mechanism": "performer", "uniform_mixing": 1.0}, "leaves nothing of the attention"),
-        ({"mechanism": "linear", "layers": "some"}, "`all`, `none` or a list"),
+        ({"mechanism": "linear", "layers": "some"}, "`all`, `full_attention`, `none` or a list"),
+        ({"mechanism": "linear", "drop": ["dropout"]}, "must be a list out of `attention_sinks`, `position_bias`"),
+        ({"mechanism": "linear", "drop": "softcap"}, "must be a list out of"),
+        ({"mechanism": "nystrom", "cross_attention": True}, "`nystrom` has no cross form"),
+        ({"mechanism": "linear", "cross_attention": 1}, "must be true or false"),
         ({"mechanism": "linformer"}, "sets no limit"),
     ],
 )

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from matrix import build_mechanism
+from oracles import ORACLES
 
 from hf_linear_attention import reference
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
@@ -28,26 +29,34 @@ def sample(length: int, std: float = 2.0):
     )
 
 
-def run(mechanism, query, key, value, mask=None, state=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=True, state=state)
+def run(mechanism, query, key, value, mask=None, state=None, is_causal=True):
+    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=is_causal, state=state)
 
 
-@pytest.mark.parametrize("settings", [{"window_size": 40}, {"window_size": 64, "num_sinks": 0}])
-def test_a_window_over_everything_is_softmax_attention(settings):
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window_size": 40},
+        {"window_size": 64, "num_sinks": 0},
+        {"window_size": 40, "normalization": "separate"},
+        {"window_size": 40, "normalization": "window_maximum"},
+    ],
+)
+def test_a_window_over_everything_is_softmax_attention(settings, is_causal):
     query, key, value = sample(40)
     mask = torch.ones(2, 40, dtype=torch.bool)
     mask[0, :7], mask[1, 30:35] = False, False
-    actual, _ = run(build(**settings), query, key, value, mask=mask)
+    actual, _ = run(build(**settings), query, key, value, mask=mask, is_causal=is_causal)
     logits = 0.3 * query.double() @ reference.repeat_heads(key.double(), 4).transpose(-1, -2)
-    expected = reference.attend(logits, value, mask, is_causal=True).transpose(1, 2)
+    expected = reference.attend(logits, value, mask, is_causal).transpose(1, 2)
     torch.testing.assert_close(actual[mask].double(), expected[mask], rtol=1e-5, atol=1e-5)
 
 
 def test_sinks_are_the_first_real_tokens():
     """With a window of 1 and values that name their token, only sinks, the window and the far part can show."""
     mechanism = build(window_size=1, num_sinks=2)
-    with torch.no_grad():
-        mechanism.far_log_scale.fill_(-1e4)  # the far part switched off
+    mechanism.uses_far = False
     query, key, value = torch.zeros(1, 4, 9, 8), torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 9)
     value[..., range(9), range(9)] = 1.0
     mask = torch.tensor([[0, 0, 1, 0, 1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -69,7 +78,7 @@ def test_far_keys_start_with_at_most_their_softmax_weight():
         torch.nn.init.ones_(mechanism.feature_map.key_norm_weight)
         q = mechanism.feature_map.forward_queries(query, 0.3) - query.square().sum(-1, keepdim=True) * 0.15
         k = reference.repeat_heads(mechanism.feature_map.forward_keys(key, 0.3), 4)
-        estimates.append((q.exp() @ k.exp().transpose(-1, -2)) * mechanism.far_log_scale.exp()[:, None, None])
+        estimates.append((q.exp() @ k.exp().transpose(-1, -2)) * mechanism.mix.far_log_scale.exp()[:, None, None])
     mean = torch.stack(estimates).double().mean(0).detach()
     both = (query.unsqueeze(-2) + reference.repeat_heads(key, 4).unsqueeze(-3)).double().square().sum(-1)
     softmax = 0.3 * query.double() @ reference.repeat_heads(key.double(), 4).transpose(-1, -2)
@@ -86,10 +95,59 @@ def test_the_far_part_is_used_and_counts_every_key_once():
     with torch.no_grad():
         for parameter in mechanism.feature_map.parameters():
             parameter.zero_()
-        mechanism.query_norm_weight.zero_()
-    assert mechanism.far_log_scale[0].item() == pytest.approx(-math.log(24))
+        mechanism.mix.query_norm_weight.zero_()
+    assert mechanism.mix.far_log_scale[0].item() == pytest.approx(-math.log(24))
     value = torch.randn(1, 2, 50, 8)
     zeros = torch.zeros(1, 4, 50, 8), torch.zeros(1, 2, 50, 8)
     output, _ = run(mechanism, *zeros, value)
     mean = value.cumsum(2) / torch.arange(1, 51)[:, None]
     torch.testing.assert_close(output.transpose(1, 2), mean.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_global_tokens_of_an_encoder_see_and_are_seen_exactly():
+    """With the far part switched off: rows of global tokens are full softmax, others see window and globals."""
+    mechanism = build(window_size=3, num_sinks=2)
+    mechanism.uses_far = False
+    query, key, _ = sample(20)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[0, :5] = False  # its global tokens are 5 and 6
+    value = torch.eye(20).expand(2, 2, 20, 20)
+    weights = run(mechanism, query, key, value, mask=mask, is_causal=False)[0].transpose(1, 2)
+    logits = 0.3 * query.double() @ reference.repeat_heads(key.double(), 4).transpose(-1, -2)
+    place = torch.arange(20)
+    for row, first in ((0, 5), (1, 0)):
+        is_global = (place >= first) & (place < first + 2)
+        visible = ((place[:, None] - place).abs() < 3) | is_global | is_global[:, None]
+        visible = visible & (place >= first)
+        expected = logits[row].masked_fill(~visible, -math.inf).softmax(dim=-1)
+        torch.testing.assert_close(weights[row, :, first:].double(), expected[:, first:], rtol=1e-5, atol=1e-5)
+
+
+def test_two_denominators_mix_two_averages():
+    """At share 1/2 of the far part: the plain mean of what the window says and of what everything behind it says."""
+    mechanism = build(window_size=4, num_sinks=0, normalization="separate")
+    with torch.no_grad():
+        for parameter in mechanism.parameters():
+            parameter.zero_()
+    value = torch.randn(1, 2, 30, 8)
+    output, _ = run(mechanism, torch.zeros(1, 4, 30, 8), torch.zeros(1, 2, 30, 8), value)
+    expected = (value[:, :, 26:].mean(2) + value[:, :, :26].mean(2)) / 2
+    torch.testing.assert_close(output[:, -1], expected.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output[:, 3], value[:, :, :4].mean(2).repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_without_rope_only_the_far_part_changes():
+    """Queries and keys come twice, rotated and not; the state goes on from any split."""
+    filled = LinearAttentionSettings({"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "rope": "none"})
+    mechanism = HybridAttention(filled, build_mechanism("hybrid").shape)
+    mechanism.reset_parameters()
+    (query, key, value), (plain_query, plain_key, _) = sample(30, 1.0), sample(30, 1.0)
+    queries, keys = torch.cat((query, plain_query), dim=-1), torch.cat((key, plain_key), dim=-1)
+    expected = ORACLES["hybrid"](mechanism, queries.double(), keys.double(), value.double(), None, True, 0.3)
+    whole, _ = run(mechanism, queries, keys, value)
+    torch.testing.assert_close(whole.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
+    state, outputs = None, []
+    for part in (slice(0, 11), slice(11, 12), slice(12, 30)):
+        output, state = run(mechanism, queries[:, :, part], keys[:, :, part], value[:, :, part], state=state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-5, atol=1e-5)

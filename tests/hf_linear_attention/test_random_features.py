@@ -14,7 +14,7 @@ from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.feature_maps import orthogonal_random_matrix
 from hf_linear_attention.mechanism_performer import PerformerAttention
-from hf_linear_attention.random_features import RANDOM_FEATURES, optimal_norm_weight
+from hf_linear_attention.random_features import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
 
 
 SHAPE = LayerShape(4, 2, 8, 1)
@@ -50,19 +50,51 @@ def test_orthogonal_matrices_are_haar():
     assert unit.mean(0).abs().max() < 0.03
 
 
-def test_independent_rows_are_not_orthogonal_and_those_on_the_sphere_have_its_radius():
-    iid = performer(num_features=400, orthogonal=False).feature_map.projection
-    assert (iid[:8] @ iid[:8].T).triu(1).abs().max() > 0.5
-    assert abs(iid.square().mean().item() - 1) < 0.1  # standard error 0.025
+@pytest.mark.parametrize("features", RANDOM_FEATURES)
+def test_all_features_project_on_orthogonal_or_independent_rows(features):
+    per_row = RANDOM_FEATURES[features].features_per_row
     for orthogonal in (True, False):
-        sphere = performer(num_features=20, features="regularized", orthogonal=orthogonal).feature_map.projection
-        torch.testing.assert_close(sphere.norm(dim=1), torch.full((20,), math.sqrt(8)))
+        projection = performer(
+            num_features=20 * per_row, features=features, orthogonal=orthogonal
+        ).feature_map.projection
+        assert projection.shape == (20, 8)
+        overlaps = [(block @ block.T).triu(1).abs().max() for block in projection.split(8)]  # the last block has 4 rows
+        # rounding, against the overlap of independent rows of norm 2.8
+        assert max(overlaps) < 1e-5 if orthogonal else min(overlaps) > 0.5
+        if features == "regularized":
+            torch.testing.assert_close(projection.norm(dim=1), torch.full((20,), math.sqrt(8)))
+
+
+def test_independent_rows_are_standard_gaussian():
+    iid = performer(num_features=400, orthogonal=False).feature_map.projection
+    assert abs(iid.mean().item()) < 0.08  # standard error 0.018
+    assert abs(iid.square().mean().item() - 1) < 0.1  # standard error 0.025
+
+
+GENERALIZED = [name for name, features in RANDOM_FEATURES.items() if issubclass(features, GeneralizedRandomFeatureMap)]
+
+
+@pytest.mark.parametrize("features", GENERALIZED)
+def test_generalised_functions_are_not_negative(features):
+    """Whatever f is added: a weight of the other sign would bring denominators near 0."""
+    feature_map = RANDOM_FEATURES[features](1, 1, 8, 64)
+    feature_map.reset_parameters(torch.Generator().manual_seed(0))
+    phi = feature_map.forward_keys(8.0 * torch.randn(1, 1, 200, 8), 1.0)
+    assert phi.isfinite().all()
+    smallest = math.log(1e-3) if feature_map.log_features else 1e-3
+    assert phi.min().item() >= smallest - 1e-6 * abs(smallest)  # the kernel epsilon, as float32 rounds it
+
+
+@pytest.mark.parametrize("function", ["gelu", "tanh", "cos", "identity"])
+def test_functions_with_negative_values_are_not_offered(function):
+    with pytest.raises(ValueError, match=f"`features` = '{function}' must be one of `exp`, .*`relu`, `sigmoid`, `abs`"):
+        performer(features=function)
 
 
 def estimate(features: str, query, key, orthogonal: bool, norm_weight: float = 0.0) -> torch.Tensor:
     """The mean of phi(q)·phi(k) / M over 60,000 rows of W, `[N, S]`, with the factors that cancel in attention."""
     per_row = RANDOM_FEATURES[features].features_per_row
-    feature_map = RANDOM_FEATURES[features](1, 1, 8, 60_000 * per_row, orthogonal)
+    feature_map = RANDOM_FEATURES[features](1, 1, query.shape[-1], 60_000 * per_row, orthogonal)
     feature_map.reset_parameters(torch.Generator().manual_seed(0))
     if features == "favor++":
         feature_map.norm_weight.fill_(norm_weight)
@@ -77,7 +109,7 @@ def estimate(features: str, query, key, orthogonal: bool, norm_weight: float = 0
 
 
 @pytest.mark.parametrize("orthogonal", [True, False])
-@pytest.mark.parametrize("features", [name for name in RANDOM_FEATURES if name not in ("relu", "regularized")])
+@pytest.mark.parametrize("features", [name for name in RANDOM_FEATURES if name not in ("regularized", *GENERALIZED)])
 def test_features_estimate_the_softmax_kernel_without_bias(features, orthogonal):
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 6, 8, generator=generator, dtype=torch.float64) * 0.35
@@ -86,13 +118,25 @@ def test_features_estimate_the_softmax_kernel_without_bias(features, orthogonal)
     torch.testing.assert_close(estimate(features, query, key, orthogonal, -0.3), expected, rtol=0.05, atol=0.0)
 
 
-def test_regularized_features_estimate_a_lower_bound():
-    """Performer 2020, Theorem 1: between 1 - 2 / D^(1/3) and 1 times the softmax kernel (here D = 8: from 0)."""
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_regularized_features_estimate_a_lower_bound(orthogonal):
+    """Performer 2020, Theorem 1, with its expectation in closed form.
+
+    E exp(w·z) over the sphere of radius sqrt(D) is the sum over k of (D |z|^2 / 2)^k / (k! D (D + 2) .. (D + 2 k - 2)),
+    where a Gaussian w would give exp(|z|^2 / 2), the sum of (|z|^2 / 2)^k / k!.
+    """
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 1, 6, 8, generator=generator, dtype=torch.float64) * 0.5
-    ratio = estimate("regularized", query, query, True) / (query @ query.transpose(-1, -2)).exp()[0, 0]
-    assert (ratio.diagonal() < 1).all()
-    assert (ratio > 0).all()
+    query, key = torch.randn(2, 1, 1, 6, 8, generator=generator, dtype=torch.float64) * 0.35
+    half = (query.unsqueeze(-2) + key.unsqueeze(-3)).square().sum(-1)[0, 0] / 2
+    series = term = torch.ones_like(half)
+    for k in range(1, 60):
+        term = term * 8 * half / (k * (8 + 2 * k - 2))
+        series = series + term
+    softmax = (query @ key.transpose(-1, -2)).exp()[0, 0]
+    expected = softmax * series * (-half).exp()
+    assert (expected < softmax).all()
+    # five standard errors, as for the unbiased features
+    torch.testing.assert_close(estimate("regularized", query, key, orthogonal), expected, rtol=0.05, atol=0.0)
 
 
 @pytest.mark.parametrize("dim", [8, 16, 64, 128])
@@ -159,6 +203,7 @@ def test_projections_are_redrawn_every_interval_of_training_forwards():
     assert [torch.equal(a, b) for a, b in itertools.pairwise(seen)] == [True, False, True, False, True]
     again = performer(num_features=16, redraw_interval=2).train()
     for expected in seen:
+        torch.manual_seed(len(seen))
         attend(again, seed=9)  # whatever the data, whatever the global seed: all ranks agree
         assert torch.equal(again.feature_map.projection, expected)
     other = performer(num_features=16, redraw_interval=2, seed=1).train()
@@ -167,12 +212,36 @@ def test_projections_are_redrawn_every_interval_of_training_forwards():
     assert not torch.equal(other.feature_map.projection, seen[2])
 
 
+def test_every_layer_and_seed_has_a_projection_of_its_own():
+    settings = [LinearAttentionSettings({"mechanism": "performer", "seed": seed}) for seed in (0, 1)]
+    mechanisms = [PerformerAttention(settings[seed], LayerShape(4, 2, 8, layer)) for seed in (0, 1) for layer in (0, 1)]
+    for mechanism in mechanisms:
+        mechanism.reset_parameters()
+    for first, second in itertools.combinations(mechanisms, 2):
+        assert not torch.equal(first.feature_map.projection, second.feature_map.projection)
+
+
 def test_without_an_interval_or_in_evaluation_nothing_is_redrawn():
     for mechanism in (performer(num_features=16).train(), performer(num_features=16, redraw_interval=1).eval()):
         before = {name: tensor.clone() for name, tensor in mechanism.state_dict().items()}
         for _ in range(3):
             attend(mechanism)
         assert all(torch.equal(before[name], tensor) for name, tensor in mechanism.state_dict().items())
+
+
+def test_absorbing_keys_anew_is_no_forward():
+    """A rollback to the start absorbs keys that were attended to already; they must meet the same projection."""
+    mechanism = performer(num_features=16, redraw_interval=1).train()
+    attend(mechanism)
+    before = mechanism.feature_map.projection.clone()
+    key, value = torch.randn(2, 2, 2, 5, 8)
+    state = mechanism.absorb(key, value, attention_mask=None, scaling=0.25, state=None)
+    assert mechanism.num_forwards == 1
+    assert torch.equal(mechanism.feature_map.projection, before)
+    expected = mechanism.eval()(
+        torch.randn(2, 4, 5, 8), key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None
+    )[1]
+    assert all(torch.equal(a, b) for a, b in zip(state, expected))
 
 
 def test_a_loaded_checkpoint_computes_as_before_and_goes_on_as_without_the_break():

@@ -5,13 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import peft
 import pytest
 import transformers
-from matrix import stock_config, stock_model
-from transformers import AutoConfig
+from architectures import tiny_config
+from matrix import FAMILY_ROWS, stock_config, stock_model
+from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from hf_linear_attention import convert_config, supported_model_types
+from hf_linear_attention import convert, convert_config
 from hf_linear_attention.registration import LinearConfigs
 
 
@@ -48,7 +54,7 @@ def test_native_model_types_are_untouched():
 
 
 def test_configs_load_by_model_type_alone(tmp_path):
-    for model_type in supported_model_types():
+    for model_type in FAMILY_ROWS:
         convert_config(stock_config(model_type), mechanism="performer").save_pretrained(tmp_path / model_type)
         config = AutoConfig.from_pretrained(tmp_path / model_type)
         assert type(config).__name__ == "Linear" + type(stock_config(model_type)).__name__
@@ -70,11 +76,46 @@ def test_other_registrations_survive():
     assert type(AutoConfig.for_model("somebody_elses")) is OtherConfig
 
 
-def test_supported_model_types_are_those_of_transformers():
-    for model_type in supported_model_types():
-        assert stock_model(model_type).config.model_type == model_type
+@pytest.mark.parametrize(
+    ("model_type", "mapping"),
+    [
+        ("bert", TOKENIZER_MAPPING),
+        ("vit", IMAGE_PROCESSOR_MAPPING),
+        ("wav2vec2", FEATURE_EXTRACTOR_MAPPING),
+        ("whisper", PROCESSOR_MAPPING),
+    ],
+)
+def test_tokenizer_and_processors_of_the_stock_family_are_registered(model_type, mapping):
+    config = convert_config(tiny_config(model_type))
+    assert mapping[type(config)] == mapping[CONFIG_MAPPING[model_type]]
 
 
-def test_tokenizer_of_the_stock_family_is_registered():
-    config = convert_config(stock_config("bert"))
-    assert TOKENIZER_MAPPING[type(config)] == TOKENIZER_MAPPING[type(stock_config("bert"))]
+def test_a_processor_that_a_stock_folder_finds_by_its_config_is_found(tmp_path):
+    """`preprocessor_config.json` of old checkpoints names no class: the model type decides."""
+    convert_config(tiny_config("wav2vec2")).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"sampling_rate": 8000}')
+    assert AutoFeatureExtractor.from_pretrained(tmp_path).sampling_rate == 8000
+    convert_config(tiny_config("vit")).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 12, "width": 12}}')
+    assert AutoImageProcessor.from_pretrained(tmp_path).size["height"] == 12
+
+
+def test_peft_adapts_the_modules_that_it_adapts_in_the_stock_model():
+    code = (
+        "import sys, transformers\n"
+        "from hf_linear_attention import convert_config\n"
+        "config = convert_config(transformers.LlamaConfig())\n"
+        "assert 'peft' not in sys.modules\n"  # which is imported after the model was made
+        "from peft.utils import constants\n"
+        "config.to_dict()\n"
+        "targets = [table for name, table in vars(constants).items() if name.endswith('MODULES_MAPPING')]\n"
+        "known = [table for table in targets if 'llama' in table]\n"
+        "print(len(known) > 20 and all(table['linear_llama'] is table['llama'] for table in known))"
+    )
+    assert run_python(code).strip() == "True"
+
+
+def test_lora_needs_no_target_modules():
+    model = peft.get_peft_model(convert(stock_model("llama"), mechanism="linear"), peft.LoraConfig())
+    adapted = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {"q_proj", "v_proj"}

@@ -12,7 +12,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from conversion.export import CODE_FOLDER, ENTRY_FILES, shipped_files
 
 
-ALLOWED = {*sys.stdlib_module_names, "torch", "transformers"}
+# safetensors is a requirement of transformers itself.
+ALLOWED = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
 
 
 def source(name: str) -> str:

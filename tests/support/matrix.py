@@ -32,11 +32,26 @@ MECHANISM_ROWS = {
     "performer-trig": {"mechanism": "performer", "num_features": 20, "features": "trig"},
     "performer-regularized": {"mechanism": "performer", "num_features": 20, "features": "regularized"},
     "performer-relu": {"mechanism": "performer", "num_features": 20, "features": "relu"},
+    "performer-sigmoid": {"mechanism": "performer", "num_features": 20, "features": "sigmoid"},
+    "performer-abs": {"mechanism": "performer", "num_features": 20, "features": "abs"},
+    "performer-generalized_exp": {"mechanism": "performer", "num_features": 20, "features": "generalized_exp"},
     "performer-favor++": {"mechanism": "performer", "num_features": 20, "features": "favor++"},
     "performer-mixing": {"mechanism": "performer", "num_features": 20, "uniform_mixing": 0.25},
     "hybrid": {"mechanism": "hybrid", "window_size": 8, "num_sinks": 3, "num_features": 12},
     "hybrid-decay": {"mechanism": "hybrid", "window_size": 3, "num_sinks": 1, "num_features": 12, "decay": "learned"},
     "hybrid-no-sinks": {"mechanism": "hybrid", "window_size": 5, "num_sinks": 0, "feature_map": "hedgehog"},
+    "hybrid-separate": {"mechanism": "hybrid", "window_size": 4, "num_features": 12, "normalization": "separate"},
+    "hybrid-window-maximum": {
+        "mechanism": "hybrid",
+        "window_size": 4,
+        "num_sinks": 0,
+        "feature_map": "hedgehog",
+        "normalization": "window_maximum",
+    },
+    "linear-alibi": {"mechanism": "linear", "feature_map": "elu1"},
+    "performer-alibi": {"mechanism": "performer", "num_features": 20},
+    "hybrid-alibi": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 12},
+    "hybrid-alibi-decay": {"mechanism": "hybrid", "window_size": 4, "num_features": 12, "decay": "learned"},
     "linformer-none": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "none"},
     "linformer-headwise": {"mechanism": "linformer", "projection_size": 8},
     "linformer-key-value": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "key-value"},
@@ -64,6 +79,9 @@ MECHANISM_ROWS = {
 }
 
 
+# Rows that serve a model with ALiBi, which none of transformers' encoders has.
+ALIBI_ROWS = {"linear-alibi", "performer-alibi", "hybrid-alibi", "hybrid-alibi-decay"}
+
 # Rows that are ill-conditioned as functions beyond this standard deviation of q and k: no arithmetic can help there.
 MAX_STD = {
     "performer-trig": 0.5,  # weights of both signs: denominators come close to 0
@@ -74,12 +92,15 @@ def rows(**capabilities: bool) -> list[str]:
     """The ids of the rows that have, or lack, these capabilities: `rows(causal=True)`."""
     return [
         name
-        for name, settings in MECHANISM_ROWS.items()
-        if all(supports(settings, capability) == value for capability, value in capabilities.items())
+        for name in MECHANISM_ROWS
+        if all(supports(name, capability) == value for capability, value in capabilities.items())
     ]
 
 
-def supports(settings, capability: str) -> bool:
+def supports(row: str, capability: str) -> bool:
+    settings = MECHANISM_ROWS[row]
+    if row in ALIBI_ROWS and capability in ("bidirectional", "cross"):
+        return False
     filled = LinearAttentionSettings(settings, max_length=97)
     return MECHANISMS[settings["mechanism"]].supports(capability, filled)
 
@@ -87,7 +108,8 @@ def supports(settings, capability: str) -> bool:
 def build_mechanism(row: str, num_heads=4, num_key_value_heads=2, head_dim=8, max_length=97, dtype=torch.float32):
     """An initialised mechanism whose learned parameters are moved off their starting values."""
     settings = MECHANISM_ROWS[row]
-    shape = LayerShape(num_heads, num_key_value_heads, head_dim, 0, max_length)
+    slopes = tuple(0.5**head for head in range(1, num_key_value_heads + 1)) if row in ALIBI_ROWS else None
+    shape = LayerShape(num_heads, num_key_value_heads, head_dim, 0, max_length, slopes)
     mechanism = MECHANISMS[settings["mechanism"]](LinearAttentionSettings(settings, max_length=max_length), shape)
     mechanism.reset_parameters()
     with torch.no_grad():

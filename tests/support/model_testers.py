@@ -37,7 +37,8 @@ _ENCODER = {**_TEXT, "type_vocab_size": 16}
 # The stock config class, its tiny sizes, and what its test class of transformers sets.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED, {}),
-    "mistral": ("MistralConfig", _GROUPED, {}),
+    # A window that some of the common tests set too, so that the settings can say `drop`.
+    "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 2}, {}),
     "qwen3": ("Qwen3Config", {**_GROUPED, "head_dim": 16}, {}),
     "gpt2": (
         "GPT2Config",

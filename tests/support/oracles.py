@@ -6,6 +6,7 @@ An oracle takes `(mechanism, query, key, value, mask, is_causal, scaling)` and r
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -58,17 +59,18 @@ def exp(feature_map, query, key, scaling):
 
 def performer(mechanism, query, key, value, mask, is_causal, scaling):
     features = mechanism.settings["features"]
-    oracle = getattr(reference, RANDOM_FEATURES[features])
+    oracle = RANDOM_FEATURES[features]
     inputs = [x.double() * math.sqrt(scaling) for x in (query, reference.repeat_heads(key, query.shape[1]))]
     arguments = [mechanism.feature_map.projection]
     if features == "favor++":
         groups = query.shape[1] // key.shape[1]
         arguments.append(mechanism.feature_map.norm_weight.double().repeat_interleave(groups)[:, None, None])
     phi_query, phi_key = (oracle(x, *arguments) for x in inputs)
-    if features in ("trig", "relu"):
+    if features == "trig":
         output = reference.attend_weights(phi_query @ phi_key.transpose(-1, -2), value, mask, is_causal)
     else:
-        output = reference.kernel_attention(phi_query, phi_key, value, key_mask=mask, is_causal=is_causal)
+        options = {"key_mask": mask, "is_causal": is_causal, "log_decay": log_decay(mechanism)}
+        output = reference.kernel_attention(phi_query, phi_key, value, **options)
     mean = reference.attend(output.new_zeros(*output.shape[:3], key.shape[2]), value, mask, is_causal)
     return (1 - mechanism.uniform_mixing) * output + mechanism.uniform_mixing * mean
 
@@ -122,27 +124,37 @@ def linformer_matrices(mechanism, length: int):
     return [projection[..., :length] for projection in projections], (max_length, full)
 
 
-def log_decay(mechanism):
-    """`[H]`, or None without decay."""
-    if mechanism.decay is None:
+def log_decay(mechanism, name: str = "decay"):
+    """`[H]`, or None without decay; ALiBi where nothing else was asked for."""
+    decay = getattr(mechanism, name) or getattr(mechanism, "alibi", None)
+    if decay is None:
         return None
     groups = mechanism.shape.num_heads // mechanism.shape.num_key_value_heads
-    return mechanism.decay().double().repeat_interleave(groups)
+    return decay().double().repeat_interleave(groups)
 
 
 def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row without its padding, whose queries get 0."""
-    features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
+    size = mechanism.shape.head_dim
+    plain = [x[..., -size:] for x in (query, key)]  # without rotary positions, where the row has both
+    query, key = (x[..., :size] for x in (query, key))
+    features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, *plain, scaling)
+    options = {"log_decay": log_decay(mechanism), "alibi": log_decay(mechanism, "alibi"), "is_causal": is_causal}
+    mix = {name: parameter.double() for name, parameter in mechanism.mix.named_parameters()}
+    if "far_weight" in mix:
+        options["near_share"] = 1 - mix["far_weight"].sigmoid()
+    if "window_weight" in mix:
+        options["window_factor"] = mix["window_weight"].sigmoid()
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
     rows = []
     for row in range(query.shape[0]):
         real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
-        norm = query.double().square().sum(-1, keepdim=True) * scaling / 2
-        scale, weight = (w.double()[:, None, None] for w in (mechanism.far_log_scale, mechanism.query_norm_weight))
-        parts = (query, key, value, *features, scale - weight * norm)
-        parts = [x[row : row + 1].index_select(2, real) for x in parts]
-        sizes = (mechanism.window_size, mechanism.num_sinks)
-        result = reference.hybrid(*parts, scaling, *sizes, log_decay(mechanism))
+        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value, *features)]
+        if "far_log_scale" in mix:
+            norm = parts[0].double().square().sum(-1, keepdim=True) * scaling / 2
+            scale, weight = (mix[name][:, None, None] for name in ("far_log_scale", "query_norm_weight"))
+            options["far_log_scale"] = scale - weight * norm
+        result = reference.hybrid(*parts, scaling, mechanism.window_size, mechanism.num_sinks, **options)
         rows.append(output[row : row + 1].index_copy(2, real, result))
     return torch.cat(rows)
 
@@ -202,16 +214,28 @@ def aft_bias(mechanism, length: int):
 
 
 # The features' logarithms: the features themselves would underflow where an oracle must not.
-FEATURES = {"elu1": elu1, "relu": relu, "squared_relu": squared_relu, "exp": exp, "hedgehog": hedgehog}
+FEATURES = {
+    "elu1": elu1,
+    "relu": relu,
+    "squared_relu": squared_relu,
+    "exp": exp,
+    "hedgehog": hedgehog,
+}
 # Weights [B, H, N, S] where features have no logarithms.
-WEIGHTS = {"t2r": t2r, "taylor": taylor}
+WEIGHTS = {
+    "t2r": t2r,
+    "taylor": taylor,
+}
 RANDOM_FEATURES = {
-    "exp": "favor",
-    "cosh": "favor_cosh",
-    "trig": "favor_trig",
-    "regularized": "favor",  # the sphere is in the projection
-    "relu": "favor_relu",
-    "favor++": "favor_optimal",
+    "exp": reference.favor,
+    "cosh": reference.favor_cosh,
+    "trig": reference.favor_trig,
+    "regularized": reference.favor,  # the sphere is in the projection
+    "relu": partial(reference.favor_generalized, function=torch.relu),
+    "sigmoid": partial(reference.favor_generalized, function=torch.sigmoid),
+    "abs": partial(reference.favor_generalized, function=torch.abs),
+    "generalized_exp": partial(reference.favor_generalized, function=torch.exp),
+    "favor++": reference.favor_optimal,
 }
 ORACLES = {
     "aft": aft,

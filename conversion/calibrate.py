@@ -1,0 +1,68 @@
+"""Choosing what a conversion calibrates its mechanisms on (FAVOR++); the fitting is `hf_linear_attention.calibrate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from conversion.arguments import ConversionArguments
+from conversion.errors import UsageError
+from conversion.inputs import RealInputs
+from conversion.logs import logger
+from conversion.plan import Plan
+from hf_linear_attention import calibrate
+from hf_linear_attention.mechanisms import MECHANISMS
+
+
+DEFAULT_TOKENS = 4096
+
+
+def needs_calibration(plan: Plan) -> bool:
+    """Whether the layers to convert have constants to fit."""
+    settings = plan.settings
+    return bool(plan.layers) and MECHANISMS[settings["mechanism"]].needs_calibration(settings)
+
+
+def check_options(arguments: ConversionArguments, plan: Plan) -> None:
+    """Raises `UsageError` for options of calibration and diagnosis that nothing would look at."""
+    is_used, tokens = needs_calibration(plan), arguments.calibration_tokens
+    problems = []
+    if arguments.calibration_file is not None and not (is_used or arguments.spectrum):
+        problems.append(
+            f"`--calibration_file` is given, but `{plan.settings['mechanism']}` as set here has nothing to calibrate; "
+            "leave it out, or add `--spectrum` to look at the attention on it"
+        )
+    if tokens is not None and not (is_used and arguments.calibration_file is not None):
+        reason = "has nothing to calibrate" if not is_used else "is calibrated on all built-in sentences"
+        problems.append(
+            f"`--calibration_tokens` is given, but `{plan.settings['mechanism']}` as set here {reason}; leave it out"
+            + ("" if not is_used else ", or name a `--calibration_file`")
+        )
+    if tokens is not None and tokens < 1:
+        problems.append(f"`--calibration_tokens` = {tokens}; it must be at least 1")
+    if arguments.spectrum and not plan.layers:
+        problems.append("`--spectrum` looks at the layers to convert, and `--layers` leaves none")
+    if problems:
+        raise UsageError(*problems)
+
+
+def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: int | None) -> dict[str, Any]:
+    """Calibrate a model that needs it, in place; returns what the report says of it: `inputs` and `tokens`.
+
+    Raises:
+        UsageError: if the attention of this model cannot be observed.
+    """
+    if inputs is None:
+        logger.warning(
+            "not calibrated, because there is no text or image to do it on: give `--calibration_file`. Until then the "
+            "features are those of FAVOR+"
+        )
+        return {"inputs": None, "tokens": 0}
+    logger.info("calibrating on %s", inputs.name)
+    try:
+        tokens = calibrate(model, inputs.batches(max_tokens or DEFAULT_TOKENS))
+    except NotImplementedError as error:
+        settings = model.config.linear_attention
+        raise UsageError(f"`{settings['mechanism']}` as set here has to be calibrated, but {error}") from error
+    return {"inputs": inputs.name, "tokens": tokens}

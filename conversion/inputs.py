@@ -1,0 +1,224 @@
+"""Real inputs for the source model: the file of `--calibration_file`, or the built-in sentences.
+
+Two cuts of the same data: `batches`, as the model is used (a decoder reads a stream in full blocks, an encoder one
+text, a vision model one image), and `windows`, all of one length and without padding, for figures that depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from conversion.companions import load_image_processor, load_tokenizer
+from conversion.errors import UsageError
+from conversion.plan import Plan
+from conversion.samples import TEXTS, built_in_text
+from conversion.source import Source
+from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
+
+
+Batch = dict[str, torch.Tensor]
+BATCH_SIZE = 8
+# Of a text file, windows are spread over so much: enough for any figure, and tokenised in a second.
+MAX_CHARACTERS = 1_000_000
+
+
+class RealInputs(Protocol):
+    """`name` is what the report calls them."""
+
+    name: str
+
+    def batches(self, max_tokens: int) -> list[Batch]:
+        """Padded batches of the first inputs, as many as it takes to reach `max_tokens` tokens or patches."""
+        ...
+
+    def windows(self, count: int) -> list[Batch]:
+        """`count` batches of one input each, of 512 tokens, or as many as the model takes and the text has."""
+        ...
+
+
+def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code: bool = False) -> RealInputs | None:
+    """The inputs that fit the model; None if `path` is None and there are no built-in ones for it.
+
+    Raises:
+        UsageError: if there is no such file, or none of a kind that this model reads.
+    """
+    kind = plan.stock_class.main_input_name
+    if path is not None and not Path(path).exists():
+        raise UsageError(f"`--calibration_file` = {path!r}: there is no such file")
+    if kind == "input_ids":
+        return _text_inputs(source, plan.config, path, trust_remote_code)
+    if path is None:
+        return None
+    processor = load_image_processor(source, trust_remote_code) if kind == "pixel_values" else None
+    if processor is None:
+        raise UsageError(f"`--calibration_file`: nothing here turns a file into the `{kind}` that {source.name} reads")
+    if not Path(path).is_dir():
+        raise UsageError(f"`--calibration_file` = {path!r} is a file; a vision model needs a folder of images")
+    return ImageInputs(plan.config, processor, path)
+
+
+def _text_inputs(source: Source, config: PreTrainedConfig, path: str | None, trust_remote_code: bool):
+    from training.validation import FILE_TYPES  # as below
+
+    tokenizer = load_tokenizer(source, trust_remote_code)
+    ids = built_in_text(config, tokenizer)
+    if path is None:
+        return None if tokenizer is None or ids is None else BuiltInTexts(config, tokenizer, ids)
+    if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
+        raise UsageError(f"`--calibration_file` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
+    if tokenizer is None or ids is None:
+        raise UsageError(f"`--calibration_file`: {source.name} has no tokenizer of its own to read it with")
+    return TextFile(config, tokenizer, path)
+
+
+class BuiltInTexts:
+    """The sentences that `verify` uses."""
+
+    name = "built-in sentences"
+
+    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ids: list[torch.Tensor]) -> None:
+        self.config, self.tokenizer, self.ids = config, tokenizer, ids
+
+    def batches(self, max_tokens: int) -> list[Batch]:
+        return [_complete(self.config, {"input_ids": ids}) for ids in self.ids]
+
+    def windows(self, count: int) -> list[Batch]:
+        return _text_windows(self.config, self.tokenizer, " ".join(TEXTS), count)
+
+
+class TextFile:
+    """A text file, read and cut as `training/finetune.py` reads a `--train_file`."""
+
+    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+        self.config, self.tokenizer, self.path, self.name = config, tokenizer, path, Path(path).name
+
+    def batches(self, max_tokens: int) -> list[Batch]:
+        # Here and not at the top: training imports `datasets`, which most conversions can do without.
+        from training.batches import pad
+        from training.models import pad_token_id
+
+        examples = self._examples(max_tokens)
+        padding = pad_token_id(self.tokenizer)
+        groups = (range(start, min(start + BATCH_SIZE, len(examples))) for start in range(0, len(examples), BATCH_SIZE))
+        padded = [pad([{"index": index, **examples[index]} for index in group], padding) for group in groups]
+        return [
+            _complete(self.config, {name: batch[name] for name in ("input_ids", "attention_mask")}) for batch in padded
+        ]
+
+    def _examples(self, max_tokens: int):
+        from training.data import build_examples
+        from training.errors import TrainingError
+        from training.models import sequence_length
+        from training.packing import shorten
+
+        recipe, rows = self._recipe_and_rows()
+        length = sequence_length(recipe, self.tokenizer, self.config)
+        # A row has a token at least, so no more rows are needed than tokens.
+        rows = rows.select(range(min(len(rows), max_tokens)))
+        try:
+            examples = build_examples(recipe, rows, self.tokenizer, length, None, "train")
+        except TrainingError as error:
+            raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
+        return shorten(examples, None, max_tokens)
+
+    def windows(self, count: int) -> list[Batch]:
+        text = "\n".join(text for text in self._recipe_and_rows()[1]["text"] if text)
+        return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
+
+    def _recipe_and_rows(self):
+        import datasets
+
+        from training.arguments import (
+            DataArguments,
+            ModelArguments,
+            ObjectiveArguments,
+            OptimizationArguments,
+            Recipe,
+            RunArguments,
+        )
+        from training.data import load_rows
+
+        task = "causal_lm" if _is_causal(self.config) else "embedding"
+        model, data = ModelArguments("", task), DataArguments(train_file=self.path)  # type: ignore[arg-type]
+        datasets.disable_progress_bars()
+        rows = load_rows(data, "train")
+        if rows is None or "text" not in rows.column_names:
+            raise UsageError(f"`--calibration_file` = {self.path!r} has no column `text`")
+        if not any(text and text.strip() for text in rows["text"]):
+            raise UsageError(f"`--calibration_file` = {self.path!r} holds no text")
+        return Recipe(model, data, ObjectiveArguments(), OptimizationArguments(), RunArguments("")), rows
+
+
+class ImageInputs:
+    """A folder of images, in subfolders or not."""
+
+    def __init__(self, config: PreTrainedConfig, processor: Any, path: str) -> None:
+        self.config, self.processor, self.path, self.name = config, processor, path, f"images in {Path(path).name}"
+
+    def batches(self, max_tokens: int) -> list[Batch]:
+        count = -(-max_tokens // (max_length_of(self.config) or 1))
+        images = self._images(count)
+        return [self._batch(images[start : start + BATCH_SIZE]) for start in range(0, len(images), BATCH_SIZE)]
+
+    def windows(self, count: int) -> list[Batch]:
+        return [self._batch([image]) for image in self._images(count)]
+
+    def _batch(self, images: Sequence[Any]) -> Batch:
+        return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"]}
+
+    def _images(self, count: int) -> list[Any]:
+        """Spread over the folder, whose subfolders may be classes."""
+        from PIL import Image  # the image processor has needed it already
+
+        paths = [
+            path for path in sorted(Path(self.path).rglob("*")) if path.suffix.lower() in Image.registered_extensions()
+        ]
+        if not paths:
+            raise UsageError(f"`--calibration_file` = {self.path!r} holds no images")
+        try:
+            return [Image.open(path).convert("RGB") for path in paths[:: max(1, len(paths) // count)][:count]]
+        except OSError as error:
+            raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
+
+
+def _is_causal(config: PreTrainedConfig) -> bool:
+    return is_causal_config(config, config.stock_model_type)
+
+
+def _complete(config: PreTrainedConfig, batch: Batch) -> Batch:
+    """An encoder-decoder reads the same text on both sides."""
+    return {**batch, **{f"decoder_{name}": x for name, x in batch.items()}} if config.is_encoder_decoder else batch
+
+
+def _text_windows(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, text: str, count: int, length: int = 512
+) -> list[Batch]:
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    most = len(tokens) + tokenizer.num_special_tokens_to_add()
+    length = min(length, max_length_of(config) or length, tokenizer.model_max_length, most)
+    return [_complete(config, {"input_ids": ids}) for ids in token_windows(tokenizer, tokens, length, count)]
+
+
+def token_windows(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], length: int, count: int
+) -> list[torch.Tensor]:
+    """`count` inputs `[1, length]` evenly spread over `tokens`, each with the tokenizer's special tokens; equal ones
+    once."""
+    body = length - tokenizer.num_special_tokens_to_add()
+    stride = (len(tokens) - body) // max(count, 1)
+    starts = sorted({number * stride for number in range(count)})
+    return [torch.tensor([_with_special_tokens(tokenizer, list(tokens[start : start + body]))]) for start in starts]
+
+
+def _with_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
+    if not tokenizer.num_special_tokens_to_add():
+        return tokens
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+    if first is None or last is None:
+        first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return [first, *tokens, last] if tokenizer.num_special_tokens_to_add() == 2 else [first, *tokens]

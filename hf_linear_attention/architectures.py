@@ -1,0 +1,240 @@
+"""What the attention modules of transformers are, read off the modules themselves: a new model type needs no change.
+
+Which attend to their own sequence and which to another, which look only back, their heads and sizes, and the
+`FEATURES`: what some of them do to logits or masks that no state of constant size can do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .alibi_attention import adapter_of
+from .attention_mechanism import LayerShape
+from .configuration_linear_attention import DROPPABLE
+from .configuration_linear_attention import is_causal_config
+from .configuration_linear_attention import max_length_of
+
+
+# The name of a module, or of its parent, where it attends to another sequence.
+CROSS_NAME = re.compile(r"cross|x_attn|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
+POSITION_BIAS_NAME = re.compile(r"relative_(position|attention)_bias")
+# The arguments that stock layers hand to the attention function, and the features that they are.
+FEATURE_ARGUMENTS = {
+    "position_bias": "position_bias",
+    "softcap": "softcap",
+    "s_aux": "attention_sinks",
+    "sinks": "attention_sinks",
+    "indices": "sparse_attention",
+    "block_indices": "sparse_attention",
+}
+# Stock attention classes that reach the interface and still cannot be converted.
+EXCEPTIONS = {
+    "DiffLlamaAttention": "attends twice, to different values, with one cache entry",
+    "DogeAttention": "adds a mask of its own, computed from the values, per head",
+    "DeepseekV4Attention": "attends to compressed keys that it keeps in a cache layer of its own",
+    "T5Gemma2MergedAttention": "attends to its own tokens and the encoder's in one softmax",
+}
+
+
+def attention_modules(model: nn.Module, cross: bool = False) -> dict[str, Any]:
+    """`{name: module}` of every attention that reaches the attention interface, in order.
+
+    Args:
+        cross: those that attend to another sequence, instead of their own.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if _reaches_interface(module) and is_cross_attention(name, module) == cross
+    }
+
+
+def _reaches_interface(module: nn.Module) -> bool:
+    if adapter_of(type(module)) is not None or hasattr(module, "linear_attention_enabled"):
+        return True
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def has_own_dispatch(model_class: type) -> bool:
+    """Whether a table of the modeling file picks the attention class by `attn_implementation`, and knows not ours."""
+    return any(name.endswith("ATTENTION_CLASSES") for name in vars(sys.modules[model_class.__module__]))
+
+
+def is_cross_attention(name: str, module: Any) -> bool:
+    """Whether the module of this name takes its keys from another sequence, such as an encoder's."""
+    places = (type(module).__name__, *name.split(".")[-2:])
+    return bool(getattr(module, "is_cross_attention", False)) or any(map(CROSS_NAME.search, places))
+
+
+def is_causal_attention(module: Any, model: Any) -> bool:
+    """Whether this self-attention looks only back; in an encoder-decoder each module says so itself."""
+    config = getattr(module, "config", model.config)
+    if (is_causal := getattr(config, "is_causal", None)) is not None:
+        return bool(is_causal)
+    if hasattr(module, "is_causal"):  # some decoders leave it False and rely on their mask
+        return bool(module.is_causal or getattr(module, "is_decoder", False))
+    return is_causal_config(model.config, model.config.stock_model_type)
+
+
+def layer_shape(module: Any, layer: int, config) -> LayerShape:
+    """Heads and sizes of an attention module, from the module itself: hidden_size / heads is wrong for many models.
+
+    Raises:
+        ValueError: if the module tells none of the names that transformers uses.
+    """
+    config = getattr(module, "config", config)
+    num_heads = _first_attribute(module, ("num_heads", "num_attention_heads", "n_heads")) or _first_attribute(
+        config, ("num_attention_heads", "n_heads", "n_head")
+    )
+    # qk_head_dim first: in multi-head latent attention `head_dim` is another one.
+    head_dim = _first_attribute(
+        module, ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+    )
+    if not num_heads or not head_dim:
+        raise ValueError(
+            f"Cannot tell the number of heads (got {num_heads}) and head_dim (got {head_dim}) of "
+            f"{type(module).__name__}."
+        )
+    groups = getattr(module, "num_key_value_groups", None) or 1
+    adapter = adapter_of(type(module))
+    slopes = adapter.alibi_slopes(module) if adapter else None
+    return LayerShape(num_heads, num_heads // groups, head_dim, layer, max_length_of(config), slopes)
+
+
+def _first_attribute(owner: Any, names: tuple[str, ...]) -> int | None:
+    return next((getattr(owner, name) for name in names if getattr(owner, name, None) is not None), None)
+
+
+def config_of(module: Any) -> Any:
+    """The config that the module keeps; None for BLOOM's and MPT's, which read theirs and let it go."""
+    return getattr(module, "config", None)
+
+
+def layer_type(module: Any) -> str | None:
+    """The entry of `config.layer_types` for the layer of this module, such as `full_attention`; None without one."""
+    config, layer = config_of(module), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    return types[layer] if types and layer is not None and layer < len(types) else None
+
+
+def features_of(module: Any, model: nn.Module) -> dict[str, str]:
+    """`{feature: what the stock attention does}`: the `DROPPABLE` ones, and others that nothing can do without."""
+    found = {
+        "exception": EXCEPTIONS.get(_stock_class(module).__name__),
+        "position_bias": _position_bias(module, model),
+        "softcap": _softcap(module),
+        "attention_sinks": _sinks(module),
+        "sliding_window": _window(module),
+        "chunked_attention": _chunk(module),
+        "sparse_attention": _selection(module),
+    }
+    return {feature: text for feature, text in found.items() if text is not None}
+
+
+def refuse_features(model: Any, converted: Mapping[int, Any]) -> None:
+    """Refuse what the stock attention of the layers to convert does and a linear one cannot, unless `drop` names it.
+
+    Raises:
+        ValueError: naming each such feature, and each in `drop` that no layer has.
+    """
+    if not converted:
+        return
+    drop, found = model.config.linear_attention["drop"], converted_features(model, converted)
+    kept = {feature: texts for feature, texts in found.items() if feature not in drop}
+    problems = [
+        f"{text}, in layers {', '.join(map(str, layers))}" for texts in kept.values() for text, layers in texts.items()
+    ]
+    if problems:
+        clean = [
+            layer for layer in converted if not any(layer in layers for t in kept.values() for layers in t.values())
+        ]
+        by_type = all(layer_type(converted[layer]) == "full_attention" for layer in clean)
+        others = "full_attention" if clean and by_type else clean
+        problems.append(f"keep these softmax: set `layers` to `{others}`" if clean else "keep these softmax (`layers`)")
+        if names := [f"`{feature}`" for feature in kept if feature in DROPPABLE]:
+            problems.append(f"or convert them without it: set `drop` to a list with {', '.join(names)}")
+    problems += [f"`drop` names `{name}`, which no layer to convert has" for name in drop if name not in found]
+    if problems:
+        raise ValueError(
+            f"{type(model).__name__} has attention that no linear one can do:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def converted_features(model: Any, converted: Mapping[int, Any]) -> dict[str, dict[str, list[int]]]:
+    """`{feature: {what which class does: layers}}` of the layers to convert, or converted with `drop`."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for layer, module in converted.items():
+        for feature, text in features_of(module, model).items():
+            found.setdefault(feature, {}).setdefault(f"{_stock_class(module).__name__} {text}", []).append(layer)
+    return found
+
+
+def _stock_class(module: Any) -> type:
+    return getattr(type(module), "stock_class", type(module))
+
+
+def _passes(module: Any, feature: str) -> bool:
+    """Whether the stock forward hands such an argument to the attention function: its code holds the keywords."""
+    constants = inspect.unwrap(_stock_class(module).forward).__code__.co_consts
+    keywords = {word for constant in constants if isinstance(constant, tuple) for word in constant}
+    return any(FEATURE_ARGUMENTS.get(word) == feature for word in keywords if isinstance(word, str))
+
+
+def _position_bias(module: Any, model: nn.Module) -> str | None:
+    if getattr(module, "position_embeddings_type", "relative") in (None, "rotary"):
+        return None
+    tables = (name for name, _ in model.named_parameters() if POSITION_BIAS_NAME.search(name))
+    # The module of such a table stands in the attention, in its layer or in its encoder (BEiT adds it to the mask).
+    owners = (model.get_submodule(".".join(name.split(".")[:-2])) for name in tables)
+    if _passes(module, "position_bias") or any(module is child for owner in owners for child in owner.modules()):
+        return "adds a learned position bias to its logits"
+    return None
+
+
+def skips_position_bias(module: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether a dropped bias, which T5's first layer makes N x N for all the others, need not be made at all."""
+    if "position_bias" not in settings["drop"] or settings["layers"] != "all":
+        return False
+    return "position_bias" in inspect.signature(type(module).forward).parameters and hasattr(module, "o")
+
+
+def _softcap(module: Any) -> str | None:
+    cap = getattr(module, "attn_logit_softcapping", None) if _passes(module, "softcap") else None
+    return f"caps its logits at {cap}" if cap else None
+
+
+def _sinks(module: Any) -> str | None:
+    has_sinks = _passes(module, "attention_sinks") and getattr(module, "sinks", None) is not None
+    return "has learned attention sinks" if has_sinks else None
+
+
+def _selection(module: Any) -> str | None:
+    is_sparse = _passes(module, "sparse_attention") and layer_type(module) != "full_attention"
+    return "attends to a selection of the keys" if is_sparse else None
+
+
+def _window(module: Any) -> str | None:
+    if "sliding" not in (layer_type(module) or "sliding"):
+        return None
+    window = getattr(module, "sliding_window", getattr(config_of(module), "sliding_window", None))
+    return f"sees the nearest {window} tokens only" if _hides(window, config_of(module)) else None
+
+
+def _chunk(module: Any) -> str | None:
+    size = (
+        getattr(config_of(module), "attention_chunk_size", None) if layer_type(module) == "chunked_attention" else None
+    )
+    return f"sees its own chunk of {size} tokens only" if _hides(size, config_of(module)) else None
+
+
+def _hides(size: Any, config) -> bool:
+    """A window as long as the longest input hides nothing."""
+    return isinstance(size, int) and size < (max_length_of(config) or size + 1)

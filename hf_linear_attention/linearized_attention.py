@@ -1,0 +1,200 @@
+"""What a converted attention module does instead of softmax: `LinearizedAttention`, mixed in before the stock class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils.output_capturing import _active_collector
+
+from .architectures import FEATURE_ARGUMENTS
+from .attention_masks import attend_packed
+from .attention_masks import is_tracing
+from .attention_masks import linear_attention_mask
+from .attention_masks import read_mask
+from .cache_linear_attention import state_layer
+
+
+IMPLEMENTATION = "linear_attention"
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+
+
+def linear_attention_forward(module, query, key, value, attention_mask, **kwargs):
+    """The attention function registered as `linear_attention`; the work is the module's, so that two copies of this
+    file in one process (plugin and checkpoint) may overwrite each other's registration harmlessly."""
+    if not hasattr(module, "attend"):
+        raise ValueError(
+            f"`attn_implementation` = `{IMPLEMENTATION}` reached {type(module).__name__}, which was not converted; "
+            "choose `sdpa` for this model, its converted layers stay linear."
+        )
+    output, weights = module.attend(query, key, value, attention_mask, **kwargs)
+    return output.contiguous(), weights  # some stock layers take a view of it
+
+
+AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)
+
+
+class MechanismInputs(NamedTuple):
+    """What a mechanism sees of one call of its layer, besides the values."""
+
+    query: torch.Tensor  # [B, H, N, D]
+    key: torch.Tensor  # [B, Hkv, S, D]
+    key_mask: torch.Tensor | None  # bool [B, S], False at padding
+    segments: torch.Tensor | None  # [B, S], packed sequences numbered from 1, 0 at padding
+    scaling: float
+    is_causal: bool
+
+
+class LinearizedAttention:
+    """Mixed in before a stock attention class: finds this layer's cache and attends with the mechanism."""
+
+    # Set by `observe_attention`: takes what the mechanism would get while the layer computes softmax.
+    linear_attention_observer: Callable[..., None] | None = None
+
+    def forward(self, *args, **kwargs):
+        if self.linear_attention_rotary is not None and (
+            self.linear_attention_enabled or self.linear_attention_observer is not None
+        ):
+            kwargs["rotary"] = self.linear_attention_rotary.embeddings(args, kwargs)
+        if not self.linear_attention_enabled:
+            return super().forward(*args, **kwargs)
+        if kwargs.get("cache") is not None:
+            raise NotImplementedError("Continuous batching has no place for a recurrent state; use `generate`.")
+        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+        if cache is not None:
+            kwargs["state_layer"] = self.find_state_layer(cache)
+        if self.linear_attention_skips_bias:
+            kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # given, so that T5 makes none of N x N
+        return super().forward(*args, **kwargs)
+
+    def find_state_layer(self, cache):
+        return state_layer(cache, self.layer_idx)
+
+    def attend(self, query, key, value, attention_mask, *, state_layer=None, **kwargs):
+        """The attention function's part: `query [B, H, N, D]`, `key, value [B, Hkv, S, D]` -> `[B, N, H, D]`.
+
+        Dropout of attention weights has no N x N matrix to act on and is left out.
+
+        Raises:
+            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour.
+        """
+        seen = state_layer.get_seq_length() - key.shape[2] if state_layer is not None else 0
+        query, key, *masks_and_mode = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
+        # No autocast inside: the sums must stay float32.
+        with torch.autocast(device_type=query.device.type, enabled=False):
+            if self._wants_weights(kwargs):
+                return self._attend_with_weights(query, key, value, *masks_and_mode, state_layer)
+            return self._attend(query, key, value, *masks_and_mode, state_layer), None
+
+    def mechanism_inputs(
+        self, query, key, attention_mask, *, seen=0, scaling=None, is_causal=None, rotary=None, **kwargs
+    ) -> MechanismInputs:
+        """What the mechanism gets, from what stock attention hands to its attention function.
+
+        `seen` keys are in the state already; `rotary` = (cos, sin) if the mechanism wants to do without them.
+        """
+        self._refuse_arguments(kwargs)
+        scaling = self._scaling(scaling)
+        if scaling != self.linear_attention_scaling:  # OPT and kin scale the query themselves
+            query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
+        if rotary is not None:
+            plain = self.linear_attention_rotary.unrotate(query, key, rotary)
+            query, key = map(self.linear_attention.with_unrotated, (query, key), plain)
+        is_causal = self.linear_attention_is_causal if is_causal is None else is_causal
+        key_mask, segments = self._read_mask(attention_mask, key.shape[2], seen, is_causal)
+        return MechanismInputs(query, key, key_mask, segments, scaling, is_causal)
+
+    @property
+    def _drop(self) -> list[str]:
+        return self.linear_attention.settings["drop"]
+
+    def _refuse_arguments(self, kwargs) -> None:
+        """What comes at run time; `refuse_features` has looked for the same in the code of the stock class."""
+        for name, feature in FEATURE_ARGUMENTS.items():
+            if kwargs.get(name) is not None and feature not in self._drop:
+                raise ValueError(
+                    f"{type(self).__name__} passes `{name}`, which linear attention cannot honour; keep these layers "
+                    f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
+                )
+
+    def _read_mask(self, mask, length, seen, is_causal):
+        is_biased = mask is not None and mask.is_floating_point() and "position_bias" in self._drop
+        if is_biased:  # added to the mask, as in BEiT; hidden is only what has the lowest number
+            mask = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1, keepdim=True)
+        return read_mask(mask, length, seen, is_causal)
+
+    def _scaling(self, scaling: float | None) -> float:
+        return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
+
+    def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
+        if segments is not None and is_tracing():
+            key_mask = segments
+        elif segments is not None:
+
+            def attend(query, key, value, mask):
+                return self.linear_attention(
+                    query, key, value, attention_mask=mask, scaling=scaling, is_causal=is_causal, state=None
+                )[0]
+
+            output = attend_packed(attend, query, key, value, key_mask, segments)
+            if state_layer is not None:
+                self._keep_last_sequence(key, value, segments, scaling, state_layer)
+            return output
+        state = self._current_state(state_layer, scaling)
+        output, state = self.linear_attention(
+            query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=is_causal, state=state
+        )
+        if state_layer is not None:
+            state_layer.record(key, value, key_mask)
+            state_layer.store(state)
+        return output
+
+    def _keep_last_sequence(self, key, value, segments, scaling, state_layer):
+        """What follows packed sequences belongs to the last one of each row, so the state is of that one alone."""
+        if self._current_state(state_layer, scaling) is not None:
+            raise ValueError(
+                "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
+            )
+        last = segments == segments.amax(dim=1, keepdim=True)
+        state_layer.record(key, value, last)
+        state_layer.store(self.linear_attention.absorb(key, value, attention_mask=last, scaling=scaling, state=None))
+
+    def _current_state(self, state_layer, scaling):
+        if state_layer is None:
+            return None
+        if (pending := state_layer.take_pending()) is not None:
+            key, value, mask = pending
+            state_layer.absorbed(
+                self.linear_attention.absorb(
+                    key, value, attention_mask=mask, scaling=scaling, state=state_layer.state_at_crop
+                )
+            )
+        return state_layer.state
+
+    def _wants_weights(self, kwargs) -> bool:
+        collector = _active_collector.get()
+        return bool(
+            kwargs.get("output_attentions")
+            or getattr(self.model_config, "output_attentions", False)
+            or (collector is not None and "attentions" in collector)
+        )
+
+    def _attend_with_weights(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
+        """Weights `[B, H, N, S]` over the keys of this call (a state has no weights left to show)."""
+        if not self.linear_attention.supports("weights", self.linear_attention.settings):
+            raise ValueError(
+                f"{type(self.linear_attention).__name__} has no matrix of weights per head to show; leave out "
+                "`output_attentions`."
+            )
+        is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
+        output = self._attend(query, key, value, key_mask, segments, scaling, is_causal, state_layer)
+        identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
+        weights = self._attend(query, key, identity, key_mask, segments, scaling, is_causal, None).transpose(1, 2)
+        if is_all:  # from the weights, so that they have gradients
+            groups = weights.shape[1] // value.shape[1]
+            output = (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2)
+        return output, weights

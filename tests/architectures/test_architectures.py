@@ -1,0 +1,250 @@
+"""A tiny random twin of every row of the table, converted: what is kept, what is refused, what generation gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from architectures import inputs_of, tiny_config, tiny_model
+from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_linear_attention import convert
+from hf_linear_attention.architecture_table import ARCHITECTURES, NEED_DROP, REFUSED, supported_model_types
+from hf_linear_attention.configuration_linear_attention import model_heads
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+SETTINGS = {"mechanism": "linear", "feature_map": "exp", "num_features": 16}
+# Run in every suite; the others by `make test-architectures`.
+ALWAYS = {"albert", "bart", "beit", "clip_vision_model", "gemma2", "gpt_oss", "mixtral", "modernbert", "t5", "wav2vec2"}
+HEADS = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModel",
+)
+# Further fields of a row whose usual checkpoints have a feature that the twin has not by itself.
+FEATURE_FIELDS = {"beit": {"use_relative_position_bias": True}}
+# Shorter than the longest input.
+WINDOWS = {"sliding_window": 9, "local_attention": 18}
+# The embedding of a token has its neighbours in it, so that what stands in the padding is seen through it.
+SEE_NEIGHBOURS = {"mobilebert"}
+
+
+def rows(*kinds: str):
+    names = [name for kind in kinds for name in ARCHITECTURES[kind]]
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.architectures) for name in names]
+
+
+EVERY = rows(*ARCHITECTURES)
+
+
+def kind_of(row: str) -> str:
+    return next(kind for kind, names in ARCHITECTURES.items() if row in names)
+
+
+def head_of(row: str) -> str:
+    if kind_of(row) == "decoders":
+        return "AutoModelForCausalLM"
+    heads = model_heads(row)
+    wanted = HEADS if kind_of(row) in ("encoders", "encoder-decoders") else HEADS[-1:]
+    return next(head for head in wanted if head in heads)
+
+
+def stock_of(row: str, **changes):
+    return tiny_model(row, head_of(row), **changes)
+
+
+def settings_of(row: str) -> dict:
+    """With the features to drop that a twin of this row has: its windows are as long as its longest input."""
+    features = [feature for feature, names in NEED_DROP.items() if row in names and feature != "sliding_window"]
+    return {**SETTINGS, "drop": [feature for feature in features if row not in FEATURE_FIELDS]}
+
+
+def outputs(model, inputs, **arguments):
+    with torch.no_grad():
+        output = model(**inputs, **arguments)
+    return output.logits if "logits" in output else output[0]
+
+
+def assert_close(actual, expected):
+    # float32 sums in another order, relative to the largest of the outputs: some twins' weights make them large
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_the_table_is_as_large_as_promised():
+    numbers = {kind: len(set(names)) for kind, names in ARCHITECTURES.items()}
+    assert numbers == {"decoders": 72, "encoders": 24, "vision": 16, "audio": 7, "encoder-decoders": 17}
+    assert len(supported_model_types()) == len(set(supported_model_types())) == 136
+    named = [name for names in (*ARCHITECTURES.values(), *NEED_DROP.values(), *REFUSED.values()) for name in names]
+    assert set(named) <= set(CONFIG_MAPPING)
+    assert {name for names in NEED_DROP.values() for name in names} <= {row.values[0] for row in EVERY}
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_conversion(row, tmp_path):
+    stock = stock_of(row)
+    inputs = inputs_of(stock)
+    expected = outputs(stock, inputs)
+    assert torch.equal(outputs(convert(stock, layers="none"), inputs), expected)
+    model = convert(stock, **settings_of(row))
+    base, ours = stock.state_dict(), model.state_dict()
+    assert set(base) <= set(ours)
+    assert all(torch.equal(base[key], ours[key]) for key in base)
+    assert all(".linear_attention." in key for key in set(ours) - set(base))
+    output = outputs(model, inputs)
+    assert torch.isfinite(output).all()
+    assert (output - expected).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(outputs(again, inputs), output)
+
+
+@pytest.mark.parametrize("row", rows("decoders", "encoders", "encoder-decoders"))
+def test_every_layer_looks_where_the_stock_one_looks(row):
+    """Through one layer after the other: who of the outputs changes with the last token, and who with the first."""
+    stock = stock_of(row)
+    model = convert(stock, **settings_of(row))
+    inputs = inputs_of(stock)
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    if name not in inputs:
+        pytest.skip("takes no tokens")
+    for place in (0, -1):
+        changed = {**inputs, name: inputs[name].clone()}
+        changed[name][:, place] = 3
+        moved = [differs(outputs(m, changed), outputs(m, inputs)) for m in (stock, model)]
+        assert torch.equal(*moved)
+
+
+def differs(actual, expected):
+    """By place in the sequence, beyond the rounding of float32."""
+    return (actual - expected).abs().amax(dim=(0, 2)) > 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("row", rows("decoders", "encoders"))
+def test_padding_changes_no_real_token(row):
+    model = convert(stock_of(row), **settings_of(row))
+    ids = inputs_of(model)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    alone = outputs(model, {"input_ids": ids[:1, :9]})
+    for filler in (0,) if row in SEE_NEIGHBOURS else (7, 8):
+        ids[0, 9:] = filler
+        padded = outputs(model, {"input_ids": ids, "attention_mask": mask})
+        assert_close(padded[:1, :9], alone)
+
+
+def generate(model, inputs, **arguments):
+    config = model.generation_config
+    config.pad_token_id, config.eos_token_id, config.decoder_start_token_id = 0, None, 1
+    config.forced_eos_token_id = config.forced_bos_token_id = None
+    return model.generate(**inputs, max_new_tokens=6, do_sample=False, **arguments)
+
+
+def prompt_of(model) -> dict:
+    inputs = inputs_of(model)
+    inputs.pop("decoder_input_ids", None)
+    if "input_ids" in inputs:
+        mask = torch.ones_like(inputs["input_ids"])
+        padding = slice(9, None) if model.config.is_encoder_decoder else slice(0, 3)
+        mask[0, padding] = 0
+        inputs["attention_mask"] = mask
+    return inputs
+
+
+def assert_cached_is_recomputed(model):
+    prompt = prompt_of(model)
+    for beams in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+        assert torch.equal(generate(model, prompt, **beams), generate(model, prompt, **beams, use_cache=False))
+    if "input_ids" not in prompt:
+        return
+    arguments = {"return_dict_in_generate": True, "output_logits": True}
+    cached, recomputed = (generate(model, prompt, **arguments, use_cache=use) for use in (True, False))
+    for actual, expected in zip(cached.logits, recomputed.logits):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("row", rows("decoders", "encoder-decoders"))
+def test_generation_from_the_state(row):
+    model = convert(stock_of(row), **settings_of(row))
+    assert_cached_is_recomputed(model)
+
+
+@pytest.mark.parametrize("row", rows("encoder-decoders"))
+def test_cross_attention(row):
+    stock = stock_of(row)
+    plain, model = (convert(stock, **settings_of(row), cross_attention=cross) for cross in (False, True))
+    inputs = inputs_of(stock)
+    assert len(linear_attention_modules(model)) == len(linear_attention_modules(plain)) + 3
+    assert (outputs(model, inputs) - outputs(plain, inputs)).abs().max() > 1e-4
+    assert_cached_is_recomputed(model)
+    with torch.no_grad():
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        model(**inputs, past_key_values=cache)
+        states = [layer.state for layer in cache.cross_attention_cache.layers]
+        inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, -1:]
+        model(**inputs, past_key_values=cache)
+    assert len(states) == 3
+    for layer, state in zip(cache.cross_attention_cache.layers, states):
+        assert layer.keys.numel() == layer.keys.untyped_storage().nbytes() == 0
+        assert all(old is new for old, new in zip(state, layer.state))  # made once
+
+
+def with_features(row: str):
+    """The stock twin with the windows and the biases that its usual checkpoints have."""
+    config = tiny_config(row, **FEATURE_FIELDS.get(row, {}))
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name, size in WINDOWS.items():
+            if getattr(part, name, None) is not None:
+                setattr(part, name, size)
+    torch.manual_seed(0)
+    return getattr(transformers, head_of(row)).from_config(config).eval()
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_what_cannot_be_honoured_is_refused_and_can_be_dropped(row):
+    stock = with_features(row)
+    drop = sorted(feature for feature, names in NEED_DROP.items() if row in names)
+    if not drop:
+        assert convert(stock, **SETTINGS).config.linear_attention["drop"] == []
+        with pytest.raises(ValueError, match="`drop` names `softcap`, which no layer to convert has"):
+            convert(stock, **SETTINGS, drop=["softcap"])
+        return
+    for feature in drop:
+        with pytest.raises(ValueError, match=f"to a list with .*`{feature}`"):
+            convert(stock, **SETTINGS, drop=[other for other in drop if other != feature])
+    model = convert(stock, **SETTINGS, drop=drop)
+    assert torch.isfinite(outputs(model, inputs_of(stock))).all()
+    if kind_of(row) == "decoders":
+        assert_cached_is_recomputed(model)
+
+
+def test_layers_of_full_attention_alone():
+    stock = stock_of(
+        "gemma3_text", sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4
+    )
+    with pytest.raises(ValueError, match="set `layers` to `full_attention`"):
+        convert(stock, **SETTINGS)
+    model = convert(stock, **SETTINGS, layers="full_attention")
+    assert [name.split(".")[2] for name in linear_attention_modules(model)] == ["1", "3"]
+    assert_cached_is_recomputed(model)
+    with pytest.raises(ValueError, match="no layer of this type"):
+        convert(stock_of("llama"), **SETTINGS, layers="full_attention")
+
+
+def test_chunked_attention_is_refused():
+    stock = stock_of("llama4_text", attention_chunk_size=8)
+    with pytest.raises(ValueError, match="sees its own chunk of 8 tokens only, in layers 0, 1, 2"):
+        convert(stock, **SETTINGS)
+
+
+@pytest.mark.parametrize(("row", "reason"), [(name, reason) for reason, names in REFUSED.items() for name in names])
+def test_what_cannot_be_converted_is_refused_by_name(row, reason):
+    head = next(head for head in (*HEADS, "AutoModelForImageClassification") if head in model_heads(row))
+    with torch.device("meta"):
+        stock = getattr(transformers, head).from_config(tiny_config(row))
+    with pytest.raises(ValueError, match=reason):
+        convert(stock, **SETTINGS)

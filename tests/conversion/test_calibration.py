@@ -1,0 +1,244 @@
+"""FAVOR++ is fitted to the queries and keys of the source model: the closed form, padding, files, the report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from checkpoints import convert_folder, run, save_twin, tiny_tokenizer
+from matrix import stock_model
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from conversion import calibrate as conversion_calibrate
+from conversion.samples import TEXTS
+from hf_linear_attention import calibrate, convert
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+FAVOR = ("--attention", "performer", "--features", "favor++", "--num_features", 16)
+SETTINGS = {"mechanism": "performer", "features": "favor++", "num_features": 16}
+
+
+def norm_weights(model) -> list[torch.Tensor]:
+    """A of every layer, `[Hkv]`."""
+    return [module.linear_attention.feature_map.norm_weight for module in linear_attention_modules(model).values()]
+
+
+def padded_batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for lengths, side in (((19, 7, 12), "right"), ((5, 30), "left"), ((11,), "right")):
+        longest = max(lengths)
+        ids = torch.randint(3, 64, (len(lengths), longest), generator=generator)
+        real = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        batches.append({"input_ids": ids, "attention_mask": (real if side == "right" else real.flip(1)).long()})
+    return batches
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (theta 10,000, halves paired) of `[B, N, heads, D]`, as in RoFormer."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    turned = torch.polar(torch.ones_like(angles), angles) * torch.complex(x[..., :half], x[..., half:])
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def expected_norm_weights(stock, batches, layers, names, head_dim, rotate) -> list[torch.Tensor]:
+    """Likhosherstov 2022, from what hooks see of the projections of the stock model in float64."""
+    seen: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for number, layer in enumerate(layers(stock.double())):
+        for name in names:
+
+            def hook(module, inputs, output, place=(number, name)):
+                seen.setdefault(place, []).append(output)
+
+            layer.get_submodule(name).register_forward_hook(hook)
+    with torch.no_grad():
+        for batch in batches:
+            stock(**batch)
+    masks = [batch["attention_mask"].bool() for batch in batches]
+    result = []
+    for number in range(len(seen) // 2):
+        query, key = (
+            torch.cat(
+                [rotate(x.unflatten(-1, (-1, head_dim)))[mask] for x, mask in zip(seen[number, name], masks)]
+            )  # [T, heads, D]
+            for name in names
+        )
+        query = query.unflatten(1, (key.shape[1], -1))  # [T, Hkv, group, D]
+        f = query.square().sum(-1).mean((0, 2)) + key.square().sum(-1).mean(0)
+        f = (f + 2 * (query.mean((0, 2)) * key.mean(0)).sum(-1)) / head_dim**0.5
+        rho = (((2 * f + head_dim) ** 2 + 8 * head_dim * f).sqrt() - 2 * f - head_dim) / (4 * f)
+        result.append((1 - 1 / rho) / 8)
+    return result
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_it_is_the_closed_form_of_the_moments_of_the_stock_model(family):
+    batches, stock = padded_batches(), stock_model(family)
+    model = convert(stock, **SETTINGS)
+    assert all(not weight.any() for weight in norm_weights(model))
+    total = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert calibrate(model, batches) == total == 84
+    if family == "bert":
+        layers, names, rotate = (
+            lambda stock: [layer.attention.self for layer in stock.bert.encoder.layer],
+            ("query", "key"),
+            lambda x: x,
+        )
+    else:
+        layers, names, rotate = (
+            lambda stock: [layer.self_attn for layer in stock.model.layers],
+            ("q_proj", "k_proj"),
+            rotated,
+        )
+    expected = expected_norm_weights(stock, batches, layers, names, 8, rotate)
+    for ours, theirs in zip(norm_weights(model), expected, strict=True):
+        assert ours.shape == theirs.shape == ((4,) if family == "bert" else (2,))
+        assert (theirs < -1e-3).all()
+        # The model that is calibrated computes its queries and keys in float32.
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_batching_and_the_content_of_padding_change_nothing(family):
+    batches, found = padded_batches(), []
+    other = [
+        {**batch, "input_ids": torch.where(batch["attention_mask"] > 0, batch["input_ids"], 7)} for batch in batches
+    ]
+    for variant in (batches, other):
+        model = convert(stock_model(family), **SETTINGS)
+        calibrate(model, variant)
+        found.append(torch.stack(norm_weights(model)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+    if family == "llama":
+        return  # the positions of left-padded rows differ from those of the same rows alone
+    alone = [{"input_ids": ids[mask > 0][None]} for batch in batches[::2] for ids, mask in zip(*map(batch.get, batch))]
+    models = [convert(stock_model(family), **SETTINGS) for _ in range(2)]
+    assert calibrate(models[0], batches[::2]) == calibrate(models[1], alone)
+    # Sums over other numbers of rows, in another order.
+    torch.testing.assert_close(*(torch.stack(norm_weights(model)) for model in models), rtol=1e-5, atol=0)
+
+
+def test_a_model_without_constants_is_not_run(monkeypatch):
+    model = convert(stock_model("llama"), mechanism="performer", num_features=16)
+    monkeypatch.setattr(type(model.base_model), "forward", None)
+    assert calibrate(model, padded_batches()) == 0
+    with pytest.raises(ValueError, match="no token to calibrate on"):
+        calibrate(convert(stock_model("llama"), **SETTINGS), [])
+
+
+def test_the_command_calibrates_and_a_reload_keeps_it(bert, tmp_path):
+    report = convert_folder(bert, tmp_path / "out", *FAVOR)
+    tokenizer = tiny_tokenizer()
+    batches = [tokenizer(text, truncation=True, max_length=48, return_tensors="pt") for text in TEXTS]
+    by_hand = convert(str(bert), **SETTINGS)
+    tokens = calibrate(by_hand, [{"input_ids": batch.input_ids} for batch in batches])
+    assert report["calibration"] == {"inputs": "built-in sentences", "tokens": tokens}
+    assert f"| calibrated on | {tokens:,} tokens (built-in sentences) |" in (tmp_path / "out/README.md").read_text()
+    result = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    for ours, theirs in zip(norm_weights(result), norm_weights(by_hand), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours < 0).all()
+    again = tmp_path / "again"
+    result.save_pretrained(again)
+    assert torch.equal(torch.cat(norm_weights(AutoModel.from_pretrained(again))), torch.cat(norm_weights(result)))
+
+
+def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path):
+    texts = [f"The number {number} follows the number {number - 1}." for number in range(1, 40)]
+    rows = tmp_path / "texts.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ("--calibration_file", rows, "--calibration_tokens", 100, "--no_verify")
+    report = convert_folder(bert, tmp_path / "bert", *FAVOR, *words)
+    tokenizer = tiny_tokenizer()
+    ids, count = [], 0
+    for text in texts:
+        if count < 100:
+            ids.append({"input_ids": tokenizer(text, return_tensors="pt").input_ids})
+            count += ids[-1]["input_ids"].numel()
+    assert report["calibration"] == {"inputs": "texts.jsonl", "tokens": count}
+    by_hand = convert(str(bert), **SETTINGS)
+    calibrate(by_hand, ids)
+    result = AutoModelForMaskedLM.from_pretrained(tmp_path / "bert")
+    # One padded batch there, text by text here.
+    torch.testing.assert_close(torch.cat(norm_weights(result)), torch.cat(norm_weights(by_hand)), rtol=1e-5, atol=0)
+    # A decoder reads a stream in blocks of its longest input, 48 tokens: three of them reach 100.
+    report = convert_folder(llama, tmp_path / "llama", *FAVOR, *words)
+    assert report["calibration"]["tokens"] == 144
+    assert all((weight < 0).all() for weight in norm_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "llama")))
+
+
+def test_only_what_needs_it_is_calibrated(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion_calibrate, "calibrate", None)
+    report = convert_folder(llama, tmp_path / "out", "--attention", "performer", "--num_features", 16, "--no_verify")
+    assert report["calibration"] is report["figures"]["calibrated on"] is None
+    assert "calibrated" not in (tmp_path / "out/README.md").read_text()
+    report = convert_folder(llama, tmp_path / "none", *FAVOR, "--layers", "none", "--no_verify")
+    assert report["calibration"] is None
+
+
+def test_a_vision_model_is_calibrated_on_images(tmp_path):
+    from PIL import Image
+
+    source, images = tmp_path / "vit", tmp_path / "images"
+    save_twin(source, "vit", "AutoModelForImageClassification")
+    words = ("--model_name_or_path", source, *FAVOR)
+    code, text, err = run(*words, "--output_dir", tmp_path / "without")
+    assert code == 0
+    assert "warning: not calibrated" in err
+    assert "calibrated  on nothing" in text
+    for name, color in (("a/1.png", "red"), ("a/2.png", "blue"), ("b/3.jpg", "white")):
+        (images / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 16), color).save(images / name)
+    report = convert_folder(source, tmp_path / "with", *FAVOR, "--calibration_file", images)
+    # 12 x 12 pixels in patches of 2 x 2, and the class token.
+    assert report["calibration"] == {"inputs": "images in images", "tokens": 3 * 37}
+    few = convert_folder(
+        source, tmp_path / "few", *FAVOR, "--calibration_file", images, "--calibration_tokens", 38, "--no_verify"
+    )
+    assert few["calibration"]["tokens"] == 2 * 37
+    without, with_ = (AutoModel.from_pretrained(tmp_path / name) for name in ("without", "with"))
+    assert not torch.cat(norm_weights(without)).any()
+    assert (torch.cat(norm_weights(with_)) < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--calibration_file", "TEXT"], ["`linear` as set here has nothing to calibrate", "add `--spectrum`"]),
+        ([*FAVOR, "--calibration_tokens", 9], ["on all built-in sentences", "name a `--calibration_file`"]),
+        (["--calibration_tokens", 9], ["`--calibration_tokens`", "nothing to calibrate; leave it out"]),
+        ([*FAVOR, "--calibration_file", "TEXT", "--calibration_tokens", 0], ["= 0; it must be at least 1"]),
+        ([*FAVOR, "--calibration_file", "nowhere.txt"], ["'nowhere.txt': there is no such file"]),
+        ([*FAVOR, "--calibration_file", "."], ["`--calibration_file` = '.': give a file named *.txt, *.jsonl"]),
+        ([*FAVOR, "--calibration_file", "EMPTY"], ["`--calibration_file` = ", "holds no text"]),
+        ([*FAVOR, "--calibration_file", "COLUMNS"], ["columns.csv' has no column `text`"]),
+    ],
+)
+def test_what_cannot_be_calibrated_on_is_refused(llama, tmp_path, words, said):
+    files = {"TEXT": tmp_path / "a.txt", "EMPTY": tmp_path / "empty.txt", "COLUMNS": tmp_path / "columns.csv"}
+    files["TEXT"].write_text("A text.")
+    files["EMPTY"].write_text("\n")
+    files["COLUMNS"].write_text("title\nx\n")
+    words = [files.get(word, word) for word in words]
+    code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("convert_checkpoint.py: error: ")
+    assert all(part in err for part in said), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_computes_its_own_softmax_is_refused(tmp_path):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(
+        tmp_path / "bloom"
+    )
+    tiny_tokenizer().save_pretrained(tmp_path / "bloom")
+    for words in ((*FAVOR, "--output_dir", tmp_path / "out"), ("--spectrum",)):
+        code, _, err = run("--model_name_or_path", tmp_path / "bloom", *words)
+        assert code == 2
+        assert "BloomAttention computes its own softmax" in err
+        assert not (tmp_path / "out").exists()
