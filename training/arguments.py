@@ -49,6 +49,11 @@ class ObjectiveArguments:
     task_loss_weight: float | None = option("Weight of the task's cross-entropy; default: 1 without teacher.", None)
     logits_kl_weight: float | None = option("Weight of KL(teacher || student) of the logits.", None)
     hidden_state_weight: float | None = option("Weight of the relative squared error of hidden states.", None)
+    attention_transfer_weight: float = option(
+        "Weight of the relative squared error of every converted layer's output, on the softmax model's activations "
+        "(the model is its own teacher; with --trainable mechanism and no other weight).",
+        0.0,
+    )
     embedding_weight: float | None = option("Weight of 1 - cosine of the mean-pooled embeddings.", None)
     hidden_state_layers: Literal["last", "all"] = option("Layers that hidden_state_weight matches.", "last")
     temperature: float = option("Temperature of the KL; its value is multiplied by temperature squared.", 1.0)

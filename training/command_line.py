@@ -13,9 +13,11 @@ from transformers import HfArgumentParser
 
 from training.arguments import GROUPS, Recipe
 from training.errors import UsageError
+from training.presets import Preset, load_preset, preset_names, stage_words, stages_of
 from training.validation import fill_defaults, find_problems
 
 
+PRESET_HELP = f"Recipe of several stages: {', '.join(preset_names())}; max_train_tokens is shared out between them."
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
 
 
@@ -34,16 +36,31 @@ def build_parser(description: str | None = None) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
+    parser.add_argument("--preset", metavar="NAME", help=PRESET_HELP)
     return parser
+
+
+def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[Preset, dict[str, Any]] | None:
+    """The preset that `argv` names and the options given beside it; None without one.
+
+    Raises:
+        UsageError: with all problems of the first command line that one of its stages would have.
+    """
+    if (name := _value_of("preset", argv)) is None:
+        return None
+    preset = load_preset(name)
+    words, options = _words(argv)
+    namespace = build_parser(description).parse_args(words)
+    given = {option: getattr(namespace, option) for option in _given(words) if option in options}
+    for stage in stages_of(preset, namespace.task):
+        parse(stage_words(stage, {**given, "resume_from_checkpoint": None, "overwrite_output_dir": True}, 1))
+    return preset, given
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
     """The recipe that `argv` describes. Raises `UsageError` with all problems found."""
-    parser = build_parser(description)
-    options = [name for group in GROUPS for name in group.__dataclass_fields__]
-    argv = [*_yaml_arguments(_config_path(argv), options), *argv]
-    _refuse_unknown(argv, options)
-    namespace = parser.parse_args(argv)
+    argv, _ = _words(argv)
+    namespace = build_parser(description).parse_args(argv)
     recipe = Recipe(*(_group(group, namespace) for group in GROUPS))
     recipe.given = frozenset(_given(argv))
     fill_defaults(recipe)
@@ -56,10 +73,18 @@ def _group(group: type, namespace: argparse.Namespace) -> Any:
     return group(**{name: getattr(namespace, name) for name in group.__dataclass_fields__})
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
+def _words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`argv` after the words of its `--config` file, and the names of all options."""
+    options = [name for group in GROUPS for name in group.__dataclass_fields__]
+    words = [*_yaml_arguments(_value_of("config", argv), options), *argv]
+    _refuse_unknown(words, options)
+    return words, options
+
+
+def _value_of(name: str, argv: Sequence[str]) -> str | None:
     parser = Parser([], allow_abbrev=False, add_help=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(argv)[0].config
+    parser.add_argument(f"--{name}")
+    return getattr(parser.parse_known_args(argv)[0], name)
 
 
 def _given(argv: Sequence[str]) -> list[str]:
@@ -97,7 +122,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _refuse_unknown(argv: Sequence[str], options: Sequence[str]) -> None:
-    known = {*options, "config", "help"}
+    known = {*options, "config", "preset", "help"}
     unknown = [name for name in _given(argv) if name not in known]
     if unknown:
         named = [f"`--{name}` is not an option{_suggestion(name, options)}" for name in unknown]

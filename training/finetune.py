@@ -11,6 +11,11 @@ The same from a recipe file; options on the command line win over it:
     python training/finetune.py --config training/configs/distil_causal_lm.yaml --model_name_or_path CONVERTED \
         --teacher_name_or_path ORIGINAL --train_file train.jsonl --output_dir OUT
 
+Both stages of the default recipe, attention transfer and distillation; --resume_from_checkpoint latest goes on:
+
+    python training/finetune.py --preset default --task causal_lm --model_name_or_path CONVERTED \
+        --teacher_name_or_path ORIGINAL --train_file train.jsonl --output_dir OUT --max_train_tokens 2000000
+
 A sentence-embedding model (hidden states and pooled embedding), from unlabelled text:
 
     python training/finetune.py --config training/configs/distil_embedding.yaml --model_name_or_path CONVERTED \
@@ -36,8 +41,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,8 +57,9 @@ import datasets
 from transformers.utils.logging import disable_progress_bar
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from training.command_line import parse
+from training.command_line import parse, parse_preset
 from training.errors import TrainingError, UsageError
+from training.presets import run_stages
 from training.run import run
 
 
@@ -63,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # the launcher starts the same command several times; one copy of every message is enough
     speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
     try:
-        recipe = parse(sys.argv[1:] if argv is None else argv, __doc__)
+        argv = sys.argv[1:] if argv is None else argv
+        preset = parse_preset(argv, __doc__)
+        job: Callable[[], Any] = (
+            partial(run_stages, *preset, parse, run) if preset else partial(run, parse(argv, __doc__))
+        )
     except UsageError as error:
         _report(f"error: {error}", speaks)
         return 2
@@ -72,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     datasets.disable_progress_bars()  # one bar: the training's
     disable_progress_bar()
     try:
-        figures = run(recipe)
+        figures = job()
     except (TrainingError, OSError) as error:
         _report(f"failed: {error}", speaks)
         return 1
-    logger.info("done: %s %s", recipe.output_dir, figures)
+    logger.info("done: %s", figures)
     return 0
 
 

@@ -9,8 +9,8 @@ from training.arguments import DataArguments, ObjectiveArguments, OptimizationAr
 
 
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv")
-WEIGHTS = ("task_loss_weight", "logits_kl_weight", "hidden_state_weight", "embedding_weight")
-TEACHER_WEIGHTS = WEIGHTS[1:]
+TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
+WEIGHTS = ("attention_transfer_weight", "task_loss_weight", *TEACHER_WEIGHTS)
 EVALUATION_OPTIONS = ("eval_steps", "per_device_eval_batch_size", "max_eval_tokens", "max_eval_samples")
 # What still means something when nothing is trained.
 EVALUATION_ONLY = {
@@ -24,12 +24,12 @@ EVALUATION_ONLY = {
 def fill_defaults(recipe: Recipe) -> None:
     """Replace the `None` of objective weights by what the task and the teacher suggest (in place)."""
     has_teacher = recipe.model.teacher_name_or_path is not None
-    embedding = recipe.model.task == "embedding"
+    embedding, is_transfer = recipe.model.task == "embedding", recipe.objective.attention_transfer_weight > 0
     suggested = {
-        "task_loss_weight": not has_teacher and not embedding,
-        "logits_kl_weight": has_teacher and not embedding,
-        "hidden_state_weight": has_teacher and embedding,
-        "embedding_weight": has_teacher and embedding,
+        "task_loss_weight": not has_teacher and not embedding and not is_transfer,
+        "logits_kl_weight": has_teacher and not embedding and not is_transfer,
+        "hidden_state_weight": has_teacher and embedding and not is_transfer,
+        "embedding_weight": has_teacher and embedding and not is_transfer,
     }
     for name, use in suggested.items():
         if getattr(recipe.objective, name) is None:
@@ -126,9 +126,22 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
             yield f"`--{name} {getattr(weights, name)}` needs `--teacher_name_or_path`"
     if not any(getattr(weights, name) for name in WEIGHTS):
         yield f"nothing to learn from: every weight is 0; set one of {', '.join('--' + name for name in WEIGHTS)}"
+    elif weights.attention_transfer_weight:
+        yield from _transfer(recipe, [name for name in WEIGHTS[1:] if getattr(weights, name)])
     elif teacher is not None and not used and task != "embedding":
         yield f"`--teacher_name_or_path {teacher}` is not used: set one of {', '.join(TEACHER_WEIGHTS)} above 0"
     yield from _unused_details(recipe, weights)
+
+
+def _transfer(recipe: Recipe, others: list[str]) -> Iterator[str]:
+    """The student computes softmax attention then: no other objective could learn anything from its output."""
+    weight = f"`--attention_transfer_weight {recipe.objective.attention_transfer_weight}`"
+    for name in others:
+        yield f"{weight} and `--{name}` exclude each other; train twice, the transfer first"
+    if recipe.model.trainable != "mechanism":
+        yield f"{weight} trains the mechanisms alone: add `--trainable mechanism`"
+    if recipe.model.teacher_name_or_path is not None and recipe.model.task != "embedding":
+        yield f"{weight}: the model is its own teacher; drop `--teacher_name_or_path`"
 
 
 def _unused_details(recipe: Recipe, weights: ObjectiveArguments) -> Iterator[str]:

@@ -57,6 +57,9 @@ def base(files: Path, tmp_path: Path) -> list[str]:
         (["--resume_from_checkpoint", "latest", "--overwrite_output_dir"], ["exclude"]),
         (["--trainable", "mechanism", "--learning_rate", "1", "--mechanism_learning_rate", "1"], ["does nothing"]),
         (["--config", "none.yaml"], ["none.yaml", "no such file"]),
+        (["--attention_transfer_weight", "1"], ["--attention_transfer_weight 1.0", "--trainable mechanism"]),
+        (["--attention_transfer_weight", "1", "--task_loss_weight", "1"], ["--task_loss_weight", "the transfer first"]),
+        (["--attention_transfer_weight", "1", "--teacher_name_or_path", "t"], ["its own teacher"]),
     ],
 )
 def test_refusals(base: list[str], options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

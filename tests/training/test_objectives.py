@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BertForMaskedLM, LlamaForCausalLM
 
+from hf_linear_attention import convert
 from training.arguments import (
     DataArguments,
     ModelArguments,
@@ -49,6 +50,8 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
         "causal_lm": (LlamaForCausalLM, ("llama", "llama_teacher")),
     }[task]
     student, teacher = (model_class.from_pretrained(request.getfixturevalue(f)).eval() for f in fixtures)
+    if name == "attention_transfer":
+        student = convert(teacher, mechanism="linear")
     weights = {f"{other}_weight": float(other == name) for other in OBJECTIVES}
     objectives = build_objectives(recipe(task, **weights))
     module = StudentWithObjectives(student, objectives, "all")
@@ -72,7 +75,8 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
 def test_task_loss_is_the_loss_of_transformers(llama: str) -> None:
     model = LlamaForCausalLM.from_pretrained(llama).eval()
     batch = ragged_batch("causal_lm", 3, 0)
-    objectives = build_objectives(recipe("causal_lm", logits_kl_weight=0, hidden_state_weight=0, embedding_weight=0))
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "task_loss"}
+    objectives = build_objectives(recipe("causal_lm", **others))
     units = objectives["task_loss"][1].units(batch)
     loss, _ = StudentWithObjectives(model, objectives, None)(batch, None, {"task_loss": 1 / units})
     torch.testing.assert_close(loss, model(**batch).loss)
@@ -82,7 +86,8 @@ def test_hidden_state_loss_is_relative(masked: str, masked_teacher: str) -> None
     """Independent form: mean over layers and real tokens of |s - t|^2 / |t|^2."""
     student, teacher = (BertForMaskedLM.from_pretrained(path).eval() for path in (masked, masked_teacher))
     batch = ragged_batch("masked_lm", 2, 0)
-    objectives = build_objectives(recipe("masked_lm", task_loss_weight=0, logits_kl_weight=0, embedding_weight=0))
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "hidden_state"}
+    objectives = build_objectives(recipe("masked_lm", **others))
     units = objectives["hidden_state"][1].units(batch)
     watcher = Teacher(teacher, nullcontext, needs_logits=False, layers="all")
     loss, _ = StudentWithObjectives(student, objectives, "all")(batch, watcher(batch), {"hidden_state": 1 / units})
@@ -95,6 +100,55 @@ def test_hidden_state_loss_is_relative(masked: str, masked_teacher: str) -> None
                 s, t = mine[row, column].double(), yours[row, column].double()
                 errors.append((((s - t) ** 2).sum() / (t**2).sum()).item())
     assert loss.item() == pytest.approx(sum(errors) / len(errors), rel=1e-5)
+
+
+def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teacher: str) -> None:
+    """Independent form, from hooks on the stock model: mean over layers, heads, and texts by their tokens."""
+    stock = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
+    student = convert(stock, mechanism="linear", feature_map="elu1")
+    batch = ragged_batch("causal_lm", 2, 0)
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "attention_transfer"}
+    objectives = build_objectives(recipe("causal_lm", **others))
+    units = objectives["attention_transfer"][1].units(batch)
+    loss, _ = StudentWithObjectives(student, objectives, None)(batch, None, {"attention_transfer": 1 / units})
+    errors = []
+    for stock_layer, layer in zip(stock.model.layers, student.model.layers):
+        inputs: list = []
+        hook = stock_layer.self_attn.register_forward_pre_hook(lambda m, a, k: inputs.append(k), with_kwargs=True)  # noqa: B023
+        outputs: list = []
+        other = stock_layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a: outputs.append(a[0]))  # noqa: B023
+        stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        hook.remove()
+        other.remove()
+        mine: list = []
+        other = layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a: mine.append(a[0]))  # noqa: B023
+        layer.self_attn(**{**inputs[0], "past_key_values": None})
+        other.remove()
+        for row in range(2):
+            real = batch["attention_mask"][row].bool()
+            s, t = (x[0][row, real].double().unflatten(-1, (4, 8)) for x in (mine, outputs))
+            errors.append((((s - t) ** 2).sum((0, 2)) / (t**2).sum((0, 2))).mean() * real.sum())
+    expected = sum(errors) / len(stock.model.layers) / units
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)  # float32
+
+
+def test_attention_transfer_teaches_each_layer_by_itself(llama_teacher: str) -> None:
+    """The gradient of a layer's mechanism does not depend on the mechanisms before it."""
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="linear").eval()
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "attention_transfer"}
+    module = StudentWithObjectives(model, build_objectives(recipe("causal_lm", **others)), None)
+    model.requires_grad_(False)
+    mechanisms = [layer.self_attn.linear_attention for layer in model.model.layers]
+    gradients = []
+    for shift in (0.0, 0.5):
+        with torch.no_grad():
+            mechanisms[0].feature_map.query_projection += shift
+        model.zero_grad()
+        mechanisms[1].requires_grad_(True)
+        module(ragged_batch("causal_lm", 0, 0), None, {"attention_transfer": torch.tensor(1.0)})[0].backward()
+        gradients.append(mechanisms[1].feature_map.query_projection.grad.clone())
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(*gradients)
 
 
 def test_every_objective_has_its_weight_option() -> None:

@@ -82,6 +82,22 @@ def test_distillation_approaches_the_teacher(finetune, causal: list[str], llama_
     assert rows[-1]["loss"] == pytest.approx(rows[-1]["logits_kl"] + 0.1 * rows[-1]["hidden_state"])
 
 
+def test_attention_transfer_improves_the_converted_model(finetune, causal: list[str], llama_teacher, tmp_path) -> None:
+    """It trains the mechanisms alone, towards the softmax of the very same weights, and the text gets likelier."""
+    stock = LlamaForCausalLM.from_pretrained(llama_teacher)
+    model = convert(stock, mechanism="hybrid", window_size=4, num_features=16)
+    model.save_pretrained(tmp_path / "converted")
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "converted")
+    options = ["--model_name_or_path", tmp_path / "converted", "--attention_transfer_weight", 1]
+    options += ["--trainable", "mechanism", "--learning_rate", "2e-2", "--max_train_steps", 40]
+    events = finetune(*causal, *options, "--max_eval_samples", 5)
+    rows = losses(events)
+    assert rows[-1]["attention_transfer"] < 0.7 * rows[0]["attention_transfer"]
+    trained, before = weights(tmp_path / "out"), weights(tmp_path / "converted")
+    changed = {name for name in before if not torch.equal(trained[name], before[name])}
+    assert changed == {name for name in before if ".linear_attention." in name}
+
+
 def test_accumulated_ragged_batches_equal_one_batch(
     finetune, masked: str, masked_teacher: str, files: Path, tmp_path: Path
 ) -> None:

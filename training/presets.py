@@ -1,0 +1,126 @@
+"""Recipes of several stages by name: `training/presets/<name>.yaml`, and running one so that a killed run goes on.
+
+A preset has a version, the settings that it converts to, and the stages of each task; a stage is a set of options of
+`finetune.py` and a share of the tokens. Every stage trains what the one before it has written; the last one writes into
+`output_dir` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from training.arguments import Recipe
+from training.checkpointing import latest_checkpoint
+from training.errors import UsageError
+
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent / "presets"
+STAGES = "stages"  # inside output_dir, until the last stage is done
+FINISHED = "finished.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`share` of the tokens, and the options of `finetune.py` that this stage sets."""
+
+    name: str
+    share: float
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`settings`: of `config.linear_attention`, for decoders (`causal`) and encoders (`bidirectional`)."""
+
+    name: str
+    version: int
+    description: str
+    tokens: int
+    settings: dict[str, dict[str, Any]]
+    stages: dict[str, list[Stage]]
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_preset(name: str) -> Preset:
+    """The preset of this name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if name not in preset_names():
+        raise UsageError([f"`--preset {name}`: allowed is one of {', '.join(preset_names())}"])
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    tasks = {
+        task: [Stage(stage.pop("stage"), stage.pop("share"), stage) for stage in stages]
+        for task, stages in content.pop("tasks").items()
+    }
+    return Preset(name=name, stages=tasks, **content)
+
+
+def stages_of(preset: Preset, task: str) -> list[Stage]:
+    """Its stages for a task.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    if task not in preset.stages:
+        allowed = ", ".join(preset.stages)
+        raise UsageError([f"`--preset {preset.name}` has no stages for `--task {task}`; allowed is one of {allowed}"])
+    return preset.stages[task]
+
+
+def stage_words(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
+    """The command line of one stage: its own options, over which those in `given` win."""
+    options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
+    if stage.options.get("attention_transfer_weight"):  # the model is its own teacher, and its weights stay
+        unused = ("learning_rate",) if given.get("task") == "embedding" else ("learning_rate", "teacher_name_or_path")
+        options = {name: value for name, value in options.items() if name not in unused}
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def run_stages(
+    preset: Preset, given: dict[str, Any], parse: Callable[[Sequence[str]], Recipe], run: Callable[[Recipe], Any]
+) -> dict[str, float]:
+    """Run every stage that is not finished yet; returns the figures of the last one.
+
+    Args:
+        given: options of `finetune.py` that hold for all stages; `max_train_tokens` is shared out between them.
+        parse, run: `command_line.parse` and `run.run`.
+    """
+    given = dict(given)
+    tokens, output = given.pop("max_train_tokens", None) or preset.tokens, Path(given.pop("output_dir"))
+    is_resumed = given.pop("resume_from_checkpoint", None) is not None
+    stages, model, figures = stages_of(preset, given["task"]), given.pop("model_name_or_path"), {}
+    recipes = []
+    for number, stage in enumerate(stages, 1):
+        last = number == len(stages)
+        folder = output if last else output / STAGES / f"{number}-{stage.name}"
+        words = [*stage_words(stage, given, tokens), f"--model_name_or_path={model}", f"--output_dir={folder}"]
+        recipes.append((stage, folder, words))
+        model = folder
+    for stage, folder, words in recipes:
+        if is_resumed and (folder / FINISHED).is_file():
+            figures = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+            continue
+        if is_resumed and latest_checkpoint(folder) is not None:
+            words = [*words, "--resume_from_checkpoint=latest"]
+        elif folder.exists():  # the last one holds the stages; a broken-off one without a checkpoint starts again
+            words = [*words, "--overwrite_output_dir=true"]
+        logger.info("stage %s of preset %s (version %d)", stage.name, preset.name, preset.version)
+        figures = run(parse(words))
+        (folder / FINISHED).write_text(json.dumps(figures), encoding="utf-8")
+    shutil.rmtree(output / STAGES, ignore_errors=True)
+    return figures
