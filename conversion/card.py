@@ -26,8 +26,9 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
 
     Args:
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
-            (recipe), `metrics` and `dataset` (str). Every figure in the card comes from here, or from the
-            conversion_report.json beside it when there is no `conversion`.
+            (recipe), `earlier_training` (recipes of the runs before it, oldest first), `metrics` and `dataset` (str).
+            Every figure in the card comes from here, or from the conversion_report.json beside it when there is no
+            `conversion`.
         name: the title; by default the folder's name.
 
     Raises:
@@ -67,6 +68,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
         dropped_features=report.get("dropped_features") or [],
         training=_rows(facts.get("training") or {}),
+        earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
         metrics=_rows(facts.get("metrics") or {}),
         dataset=facts.get("dataset"),
     )

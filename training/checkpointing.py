@@ -31,6 +31,8 @@ from training.errors import TrainingError
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+# Every run that the weights went through, oldest first, with its options and last figures.
+HISTORY = "training_report.json"
 TEMPORARY = ".incomplete-"
 # A run cannot go on as the same run when one of these changes.
 FIXED = (
@@ -71,13 +73,14 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def clean(output_dir: Path, everything: bool) -> None:
-    """Remove half-written folders; with `everything` also the checkpoints and metrics of an earlier run."""
+    """Remove half-written folders; with `everything` also checkpoints, metrics and report of an earlier run."""
     for path in output_dir.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path)
     if everything:
         for path in list_checkpoints(output_dir):
             shutil.rmtree(path)
-        (output_dir / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("metrics.jsonl", HISTORY):
+            (output_dir / name).unlink(missing_ok=True)
 
 
 class Checkpointer:

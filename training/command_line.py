@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 
 from training.arguments import GROUPS, Recipe
 from training.errors import UsageError
-from training.presets import Preset, load_preset, preset_names, stage_words, stages_of
+from training.presets import Preset, command_lines, load_preset, preset_names
 from training.validation import fill_defaults, find_problems
 
 
@@ -52,8 +52,11 @@ def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[P
     words, options = _words(argv)
     namespace = build_parser(description).parse_args(words)
     given = {option: getattr(namespace, option) for option in _given(words) if option in options}
-    for stage in stages_of(preset, namespace.task):
-        parse(stage_words(stage, {**given, "resume_from_checkpoint": None, "overwrite_output_dir": True}, 1))
+    *before, last = [words for _, _, words in command_lines(preset, given)]
+    for words in before:
+        parse([*words, "--overwrite_output_dir=true"])
+    about_folder = {"resume_from_checkpoint", "overwrite_output_dir"} & given.keys()
+    parse([*last, *(f"--{option}={given[option]}" for option in about_folder)])
     return preset, given
 
 

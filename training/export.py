@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from training.arguments import Recipe
+from training.checkpointing import HISTORY
 
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,27 @@ def save_final(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     copy_sidecars(recipe.model.model_name_or_path, folder)
+    earlier = training_history(recipe.model.model_name_or_path)
+    dataset = recipe.data.dataset_name or Path(str(recipe.data.train_file)).name
+    this = {"dataset": dataset, "training": training, "metrics": metrics}
+    (folder / HISTORY).write_text(json.dumps({"runs": [*earlier, this]}, indent=1) + "\n", encoding="utf-8")
     facts = {
         "base_model": recipe.model.model_name_or_path,
         "settings": getattr(model.config, "linear_attention", None),
         "training": training,
+        "earlier_training": [{"dataset": run["dataset"], **run["training"]} for run in earlier],
         "metrics": metrics,
-        "dataset": recipe.data.dataset_name or Path(str(recipe.data.train_file)).name,
+        "dataset": dataset,
     }
     write_model_card(folder, facts, name=recipe.output_dir.name)
     _move_into(folder, recipe.output_dir)
     logger.info("saved %s", recipe.output_dir)
+
+
+def training_history(source: str) -> list[dict[str, Any]]:
+    """The runs that a model (folder or hub name) has behind it; none if it does not say."""
+    found = _find(source, HISTORY)
+    return json.loads(Path(found).read_text(encoding="utf-8"))["runs"] if found else []
 
 
 def copy_sidecars(source: str, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recipes of several stages by name: `training/presets/<name>.yaml`, and running one so that a killed run goes on.
+"""Recipes of several stages by name: `training/preset_files/<name>.yaml`, and running one so that a killed run goes on.
 
 A preset has a version, the settings that it converts to, and the stages of each task; a stage is a set of options of
 `finetune.py` and a share of the tokens. Every stage trains what the one before it has written; the last one writes into
@@ -7,26 +7,26 @@ A preset has a version, the settings that it converts to, and the stages of each
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate.state import AcceleratorState
 
 from training.arguments import Recipe
-from training.checkpointing import latest_checkpoint
+from training.checkpointing import HISTORY, clean, latest_checkpoint
 from training.errors import UsageError
+from training.export import training_history
 
 
 logger = logging.getLogger(__name__)
 
-FOLDER = Path(__file__).parent / "presets"
-STAGES = "stages"  # inside output_dir, until the last stage is done
-FINISHED = "finished.json"
+FOLDER = Path(__file__).parent / "preset_files"
+STAGES = "stages"  # inside output_dir: the models between the stages
 
 
 @dataclass(frozen=True)
@@ -100,27 +100,39 @@ def run_stages(
         given: options of `finetune.py` that hold for all stages; `max_train_tokens` is shared out between them.
         parse, run: `command_line.parse` and `run.run`.
     """
-    given = dict(given)
-    tokens, output = given.pop("max_train_tokens", None) or preset.tokens, Path(given.pop("output_dir"))
-    is_resumed = given.pop("resume_from_checkpoint", None) is not None
-    stages, model, figures = stages_of(preset, given["task"]), given.pop("model_name_or_path"), {}
-    recipes = []
-    for number, stage in enumerate(stages, 1):
-        last = number == len(stages)
-        folder = output if last else output / STAGES / f"{number}-{stage.name}"
-        words = [*stage_words(stage, given, tokens), f"--model_name_or_path={model}", f"--output_dir={folder}"]
-        recipes.append((stage, folder, words))
-        model = folder
-    for stage, folder, words in recipes:
-        if is_resumed and (folder / FINISHED).is_file():
-            figures = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+    is_resumed = given.get("resume_from_checkpoint") is not None
+    figures: dict[str, float] = {}
+    lines = command_lines(preset, given)
+    if not is_resumed and is_main_process():  # a later resumption must not take an older run's stages for this one's
+        for _, folder, _ in lines:
+            clean(folder, everything=True)
+    for stage, folder, words in lines:
+        if is_resumed and (folder / HISTORY).is_file():  # written with the finished model
             continue
         if is_resumed and latest_checkpoint(folder) is not None:
             words = [*words, "--resume_from_checkpoint=latest"]
-        elif folder.exists():  # the last one holds the stages; a broken-off one without a checkpoint starts again
+        elif folder.exists():  # the last one holds the others' folders; one without a checkpoint starts again
             words = [*words, "--overwrite_output_dir=true"]
         logger.info("stage %s of preset %s (version %d)", stage.name, preset.name, preset.version)
         figures = run(parse(words))
-        (folder / FINISHED).write_text(json.dumps(figures), encoding="utf-8")
-    shutil.rmtree(output / STAGES, ignore_errors=True)
-    return figures
+        AcceleratorState._reset_state(reset_partial_state=True)  # the next stage's processes connect anew
+    return figures or training_history(given["output_dir"])[-1]["metrics"]
+
+
+def is_main_process() -> bool:
+    """Before there is an accelerator to ask."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Path, list[str]]]:
+    """Each stage with its folder and its command line; a stage's model is the folder of the one before it."""
+    own = ("max_train_tokens", "output_dir", "model_name_or_path", "resume_from_checkpoint", "overwrite_output_dir")
+    shared = {name: value for name, value in given.items() if name not in own}
+    tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
+    stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
+    for number, stage in enumerate(stages, 1):
+        folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
+        words = stage_words(stage, shared, tokens)
+        lines.append((stage, folder, [*words, f"--model_name_or_path={model}", f"--output_dir={folder}"]))
+        model = folder
+    return lines
