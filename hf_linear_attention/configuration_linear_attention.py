@@ -218,8 +218,9 @@ def max_length_of(config) -> int | None:
     image, patch = ((size, size) if isinstance(size, int) else size for size in sizes)
     if not image or not patch:
         return None
-    # A class token; DeiT's token of the teacher; registers.
-    before = 1 + ("deit" in config.model_type) + getattr(config, "num_register_tokens", 0)
+    extra = ("num_register_tokens", "num_registers", "num_detection_tokens")
+    before = getattr(config, "num_cls_tokens", 1) + sum(getattr(config, name, 0) for name in extra)
+    before += "deit" in config.model_type  # the token of its teacher
     return math.prod(side // part for side, part in zip(image, patch)) + before
 
 

@@ -30,6 +30,7 @@ from .attention_kernels import kernel_sums
 from .attention_kernels import normalize
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .segment_means import take
 
 
 # Nats between the largest and the smallest weight that one float32 product keeps at full relative precision.
@@ -143,7 +144,7 @@ class AftAttention(AttentionMechanism):
         place = None
         if mask is not None:
             place = mask.to(torch.uint8).argsort(dim=1, stable=True)
-            key, value, mask = _reorder(key, place), _reorder(value, place), mask.gather(1, place)
+            key, value, mask = take(key, place), take(value, place), mask.gather(1, place)
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
         if self.variant == "full":
             output, new_state = self._full(key, value, real), None
@@ -152,7 +153,7 @@ class AftAttention(AttentionMechanism):
         else:
             output, new_state = self._window(key, value, real), None
         if place is not None:
-            output = _reorder(output, place.argsort(dim=1))
+            output = take(output, place.argsort(dim=1))
         return output, new_state
 
     def _positions(self, real: torch.Tensor, num_seen: torch.Tensor | int = 0) -> torch.Tensor:
@@ -187,7 +188,7 @@ class AftAttention(AttentionMechanism):
         real = torch.cat((old.is_real, real), dim=1)
         if is_padded:
             place = real.to(torch.uint8).argsort(dim=1, stable=True)
-            key, value, real = _reorder(key, place), _reorder(value, place), real.gather(1, place)
+            key, value, real = take(key, place), take(value, place), real.gather(1, place)
         far, sums = _far(key, value, real, length, old.sums)
         near = _near(key[:, :, 1:], value[:, :, 1:], real[:, 1:], self._near_bias(position, dtype)[..., :w])
         new = WindowState(sums, key[:, :, -w:], value[:, :, -w:], real[:, -w:], num_seen)
@@ -239,11 +240,6 @@ class AftAttention(AttentionMechanism):
 def _channels(x: torch.Tensor) -> torch.Tensor:
     """`[B, Hkv, N, D]` -> `[B, Hkv D, N, 1]`."""
     return x.transpose(2, 3).flatten(1, 2).unsqueeze(-1)
-
-
-def _reorder(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """`x [B, Hkv, N, D]` with its tokens in the order `place [B, N]`."""
-    return x.take_along_dim(place[:, None, :, None], dim=2)
 
 
 def _padded(key, value, real, before: int, after: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

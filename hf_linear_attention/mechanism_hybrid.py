@@ -38,6 +38,7 @@ from .position_decay import DECAY_OPTION
 from .position_decay import LearnedDecay
 from .position_decay import alibi_of
 from .position_decay import decay_of
+from .segment_means import take
 
 
 # What a place of the window holds.
@@ -128,13 +129,13 @@ class HybridAttention(AttentionMechanism):
             place = None
         else:  # real tokens to the right end, in order
             place = attention_mask.to(torch.uint8).argsort(dim=1, stable=True)
-            query, key, value = (_reorder(x, place) for x in (query, key, value))
+            query, key, value = (take(x, place) for x in (query, key, value))
             attention_mask = attention_mask.gather(1, place)
         attend = self._attend_back if is_causal else self._attend_both_ways
         output, state = attend(query, key, value, attention_mask, scaling, state, is_padded=place is not None)
         output = output.masked_fill(~attention_mask[:, None, :, None], 0.0)
         if place is not None:
-            output = _reorder(output, place.argsort(dim=1))
+            output = take(output, place.argsort(dim=1))
         return output.transpose(1, 2).to(query.dtype), state
 
     def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
@@ -265,7 +266,7 @@ class _Line(NamedTuple):
     def aligned_right(self) -> _Line:
         """Real tokens moved to the right end, so that a window is the last w of them."""
         place = (self.kind != EMPTY).to(torch.uint8).argsort(dim=1, stable=True)
-        return _Line(_reorder(self.key, place), _reorder(self.value, place), self.kind.gather(1, place))
+        return _Line(take(self.key, place), take(self.value, place), self.kind.gather(1, place))
 
     def padded(self, left: int, right: int) -> _Line:
         """With empty places at both ends."""
@@ -284,8 +285,3 @@ def _rotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
 def _unrotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
     """What the feature map sees, `[..., D]`: without rotary positions if `rope` = `none`."""
     return x[..., -mechanism.shape.head_dim :]
-
-
-def _reorder(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """`x [B, H, N, D]` with its tokens in the order `place [B, N]`."""
-    return x.take_along_dim(place[:, None, :, None], dim=2)

@@ -34,4 +34,5 @@ def real_first(mask: torch.Tensor) -> torch.Tensor:
 
 def take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """`x [B, heads, N, D]` with its tokens in the order `places [B, N]`."""
-    return x.take_along_dim(places[:, None, :, None], dim=2)
+    # Not `take_along_dim`, which ties `torch.export` to the batch and length of the example.
+    return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
