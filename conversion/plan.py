@@ -206,18 +206,19 @@ def _stock_name(module: nn.Module) -> str:
 def _layer_plan(layer: int, name: str, module: nn.Module, dtype_size: int) -> LayerPlan:
     shape = cast(AttentionMechanism, module.linear_attention).shape
     cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype_size
-    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, _state_bytes(module), cache)
+    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, state_bytes(module), cache)
 
 
-def _state_bytes(module: nn.Module) -> int | None:
+def state_bytes(module: nn.Module) -> int | None:
     """Bytes of the state after one token: it has the same size after a million."""
     mechanism = cast(AttentionMechanism, module.linear_attention)
     is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)
     if is_encoder or not mechanism.supports("state", mechanism.settings):
         return None
     shape = mechanism.shape
-    query = torch.empty(1, shape.num_heads, 1, shape.head_dim, device="meta")
-    key = torch.empty(1, shape.num_key_value_heads, 1, shape.head_dim, device="meta")
+    device = next((tensor.device for tensor in mechanism.state_dict().values()), torch.device("meta"))
+    query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, device=device)
+    key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device)
     value, is_causal = key, bool(module.linear_attention_is_causal)
     if mechanism.settings.get("rope") == "none":
         query, key = (mechanism.with_unrotated(x, x) for x in (query, key))

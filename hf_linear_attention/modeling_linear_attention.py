@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -233,12 +233,19 @@ def reset_mechanisms(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def softmax_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = None) -> Iterator[PreTrainedModel]:
     """Inside, a converted model computes its original softmax attention on the same weights: the teacher for free.
 
     Not safe for several threads that use the same model. A cache made inside is a softmax cache and stays one.
+
+    Args:
+        layers: only these of the converted layers, by the numbers of the setting `layers`; by default all.
     """
-    modules = list(linear_attention_modules(model).values())
+    modules = [
+        module
+        for module in linear_attention_modules(model).values()
+        if layers is None or module.linear_attention.shape.layer in layers
+    ]
     implementations = {id(m.model_config): (m.model_config, m.model_config._attn_implementation) for m in modules}
     configs = [module.config for module in modules]
     try:

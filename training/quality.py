@@ -6,6 +6,8 @@
     agreement      share of tokens whose most likely successor is the teacher's
     kl             KL(teacher || student)
 
+And what a converted embedding model has kept, text by text.
+
 Positions count the tokens of a window of text from 0; figures by position tell whether a state holds beyond its window.
 """
 
@@ -26,7 +28,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention import convert
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from training.batches import Batch
-from training.objectives import aligned_labels, run_model
+from training.objectives import aligned_labels, mean_pooled, run_model
 from training.packing import IGNORED
 
 
@@ -108,4 +110,28 @@ def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, 
     return {
         "gap_closed": 1 - whole["gap"] / (whole["window_alone"] - whole["teacher"]),
         "linear_share": (distant["without_far"] - distant["student"]) / (distant["window_alone"] - distant["teacher"]),
+    }
+
+
+@torch.no_grad()
+def embed(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
+    """Mean-pooled, normalised embeddings `[texts, D]` in the order of the batches."""
+    rows = [
+        mean_pooled(run_model(model, batch, None).last_hidden_state, batch["attention_mask"])
+        for batch in ({name: value.to(model.device) for name, value in batch.items()} for batch in batches)
+    ]
+    return F.normalize(torch.cat(rows), dim=-1)
+
+
+def compare_embeddings(mine: Tensor, yours: Tensor) -> dict[str, float]:
+    """Of the student's and the teacher's normalised embeddings `[texts, D]` of the same texts.
+
+    `same_neighbour`: share of texts whose nearest other text is the same for both.
+    """
+    cosine = (mine * yours).sum(-1)
+    nearest = [(x @ x.T).fill_diagonal_(-math.inf).argmax(-1) for x in (mine, yours)]
+    return {
+        "cosine": cosine.mean().item(),
+        "cosine_min": cosine.min().item(),
+        "same_neighbour": (nearest[0] == nearest[1]).double().mean().item(),
     }

@@ -1,0 +1,221 @@
+"""What conversion recipes keep of one teacher, at equal tokens: figures, ablations, and the gap against the tokens.
+
+    python benchmarks/conversion_quality.py --teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt \\
+        --recipes default lolcats --tokens 1000000 --seeds 0 1 2
+
+Each recipe is a preset of training/preset_files. `--settings` are settings of `linear_attention` that all of them share
+(such as the window, so that states are equal), `name:key=value,...` those of one recipe under a name of its own
+(`wide:preset=default,num_features=128`). A finished run in `--work_dir` is not repeated. Every student is measured by
+`training/quality.py`; the bytes are those of the decoding state per sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.common import argument_parser, save_results, table, write
+from conversion.plan import state_bytes
+from hf_linear_attention import convert
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from training.batches import EvaluationBatches, Stream, loader
+from training.command_line import parse
+from training.logs import read_metrics
+from training.packing import StreamWindows
+from training.presets import STAGES, load_preset, run_stages
+from training.quality import compare
+from training.run import run
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A preset with settings that win over the preset's own."""
+
+    name: str
+    preset: str
+    settings: dict[str, Any]
+
+
+def parse_recipe(text: str, shared: dict[str, Any]) -> Recipe:
+    """`default` or `name:preset=default,num_features=128`."""
+    name, _, rest = text.partition(":")
+    own = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in rest.split(",")) if key}
+    preset = own.pop("preset", name)
+    return Recipe(name, preset, {**load_preset(preset).settings["causal"], **shared, **own})
+
+
+def student_folder(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
+    return arguments.work_dir / f"{Path(arguments.teacher).name}-{recipe.name}-{arguments.tokens}-{seed}"
+
+
+def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
+    """The trained student's folder; a killed or finished run goes on."""
+    folder = student_folder(arguments, recipe, seed)
+    converted = folder.with_name(folder.name + "-converted")
+    if not (converted / "config.json").is_file():
+        teacher, settings = AutoModelForCausalLM.from_pretrained(arguments.teacher), dict(recipe.settings)
+        torch.manual_seed(seed)
+        convert(teacher, **settings).save_pretrained(converted)
+        AutoTokenizer.from_pretrained(arguments.teacher).save_pretrained(converted)
+    preset = load_preset(recipe.preset)
+    steps = max(1, arguments.tokens // 10 // arguments.tokens_per_step)
+    given = {
+        "task": "causal_lm",
+        "model_name_or_path": str(converted),
+        "teacher_name_or_path": arguments.teacher,
+        "train_file": arguments.train_file,
+        "validation_file": arguments.validation_file,
+        "max_eval_chars": arguments.max_eval_chars,
+        "max_train_tokens": arguments.tokens,
+        "max_length": arguments.max_length,
+        "per_device_train_batch_size": max(1, arguments.tokens_per_step // arguments.max_length),
+        "eval_steps": steps,
+        "checkpointing_steps": steps,
+        "save_total_limit": 1,
+        "seed": seed,
+        "output_dir": str(folder),
+        "resume_from_checkpoint": "latest",
+    }
+    if all(stage.options.get("trainable") == "lora" for stage in preset.stages["causal_lm"][-1:]):
+        del given["checkpointing_steps"], given["save_total_limit"]
+    run_stages(preset, {name: value for name, value in given.items() if value is not None}, parse, run)
+    return folder
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    """Tokens of all stages so far, and nats per token on the held-out text."""
+    points, before = [], 0
+    for stage in [*sorted((folder / STAGES).glob("*")), folder]:
+        events = [event for event in read_metrics(stage / "metrics.jsonl") if "eval_nats_per_token" in event]
+        points += [(before + event["tokens"], event["eval_nats_per_token"]) for event in events]
+        before = points[-1][0]
+    return points
+
+
+def held_out(arguments: Namespace, max_length: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Protocol S (training/packing.py) over the first `max_eval_chars` characters."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
+    text = Path(arguments.validation_file).read_text(encoding="utf-8")[: arguments.max_eval_chars]
+    tokens = np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    stream = Stream(StreamWindows(tokens, max_length, tokenizer.bos_token_id), 0, shuffle=False)
+    return iter(loader(stream, EvaluationBatches(len(stream), 4, 0, 1), tokenizer.eos_token_id or 0))
+
+
+def measure(arguments: Namespace, folder: Path) -> dict[str, Any]:
+    teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher).eval()
+    student = AutoModelForCausalLM.from_pretrained(folder).eval()
+    modules = linear_attention_modules(student).values()
+    figures = compare(teacher, student, held_out(arguments, arguments.max_length or _context(teacher)))
+    trained = student.num_parameters() - teacher.num_parameters()
+    return {**figures, "state_bytes": sum(state_bytes(m) or 0 for m in modules), "new_parameters": trained}
+
+
+def _context(model) -> int:
+    return model.config.max_position_embeddings
+
+
+def report(figures: dict[str, Any]) -> str:
+    names = ("teacher", "window_alone", "student", "gap", "gap_closed", "linear_share", "agreement", "kl")
+    rows = []
+    for name, content in figures["recipes"].items():
+        runs = content["runs"]
+        means = [statistics.mean(run[key] for run in runs) if key in runs[0] else None for key in names]
+        spread = max(run["student"] for run in runs) - min(run["student"] for run in runs)
+        rows.append([name, *means, f"{spread:.4f}", f"{runs[0]['state_bytes']:,}"])
+    header = ["recipe", *(key.replace("_", " ") for key in names), "spread", "state bytes"]
+    positions = next(iter(figures["recipes"].values()))["runs"][0]["by_position"]
+    by_position = [
+        [
+            f"{part['from']}-{part['to']}",
+            *(
+                content["runs"][0]["by_position"][number]["student"] - part["teacher"]
+                for content in figures["recipes"].values()
+            ),
+        ]
+        for number, part in enumerate(positions)
+    ]
+    return (
+        f"{figures['teacher']}: nats per token, {figures['tokens']:,} tokens of training, "
+        f"{figures['seeds']} seed(s)\n\n{table(header, rows)}\n\nGap by position, first seed\n\n"
+        f"{table(['position', *figures['recipes']], by_position)}"
+    )
+
+
+def plot(plt, figures):
+    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    for number, (name, content) in enumerate(figures["recipes"].items()):
+        for index, points in enumerate(content["curves"]):
+            tokens, nats = zip(*points)
+            gaps = [value - content["runs"][index]["teacher"] for value in nats]
+            axis.plot(tokens, gaps, "o-", markersize=3, color=f"C{number}", alpha=0.8, label=None if index else name)
+    alone = next(
+        (c["runs"][0]["window_alone"] for c in figures["recipes"].values() if "window_alone" in c["runs"][0]), None
+    )
+    if alone is not None:
+        teacher = next(iter(figures["recipes"].values()))["runs"][0]["teacher"]
+        axis.axhline(alone - teacher, color="black", linestyle="--", linewidth=1, label="window alone, untrained")
+    axis.set(xlabel="training tokens", ylabel="nats per token above the teacher", title=figures["teacher"])
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--teacher", required=True, help="folder of the softmax model")
+    parser.add_argument("--train_file", required=True)
+    parser.add_argument("--validation_file", required=True, help="held-out running text (.txt)")
+    parser.add_argument("--recipes", nargs="+", default=["default"], metavar="NAME[:KEY=VALUE,...]")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of all recipes that know them")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--tokens_per_step", type=int, default=1024)
+    parser.add_argument("--max_length", type=int, default=512)
+    parser.add_argument("--max_eval_chars", type=int, default=50_000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--work_dir", type=Path, default=Path("outputs/conversion_quality"))
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.tokens, arguments.tokens_per_step, arguments.max_length, arguments.max_eval_chars = (
+            2000,
+            128,
+            64,
+            2000,
+        )
+    logging.basicConfig(level=logging.WARNING)
+    disable_progress_bar()
+    shared = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in arguments.settings)}
+    figures: dict[str, Any] = {
+        "teacher": Path(arguments.teacher).name,
+        "tokens": arguments.tokens,
+        "seeds": len(arguments.seeds),
+        "recipes": {},
+    }
+    for recipe in (parse_recipe(text, shared) for text in arguments.recipes):
+        folders = [train(arguments, recipe, seed) for seed in arguments.seeds]
+        figures["recipes"][recipe.name] = {
+            **dataclasses.asdict(recipe),
+            "runs": [measure(arguments, folder) for folder in folders],
+            "curves": [curve(folder) for folder in folders],
+        }
+        write(report(figures) + "\n")
+    save_results(arguments, "conversion_quality", figures, plot)
+
+
+if __name__ == "__main__":
+    main()
