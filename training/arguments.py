@@ -57,6 +57,7 @@ class ObjectiveArguments:
     embedding_weight: float | None = option("Weight of 1 - cosine of the mean-pooled embeddings.", None)
     hidden_state_layers: Literal["last", "all"] = option("Layers that hidden_state_weight matches.", "last")
     temperature: float = option("Temperature of the KL; its value is multiplied by temperature squared.", 1.0)
+    disable_dropout: bool | None = option("Train without dropout; default: yes where a teacher is imitated.", None)
 
 
 @dataclass

@@ -43,7 +43,7 @@ FIXED = (
 # It may when one of these does, but is not the run it would have been.
 WATCHED = (
     *("teacher_name_or_path", "attention_transfer_weight", "task_loss_weight", "logits_kl_weight"),
-    *("hidden_state_weight", "embedding_weight"),
+    *("hidden_state_weight", "embedding_weight", "disable_dropout"),
     *("hidden_state_layers", "temperature", "learning_rate", "mechanism_learning_rate", "weight_decay"),
     *("max_grad_norm", "num_train_epochs", "max_train_steps", "max_train_tokens", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),

@@ -124,6 +124,16 @@ def _load(recipe: Recipe, path: str, **options: Any) -> PreTrainedModel:
     return auto_class.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code, **options)
 
 
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Dropout modules and probabilities of this model to 0; what its config says, and so what is saved, stays."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
     """Options about the mechanism's parameters need some; a recipe that suits every mechanism may name their rate."""
     if any(MECHANISM in name for name, _ in model.named_parameters()):

@@ -180,6 +180,8 @@ def _train(
     stream = _stream(examples, recipe, parts.tokenizer, shuffle=True)
     if stream is None:
         raise RuntimeError("no training data")
+    if recipe.objective.disable_dropout:
+        models.disable_dropout(parts.student)
     plan = _plan(parts, stream, objectives)
     state = TrainingState()
     set_seed(recipe.run.seed + accelerator.process_index)  # dropout differs between processes, new heads do not

@@ -34,6 +34,9 @@ def fill_defaults(recipe: Recipe) -> None:
     for name, use in suggested.items():
         if getattr(recipe.objective, name) is None:
             setattr(recipe.objective, name, float(use))
+    if recipe.objective.disable_dropout is None:  # the teacher's answer has none
+        weights = (getattr(recipe.objective, name) for name in ("attention_transfer_weight", *TEACHER_WEIGHTS))
+        recipe.objective.disable_dropout = any(weights)
 
 
 def find_problems(recipe: Recipe) -> list[str]:

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertForSequenceClassification,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
 )
 
@@ -32,7 +33,7 @@ from training.arguments import (
     RunArguments,
 )
 from training.errors import TrainingError
-from training.models import parameter_groups
+from training.models import disable_dropout, parameter_groups
 from training.run import start_processes
 
 
@@ -96,6 +97,18 @@ def test_attention_transfer_improves_the_converted_model(finetune, causal: list[
     trained, before = weights(tmp_path / "out"), weights(tmp_path / "converted")
     changed = {name for name in before if not torch.equal(trained[name], before[name])}
     assert changed == {name for name in before if ".linear_attention." in name}
+
+
+@pytest.mark.parametrize("family", [BertForSequenceClassification, GPT2LMHeadModel])
+def test_without_dropout_a_model_in_training_mode_says_what_it_says_in_evaluation(family) -> None:
+    model = family(family.config_class(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=50))
+    inputs = {"input_ids": torch.arange(1, 20)[None]}
+    expected = model.eval()(**inputs).logits
+    model.train()
+    assert not torch.equal(model(**inputs).logits, expected)
+    disable_dropout(model)
+    assert torch.equal(model(**inputs).logits, expected)
+    assert (getattr(model.config, "hidden_dropout_prob", None) or model.config.resid_pdrop) == 0.1
 
 
 def test_accumulated_ragged_batches_equal_one_batch(
