@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,8 +29,12 @@ def option(text: str, default: Any = None, choices: Sequence[str] | None = None)
 class ConversionArguments:
     model_name_or_path: str = field(metadata={"help": "the softmax checkpoint: a folder or a hub name"})
     output_dir: str | None = option("the folder to write; may be left out with --dry_run or --spectrum")
-    attention: str = option("the mechanism that replaces softmax", "linear", sorted(MECHANISMS))
-    layers: str = option("the attention layers to convert: all, full_attention, none, or a list as 0,2,4-7", "all")
+    attention: str | None = option(
+        "the mechanism that replaces softmax (default: linear, or that of --preset)", choices=sorted(MECHANISMS)
+    )
+    layers: str | None = option(
+        "the attention layers to convert: all (default), full_attention, none, or a list as 0,2,4-7"
+    )
     drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}")
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
     dtype: str = option("of the weights written; auto keeps what the checkpoint has", "auto", DTYPES)
@@ -44,7 +48,21 @@ class ConversionArguments:
         "head in conversion_report.json. Without --output_dir only that",
         False,
     )
-    seed: int | None = option("of everything drawn at random (default 0)")
+    preset: str | None = option(
+        "convert and train: a recipe of training/preset_files, whose settings of the attention hold where none are "
+        "given. A killed run goes on when the same command is given again"
+    )
+    train_file: str | None = option("text to train on with --preset: .txt, .jsonl, .csv or .tsv (column `text`)")
+    validation_file: str | None = option("held-out text, in such a file, for the figures of --preset and --evaluate")
+    tokens: str | None = option("to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)")
+    max_eval_tokens: int = option("measure on about the first so many tokens of --validation_file", 50_000)
+    checkpointing_steps: int = option("steps of training that a killed run repeats at most", 100)
+    evaluate: bool = option(
+        "measure what lies in --output_dir against the original on --validation_file, into its conversion_report.json "
+        "and model card; nothing is converted",
+        False,
+    )
+    seed: int | None = option("of everything drawn at random (default 0; training: 42)")
     dry_run: bool = option("print what would be done and write nothing", False)
     no_verify: bool = option("do not compare the result with its source", False)
     overwrite: bool = option("replace an existing --output_dir, once the new one is complete", False)
@@ -82,10 +100,23 @@ class Parser(HfArgumentParser):
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: the script's own options, and the `linear_attention` settings it asks for."""
+    """A parsed command line: the script's own options, and the `linear_attention` settings that it names."""
 
     arguments: ConversionArguments
-    settings: dict[str, Any]
+    given: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.settings_over({})
+
+    def settings_over(self, preset: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings, with those of a preset where nothing is given; they say nothing about another mechanism."""
+        defaults = preset if self.given.get("mechanism") in (None, preset.get("mechanism")) else {}
+        settings = {"mechanism": "linear", "layers": "all", **defaults, **self.given}
+        # The seed serves every mechanism; one that draws its function from it also stores it.
+        if self.arguments.seed is not None and "seed" in MECHANISMS[settings["mechanism"]].options:
+            settings["seed"] = self.arguments.seed
+        return settings
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> Request:
@@ -107,24 +138,28 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     words = [*_yaml_words(_config_path(argv), names), *argv]
     _refuse_unknown(words, names)
     arguments, mechanism, _ = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    return Request(arguments, _settings(arguments, mechanism))
+    return Request(arguments, _given(arguments, mechanism))
 
 
-def _settings(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
+def _given(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
     given = {name: value for name, value in vars(mechanism).items() if value is not None}
     given |= {name: parse_per_layer(name, text) for name, text in given.items() if _is_per_layer(name)}
-    # The seed serves every mechanism; one that draws its function from it also stores it.
-    if arguments.seed is not None and "seed" in MECHANISMS[arguments.attention].options:
-        given["seed"] = arguments.seed
-    try:
-        layers = parse_layers(arguments.layers)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    if arguments.attention is not None:
+        given["mechanism"] = arguments.attention
+    if arguments.layers is not None:
+        given["layers"] = _parse_layers(arguments.layers)
     if arguments.drop is not None:
         given["drop"] = [feature.strip() for feature in arguments.drop.split(",")]
     if arguments.cross_attention:
         given["cross_attention"] = True
-    return {"mechanism": arguments.attention, "layers": layers, **given}
+    return given
+
+
+def _parse_layers(text: str) -> str | list[int]:
+    try:
+        return parse_layers(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _is_per_layer(name: str) -> bool:
@@ -143,6 +178,22 @@ def parse_per_layer(name: str, text: str) -> int | list[int]:
         message = f"`--{name} {text}`: give a whole number, or one a layer such as 128,96,64"
         raise UsageError(message) from error
     return values if "," in text else values[0]
+
+
+def parse_tokens(text: str) -> int:
+    """`2000000`, `500k`, `2M` and `1.5B` as numbers.
+
+    Raises:
+        UsageError: if the text is no such number above 0.
+    """
+    factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower())
+    try:
+        tokens = round(float(text[:-1]) * factor) if factor else int(text)
+    except (ValueError, OverflowError):
+        tokens = 0
+    if tokens < 1:
+        raise UsageError(f"`--tokens {text}`: give a number above 0, such as 2000000, 500k or 2M")
+    return tokens
 
 
 def _config_path(argv: Sequence[str]) -> str | None:

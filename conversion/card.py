@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,19 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
+def training_facts(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts about training, from the runs in training_report.json, oldest first."""
+    if not runs:
+        return {}
+    *earlier, last = runs
+    return {
+        "training": last["training"],
+        "earlier_training": [{"dataset": run["dataset"], **run["training"]} for run in earlier],
+        "metrics": last["metrics"],
+        "dataset": last["dataset"],
+    }
+
+
 def source_metadata(source: Path) -> dict[str, Any]:
     """License and language from the front matter of the source's own card, if there is one."""
     card = source / "README.md"
@@ -128,10 +141,10 @@ def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            yield f"{prefix}{name}", _word(value)
+            yield f"{prefix}{name}", word(value)
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -19,6 +19,14 @@ Which layers are hard to replace: the spectrum of the attention and the error of
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --spectrum --calibration_file TEXT.txt
 
+Convert and train with the original as teacher, in stages that a killed run goes on with; then the figures on held-out
+text, which --evaluate also gives for any converted model:
+
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --preset default \
+        --train_file TEXT.jsonl --tokens 2M --validation_file HELD_OUT.txt
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --evaluate \
+        --validation_file HELD_OUT.txt
+
 Only look: which layers and tensors become what, nothing is written:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --dry_run
@@ -55,7 +63,10 @@ from conversion.diagnose import describe_diagnosis
 from conversion.errors import UsageError
 from conversion.logs import quiet_transformers, to_stderr
 from conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
+from conversion.presets import describe_stages
+from conversion.quality import evaluate
 from conversion.report import describe, describe_result, describe_tensors
+from conversion.train import run_training
 from hf_linear_attention.architecture_table import architecture_table
 
 
@@ -76,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _fail("failed", error, 1)
     except KeyboardInterrupt:
-        sys.stderr.write("convert_checkpoint.py: interrupted; nothing was written\n")
+        sys.stderr.write("convert_checkpoint.py: interrupted; --output_dir is as it was\n")
         return 130
     sys.stdout.write(f"{text}\n")
     return 0
@@ -87,12 +98,18 @@ def _convert(argv: Sequence[str]) -> str:
     if "--list_architectures" in argv:  # which needs no model
         return architecture_table()
     request = parse(argv, __doc__)
+    if request.arguments.evaluate:
+        return evaluate(request)
     job = prepare(request)
+    if job.is_written and job.training is not None:
+        return run_training(job, job.training)
     if job.is_written:
         return describe_result(job.plan, job.source, str(job.output_dir), run(job))
     lines = [describe(job.plan, job.source)]
     if request.arguments.dry_run:
         lines.append(describe_tensors(job.plan))
+    if job.training is not None:
+        lines += describe_stages(job.training)
     if request.arguments.spectrum:
         diagnosis = calibrate_and_diagnose(job, load_converted(job))["diagnosis"]
         lines += ["", describe_diagnosis(diagnosis, job.plan.settings["mechanism"]), ""]
@@ -109,7 +126,7 @@ def _fail(word: str, error: Exception, code: int) -> int:
     if os.environ.get(DEBUG):
         raise error
     message = " ".join(str(error).split()) or type(error).__name__
-    known = isinstance(error, (UsageError, OSError)) or type(error).__module__.startswith("conversion.")
+    known = isinstance(error, (UsageError, OSError)) or type(error).__module__.startswith(("conversion.", "training."))
     hint = "" if known else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
     sys.stderr.write(f"convert_checkpoint.py: {word}: {message}{hint}\n")
     return code

@@ -48,7 +48,7 @@ def staging(output_dir: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        _replace(temporary, output_dir)
+        replace(temporary, output_dir)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in parents:
@@ -57,7 +57,8 @@ def staging(output_dir: Path) -> Iterator[Path]:
         raise
 
 
-def _replace(temporary: Path, output_dir: Path) -> None:
+def replace(temporary: Path, output_dir: Path) -> None:
+    """Rename one folder to the other, which is removed if it exists."""
     if not output_dir.exists():
         temporary.rename(output_dir)
         return
@@ -68,6 +69,13 @@ def _replace(temporary: Path, output_dir: Path) -> None:
     except OSError:
         old.rename(output_dir)
         raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Remove it; under its name it is whole or gone, even if this is killed on the way."""
+    old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+    folder.rename(old)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -63,17 +63,38 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
 
 
 def _text_inputs(source: Source, config: PreTrainedConfig, path: str | None, trust_remote_code: bool):
-    from training.validation import FILE_TYPES  # as below
-
     tokenizer = load_tokenizer(source, trust_remote_code)
     ids = built_in_text(config, tokenizer)
     if path is None:
         return None if tokenizer is None or ids is None else BuiltInTexts(config, tokenizer, ids)
-    if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
-        raise UsageError(f"`--calibration_file` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
+    check_text_file("calibration_file", path)
     if tokenizer is None or ids is None:
         raise UsageError(f"`--calibration_file`: {source.name} has no tokenizer of its own to read it with")
     return TextFile(config, tokenizer, path)
+
+
+def check_text_file(option: str, path: str) -> None:
+    """Raises `UsageError` unless `path` is a file that training reads too."""
+    from training.validation import FILE_TYPES  # as below
+
+    if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
+        raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
+
+
+def data_recipe(model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any):
+    """A recipe of `training` that reads `data` (fields of `DataArguments`) for this model, and trains nothing."""
+    import datasets
+
+    from training import arguments
+
+    datasets.disable_progress_bars()
+    return arguments.Recipe(
+        arguments.ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
+        arguments.DataArguments(**data),
+        arguments.ObjectiveArguments(),
+        arguments.OptimizationArguments(),
+        arguments.RunArguments(""),
+    )
 
 
 class BuiltInTexts:
@@ -131,27 +152,15 @@ class TextFile:
         return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
     def _recipe_and_rows(self):
-        import datasets
-
-        from training.arguments import (
-            DataArguments,
-            ModelArguments,
-            ObjectiveArguments,
-            OptimizationArguments,
-            Recipe,
-            RunArguments,
-        )
         from training.data import load_rows
 
-        task = "causal_lm" if _is_causal(self.config) else "embedding"
-        model, data = ModelArguments("", task), DataArguments(train_file=self.path)  # type: ignore[arg-type]
-        datasets.disable_progress_bars()
-        rows = load_rows(data, "train")
+        recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
+        rows = load_rows(recipe.data, "train")
         if rows is None or "text" not in rows.column_names:
             raise UsageError(f"`--calibration_file` = {self.path!r} has no column `text`")
         if not any(text and text.strip() for text in rows["text"]):
             raise UsageError(f"`--calibration_file` = {self.path!r} holds no text")
-        return Recipe(model, data, ObjectiveArguments(), OptimizationArguments(), RunArguments("")), rows
+        return recipe, rows
 
 
 class ImageInputs:

@@ -23,6 +23,18 @@ def to_stderr() -> None:
     logger.setLevel(logging.INFO)
 
 
+@contextlib.contextmanager
+def training_to_stderr() -> Iterator[None]:
+    """Inside, the messages of `training` go where ours go."""
+    root = logging.getLogger("training")
+    before = root.handlers, root.propagate, root.level
+    root.handlers, root.propagate, root.level = logger.handlers, False, logging.INFO
+    try:
+        yield
+    finally:
+        root.handlers, root.propagate, root.level = before
+
+
 def _prefix(record: logging.LogRecord) -> bool:
     record.levelname_prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
     return True

@@ -20,6 +20,7 @@ from conversion.export import check_output, check_shipped, share_permissions, st
 from conversion.inputs import RealInputs, real_inputs
 from conversion.logs import logger
 from conversion.plan import Plan, make_plan
+from conversion.presets import Training, check_training_options, plan_training, preset_settings
 from conversion.report import build_report
 from conversion.source import Source, open_source
 from conversion.verify import verify
@@ -29,13 +30,14 @@ from hf_linear_attention import supported_model_types
 @dataclass(frozen=True)
 class Job:
     """Everything that is settled before the first weight is loaded. `output_dir` is None where nothing is written,
-    `inputs` where nothing looks at them or there are none."""
+    `inputs` where nothing looks at them or there are none, `training` without a preset."""
 
     request: Request
     source: Source
     plan: Plan
     output_dir: Path | None
     inputs: RealInputs | None = None
+    training: Training | None = None
 
     @property
     def is_written(self) -> bool:
@@ -51,17 +53,22 @@ def prepare(request: Request) -> Job:
     arguments = request.arguments
     if arguments.output_dir is None and not arguments.dry_run and not arguments.spectrum:
         raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
+    check_training_options(arguments)
     local = Path(arguments.model_name_or_path).expanduser().resolve()
     output_dir = None
     if arguments.output_dir is not None:
         output_dir = check_output(arguments.output_dir, arguments.overwrite, local if local.is_dir() else None)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
-    plan = make_plan(source, request.settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    settings = request.settings
+    if arguments.preset is not None:
+        settings = request.settings_over(preset_settings(arguments.preset, source, arguments.trust_remote_code))
+    plan = make_plan(source, settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
     check_options(arguments, plan)
+    training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("`%s` is not among the tested model types; look at the figures before you trust it", stock_type)
-    return Job(request, source, plan, output_dir, _open_inputs(arguments, source, plan))
+    return Job(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:

@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from conversion.errors import UsageError
+from conversion.heads import Head, head_of
 from conversion.source import Source, TensorInfo
 from hf_linear_attention.architectures import attention_modules, converted_features
 from hf_linear_attention.attention_mechanism import AttentionMechanism
@@ -79,6 +80,10 @@ class Plan:
         return linear_model_class(self.stock_class)
 
     @property
+    def head(self) -> Head:
+        return head_of(self.stock_class.__name__, is_vision=self.stock_class.main_input_name != "input_ids")
+
+    @property
     def settings(self) -> dict[str, Any]:
         return dict(self.config.linear_attention)
 
@@ -141,11 +146,11 @@ def make_plan(
     Raises:
         UsageError: if the checkpoint or the settings allow no conversion.
     """
+    stock = stock_config(source, trust_remote_code)
+    _refuse_quantized(source, stock)
     try:
-        stock_config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-        _refuse_quantized(source, stock_config)
-        config = convert_config(stock_config, **settings)
-        stock_class = _stock_class(stock_config, model_class)
+        config = convert_config(stock, **settings)
+        stock_class = _stock_class(stock, model_class)
         with torch.device("meta"):
             model = linear_model_class(stock_class)(config)
     except UsageError:
@@ -169,6 +174,14 @@ def make_plan(
         dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
     )
+
+
+def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
+    """Raises `UsageError` where there is none that transformers can read."""
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise UsageError(_one_line(error)) from error
 
 
 def _one_line(error: Exception) -> str:

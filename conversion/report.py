@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from conversion.diagnose import describe_diagnosis
-from conversion.heads import head_of
 from conversion.plan import Plan, TensorPlan
 from conversion.source import Source
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
@@ -88,15 +87,19 @@ def describe_tensors(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_result(plan: Plan, source: Source, output_dir: str, report: Mapping[str, Any]) -> str:
-    """The end of a conversion: what came out, how to load it, what to do next."""
+def describe_result(
+    plan: Plan, source: Source, output_dir: str, report: Mapping[str, Any], training: Sequence[str] = ()
+) -> str:
+    """The end of a conversion: what came out, how to load it, what to do next; or how it was trained."""
     lines, checks = [describe(plan, source)], report["checks"]
     if calibrated := report["figures"]["calibrated on"]:
         lines.append(_line("calibrated", f"on {calibrated}"))
     if checks is not None:
         lines += _check_lines(checks, has_layers=bool(plan.layers))
     lines += [_line("written to", output_dir), "", "Load it:", *_loading_lines(plan, output_dir)]
-    if plan.layers and (command := _healing_command(plan, source, output_dir)):
+    if training:
+        lines += ["", *training]
+    elif plan.layers and (command := _healing_command(plan, source, output_dir)):
         lines += ["", "Its attention is new and untrained. Heal it, with the original as teacher:", command]
     if report["diagnosis"]:
         lines += ["", describe_diagnosis(report["diagnosis"], plan.settings["mechanism"])]
@@ -115,7 +118,7 @@ def _tensor_line(plan: Plan) -> str:
 def _state_line(plan: Plan) -> str:
     layer = next(layer for layer in plan.layers if layer.state_bytes)  # an encoder's have none
     text = f"{layer.state_bytes:,} bytes a layer, {plan.state_bytes:,} in all, per sequence of any length"
-    if head_of(plan.stock_class.__name__).task == "causal_lm" and layer.state_bytes:
+    if plan.head.task == "causal_lm" and layer.state_bytes:
         text += f" (a key-value cache takes that at {layer.state_bytes // layer.cache_bytes_per_token} tokens)"
     return text
 
@@ -138,7 +141,7 @@ def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
 
 
 def _loading_lines(plan: Plan, output_dir: str) -> list[str]:
-    auto_class = head_of(plan.stock_class.__name__).auto_class
+    auto_class = plan.head.auto_class
     return [
         f"  from transformers import {auto_class}",
         f'  model = {auto_class}.from_pretrained("{output_dir}", trust_remote_code=True)',
@@ -146,11 +149,9 @@ def _loading_lines(plan: Plan, output_dir: str) -> list[str]:
 
 
 def _healing_command(plan: Plan, source: Source, output_dir: str) -> str | None:
-    is_vision = plan.stock_class.main_input_name != "input_ids"
-    head = head_of(plan.stock_class.__name__, is_vision)
-    if head.task is None:
+    if plan.head.task is None:
         return None
-    config = Path(__file__).resolve().parents[1] / "training" / "configs" / str(head.recipe)
+    config = Path(__file__).resolve().parents[1] / "training" / "configs" / str(plan.head.recipe)
     return (
         f"  accelerate launch {config.parents[1] / 'finetune.py'} --config {config} \\\n"
         f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.name} \\\n"

@@ -56,6 +56,12 @@ class Source:
     def is_pickled(self) -> bool:
         return any(path.suffix == ".bin" for path in self.weights)
 
+    @property
+    def loadable(self) -> str:
+        """What `from_pretrained` takes: the hub name, or the folder."""
+        is_hub_model = self.folder == self.root and not Path(self.name).expanduser().is_dir()
+        return self.name if is_hub_model else str(self.folder)
+
     @functools.cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the weight files, from their headers alone.

@@ -30,7 +30,7 @@ def save_final(
     metrics: dict[str, float],
 ) -> None:
     """Write model, code, tokenizer, sidecars and card into output_dir; each file appears only when complete."""
-    from conversion.card import write_model_card  # only needed here, and conversion imports much
+    from conversion.card import training_facts, write_model_card  # only needed here, and conversion imports much
 
     folder = recipe.output_dir / TEMPORARY
     folder.mkdir(parents=True)
@@ -44,10 +44,7 @@ def save_final(
     facts = {
         "base_model": recipe.model.model_name_or_path,
         "settings": getattr(model.config, "linear_attention", None),
-        "training": training,
-        "earlier_training": [{"dataset": run["dataset"], **run["training"]} for run in earlier],
-        "metrics": metrics,
-        "dataset": dataset,
+        **training_facts([*earlier, this]),
     }
     write_model_card(folder, facts, name=recipe.output_dir.name)
     _move_into(folder, recipe.output_dir)

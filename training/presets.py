@@ -63,11 +63,12 @@ def load_preset(name: str) -> Preset:
     if name not in preset_names():
         raise UsageError([f"`--preset {name}`: allowed is one of {', '.join(preset_names())}"])
     content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    tasks = {
-        task: [Stage(stage.pop("stage"), stage.pop("share"), stage) for stage in stages]
-        for task, stages in content.pop("tasks").items()
-    }
+    tasks = {task: [_stage(**entry) for entry in entries] for task, entries in content.pop("tasks").items()}
     return Preset(name=name, stages=tasks, **content)
+
+
+def _stage(stage: str, share: float, **options: Any) -> Stage:
+    return Stage(stage, share, options)
 
 
 def stages_of(preset: Preset, task: str) -> list[Stage]:
@@ -106,14 +107,15 @@ def run_stages(
     if not is_resumed and is_main_process():  # a later resumption must not take an older run's stages for this one's
         for _, folder, _ in lines:
             clean(folder, everything=True)
-    for stage, folder, words in lines:
+    for number, (stage, folder, words) in enumerate(lines, 1):
         if is_resumed and (folder / HISTORY).is_file():  # written with the finished model
             continue
         if is_resumed and latest_checkpoint(folder) is not None:
             words = [*words, "--resume_from_checkpoint=latest"]
         elif folder.exists():  # the last one holds the others' folders; one without a checkpoint starts again
             words = [*words, "--overwrite_output_dir=true"]
-        logger.info("stage %s of preset %s (version %d)", stage.name, preset.name, preset.version)
+        place = f"stage {number} of {len(lines)}"
+        logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
         figures = run(parse(words))
         AcceleratorState._reset_state(reset_partial_state=True)  # the next stage's processes connect anew
     return figures or training_history(given["output_dir"])[-1]["metrics"]

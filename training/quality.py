@@ -32,6 +32,10 @@ from training.objectives import aligned_labels, mean_pooled, run_model
 from training.packing import IGNORED
 
 
+# Nats per token; what float32 logits differ by when window and teacher compute the same function is below.
+SMALLEST_GAP = 1e-4
+
+
 @dataclass
 class TokenFigures:
     """Concatenated over batches: position, and one figure per token and name."""
@@ -106,10 +110,11 @@ def _nats(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, float]:
     """`gap_closed`: of the window alone. `linear_share`: the part of that gap, beyond 4 windows, that switching the
-    linear part off would open again."""
+    linear part off would open again. NaN where the window alone leaves no gap, as one longer than the texts does."""
+    gap, far_gap = (means["window_alone"] - means["teacher"] for means in (whole, distant))
     return {
-        "gap_closed": 1 - whole["gap"] / (whole["window_alone"] - whole["teacher"]),
-        "linear_share": (distant["without_far"] - distant["student"]) / (distant["window_alone"] - distant["teacher"]),
+        "gap_closed": 1 - whole["gap"] / gap if gap > SMALLEST_GAP else math.nan,
+        "linear_share": (distant["without_far"] - distant["student"]) / far_gap if far_gap > SMALLEST_GAP else math.nan,
     }
 
 

@@ -120,7 +120,6 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
     ("options", "words"),
     [
         (["--preset", "best"], ["--preset best", "default"]),
-        (["--preset", "default", "--task", "masked_lm"], ["no stages for `--task masked_lm`", "causal_lm"]),
         (["--preset", "default", "--learning_rate", "-1"], ["--learning_rate -1.0", "above 0"]),
         (["--preset", "default", "--output_dir", "."], ["is not empty"]),
     ],
@@ -130,6 +129,15 @@ def test_refusals(options: list[str], words: list[str], converted, data, tmp_pat
         parse_preset([*converted, *data, "--output_dir", str(tmp_path / "o"), *options])
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_task_without_stages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = yaml.safe_load((FOLDER / "default.yaml").read_text(encoding="utf-8"))
+    del content["tasks"]["masked_lm"]
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    monkeypatch.setattr(presets, "FOLDER", tmp_path)
+    with pytest.raises(UsageError, match=r"no stages for `--task masked_lm`.*causal_lm"):
+        parse_preset(["--preset=small", "--task=masked_lm", "--model_name_or_path=m", "--output_dir=o"])
 
 
 def test_the_command_line_wins_over_the_stages() -> None:

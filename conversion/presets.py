@@ -1,0 +1,159 @@
+"""A preset of `training` in one conversion: its settings, its stages, and everything that can be refused before work.
+
+`training` is imported where it is used: it brings `datasets` and `accelerate`, which other conversions do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conversion.arguments import ConversionArguments, parse_tokens
+from conversion.errors import UsageError
+from conversion.plan import Plan, stock_config
+from conversion.source import Source
+from hf_linear_attention.configuration_linear_attention import is_causal_config
+
+
+if TYPE_CHECKING:
+    from training.presets import Preset
+
+CONVERTED, TRAINED = "converted", "trained"  # inside the work folder
+TRAINING_OPTIONS = ("train_file", "tokens", "checkpointing_steps")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What `training.presets.run_stages` takes. `given`: options of `training/finetune.py` for all stages."""
+
+    preset: Preset
+    given: dict[str, Any]
+    output_dir: Path
+
+    @property
+    def work(self) -> Path:
+        return work_folder(self.output_dir)
+
+
+def work_folder(output_dir: Path) -> Path:
+    """What a killed run leaves behind, and its second start finds."""
+    return output_dir.with_name(f"{output_dir.name}.unfinished")
+
+
+def changed_options(arguments: ConversionArguments) -> set[str]:
+    """The options that are not at their defaults."""
+    return {
+        entry.name
+        for entry in fields(arguments)
+        if entry.default is not MISSING and getattr(arguments, entry.name) != entry.default
+    }
+
+
+def check_training_options(arguments: ConversionArguments) -> None:
+    """Raises `UsageError` for options of training that are missing, or that nothing would look at."""
+    changed, problems = changed_options(arguments), []
+    if arguments.preset is None:
+        unused = [*TRAINING_OPTIONS, "validation_file", "max_eval_tokens"]
+        problems += [f"`--{name}` does nothing without `--preset`; leave it out" for name in unused if name in changed]
+    else:
+        if arguments.train_file is None:
+            problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
+        if arguments.output_dir is None and not arguments.dry_run:
+            problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
+        if "max_eval_tokens" in changed and arguments.validation_file is None:
+            problems.append("`--max_eval_tokens` does nothing without a `--validation_file`; leave it out")
+    if problems:
+        raise UsageError(*problems)
+
+
+def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[str, Any]:
+    """What a preset says about the attention of a model of this direction.
+
+    Raises:
+        UsageError: if there is no such preset, or no config.
+    """
+    config = stock_config(source, trust_remote_code)
+    with usage_errors():
+        from training.presets import load_preset
+
+        settings = load_preset(name).settings
+    return settings["causal" if is_causal_config(config, config.model_type) else "bidirectional"]
+
+
+def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, output_dir: Path | None) -> Training:
+    """The stages for the head of the model, each of them checked as a command line of its own.
+
+    Raises:
+        UsageError: with all problems of the first stage that has some.
+    """
+    with usage_errors():
+        from training.command_line import parse_preset
+        from training.presets import load_preset
+
+        _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
+        # with --dry_run alone there is no name, and nothing is written
+        output = output_dir or Path("OUT")
+        options = _options(arguments, source, str(plan.head.task), work_folder(output))
+        words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        parsed = parse_preset([f"--preset={arguments.preset}", *words])
+    if parsed is None:
+        raise RuntimeError("the preset is named above")
+    preset, given = parsed
+    return Training(preset, {"max_train_tokens": preset.tokens, **given}, output)
+
+
+def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
+    name, task = plan.stock_class.__name__, plan.head.task
+    if task not in tasks:
+        has = "there is no recipe to train it" if task is None else f"its task is {task}"
+        raise UsageError(
+            f"`--preset {preset}` has stages for {', '.join(tasks)}; {name} is none of these ({has}). Convert without "
+            "`--preset`" + ("" if task is None else ", then train with training/finetune.py")
+        )
+    if not plan.layers:
+        raise UsageError(f"`--preset {preset}` trains the converted layers, and `--layers` leaves none")
+
+
+def _options(arguments: ConversionArguments, source: Source, task: str, work: Path) -> dict[str, Any]:
+    return {
+        "task": task,
+        "model_name_or_path": work / CONVERTED,
+        "teacher_name_or_path": source.loadable,
+        "trust_remote_code": arguments.trust_remote_code or None,
+        "train_file": arguments.train_file,
+        "validation_file": arguments.validation_file,
+        "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file else None,
+        "max_train_tokens": parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
+        "seed": arguments.seed,
+        "checkpointing_steps": arguments.checkpointing_steps,
+        "save_total_limit": 1,
+        "output_dir": work / TRAINED,
+        "resume_from_checkpoint": "latest",
+    }
+
+
+def describe_stages(training: Training) -> list[str]:
+    """One line a stage, for `--dry_run`."""
+    from training.presets import stages_of
+
+    preset, tokens = training.preset, training.given["max_train_tokens"]
+    stages = stages_of(preset, training.given["task"])
+    lines = [f"  preset      {preset.name} (version {preset.version}): {preset.description}"]
+    for number, stage in enumerate(stages, 1):
+        options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
+        lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {tokens * stage.share:,.0f} tokens; {options}")
+    return lines
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """What `training` refuses is refused here too."""
+    from training import errors
+
+    try:
+        yield
+    except errors.UsageError as error:
+        raise UsageError(*error.problems) from error

@@ -1,0 +1,175 @@
+"""Conversion and all stages of a preset as one run, which goes on after a kill.
+
+OUT.unfinished/request.json   what was asked for; another request does not go on here
+OUT.unfinished/converted/     complete as soon as it exists
+OUT.unfinished/trained/       stages and checkpoints of `training`; the last stage writes into the folder itself
+OUT.unfinished/final/         what becomes OUT; complete as soon as it exists
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conversion.card import REPORT, word
+from conversion.errors import UsageError
+from conversion.export import discard, share_permissions, staging
+from conversion.export import replace as replace_folder
+from conversion.logs import logger, training_to_stderr
+from conversion.pipeline import Job, run
+from conversion.presets import CONVERTED, TRAINED, Training
+from conversion.quality import TASKS, describe_quality, held_out, measure, record
+from conversion.report import describe_result
+
+
+REQUEST, FINAL = "request.json", "final"
+# The result is the same whatever these are.
+FREE_OPTIONS = {"overwrite", "dry_run", "trust_remote_code", "allow_pickle", "checkpointing_steps"}
+FILES = ("train_file", "validation_file", "calibration_file", "output_dir")
+
+
+def run_training(job: Job, training: Training) -> str:
+    """Convert, train, measure and write; returns the text to print.
+
+    Raises:
+        UsageError: if another request is unfinished there.
+        ConversionError, TrainingError, OSError: it goes no further; what was done is kept.
+    """
+    work, final = training.work, training.work / FINAL
+    _open(job, training)
+    try:
+        if not (work / CONVERTED).is_dir():
+            run(replace(job, output_dir=work / CONVERTED))
+        if not final.is_dir():
+            _train(training)
+            _finish(job, training)
+    except BaseException:
+        logger.warning("stopped; the same command goes on where it was (%s)", work)
+        raise
+    text = _describe(job, training)
+    replace_folder(final, training.output_dir)
+    discard(work)
+    return text
+
+
+def _open(job: Job, training: Training) -> None:
+    """Make the work folder, or make sure that it is this request's."""
+    work, request = training.work, _request(job, training)
+    if work.exists():
+        path = work / REQUEST
+        if not path.is_file():
+            raise UsageError(f"{work} is in the way, and not from an unfinished run; move it")
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [
+            f"{name}: {before.get(name)} -> {request[name]}" for name in request if before.get(name) != request[name]
+        ]
+        if not changed:
+            logger.info("going on in %s (remove it to start over)", work)
+            return
+        if not job.request.arguments.overwrite:
+            raise UsageError(
+                f"{work} holds an unfinished run of another request ({'; '.join(changed)}): give the options of that "
+                "one to go on with it, or `--overwrite` to start over"
+            )
+        discard(work)
+    with staging(work) as folder:
+        (folder / REQUEST).write_text(json.dumps(request, indent=1), encoding="utf-8")
+
+
+def _request(job: Job, training: Training) -> dict[str, Any]:
+    """All that decides the result, as JSON reads it back."""
+    options = {name: value for name, value in asdict(job.request.arguments).items() if name not in FREE_OPTIONS}
+    paths = {name: str(Path(options[name]).resolve()) for name in FILES if options[name] is not None}
+    decided = {
+        "model_name_or_path": str(job.source.folder),
+        "tokens": training.given["max_train_tokens"],
+        "settings": job.plan.settings,
+        "preset": asdict(training.preset),
+    }
+    return json.loads(json.dumps({**options, **paths, **decided}))
+
+
+def _train(training: Training) -> None:
+    """All stages that are not finished yet."""
+    import datasets
+
+    from training.arguments import Recipe
+    from training.checkpointing import list_checkpoints
+    from training.command_line import parse
+    from training.presets import run_stages
+    from training.run import run as run_stage
+
+    def run_and_tidy(recipe: Recipe) -> dict[str, float]:
+        figures = run_stage(recipe)
+        for checkpoint in list_checkpoints(recipe.output_dir):  # several times the size of the model
+            shutil.rmtree(checkpoint)
+        return figures
+
+    datasets.disable_progress_bars()  # one bar: the training's
+    with training_to_stderr():
+        run_stages(training.preset, training.given, parse, run_and_tidy)
+
+
+def _finish(job: Job, training: Training) -> None:
+    """The trained model with its figures, as the folder `final`."""
+    from training.presets import STAGES
+
+    data, task = held_out(job.request.arguments), training.given["task"]
+    trained = training.work / TRAINED
+    with staging(training.work / FINAL) as folder:
+        ignored = shutil.ignore_patterns("checkpoint-*", ".incomplete-*", STAGES)
+        shutil.copytree(trained, folder, ignore=ignored, dirs_exist_ok=True)
+        _name_runs(folder, training)
+        _cast(job, folder, training.work / CONVERTED)
+        share_permissions(folder)
+        quality = measure(folder, job.source, task, data) if data is not None and task in TASKS else None
+        record(folder, job.source, quality, training.output_dir.name)
+
+
+def _name_runs(folder: Path, training: Training) -> None:
+    """In the history, stages in place of the folders between them, which will be gone."""
+    from training.checkpointing import HISTORY
+    from training.export import training_history
+    from training.presets import stages_of
+
+    runs = training_history(str(folder))
+    stages = stages_of(training.preset, training.given["task"])
+    for run_, stage in zip(runs, stages, strict=True):
+        del run_["training"]["model_name_or_path"]
+        name = f"{training.preset.name} (version {training.preset.version})"
+        run_["training"] = {"preset": name, "stage": stage.name, **run_["training"]}
+    (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+
+
+def _cast(job: Job, folder: Path, converted: Path) -> None:
+    """Training is in float32; the weights get the dtype that the conversion gave them."""
+    dtype = json.loads((converted / "config.json").read_text(encoding="utf-8"))["dtype"]
+    if dtype == "float32":
+        return
+    model = job.plan.linear_class.from_pretrained(folder, dtype=getattr(torch, dtype))
+    for path in folder.glob("*.safetensors*"):  # in float32 there may be more of them
+        path.unlink()
+    model.save_pretrained(folder)
+
+
+def _describe(job: Job, training: Training) -> str:
+    from training.export import training_history
+
+    final = training.work / FINAL
+    report = json.loads((final / REPORT).read_text(encoding="utf-8"))
+    lines = [f"Trained in {len(training_history(str(final)))} stages:"]
+    for run_ in training_history(str(final)):
+        figures = "".join(f", {name} {word(value)}" for name, value in run_["metrics"].items())
+        lines.append(f"  {run_['training']['stage']}: {run_['training']['tokens']:,} tokens{figures}")
+    if report["quality"] is not None:
+        lines += ["", describe_quality(report["quality"])]
+    elif job.request.arguments.validation_file is None:
+        lines.append(
+            "No figures after training: give a `--validation_file` of held-out text, here or with `--evaluate`."
+        )
+    return describe_result(job.plan, job.source, str(training.output_dir), report, lines)

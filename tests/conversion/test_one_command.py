@@ -1,0 +1,300 @@
+"""`--preset`: conversion, all stages and the figures in one command, which goes on after a kill; and `--evaluate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import datasets
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from checkpoints import files, run, save_twin
+from safetensors.torch import load_file
+
+import training.presets
+from conversion import pipeline, train
+from conversion.arguments import parse, parse_tokens
+from conversion.errors import UsageError
+from training.presets import load_preset
+
+
+SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
+# Shorter than the 48 tokens that the twins read, so that there is something for the linear part to do.
+WINDOW = ("--window_size", 4, "--num_features", 8)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(tmp_path_factory, monkeypatch):
+    """accelerate keeps one state a process; the data sets' cache is not the user's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """train.txt and valid.txt of Python's documentation."""
+    folder = tmp_path_factory.mktemp("texts")
+    parts = [topics[name] for name in sorted(topics)]
+    (folder / "train.txt").write_text("\n\n".join(parts[:12]), encoding="utf-8")
+    (folder / "valid.txt").write_text(parts[12][:1500], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def words(llama, texts) -> list[object]:
+    """The command, without its output folder."""
+    return [
+        *("--model_name_or_path", llama, "--preset", "default", "--train_file", texts / "train.txt"),
+        *("--validation_file", texts / "valid.txt", "--tokens", "4k", "--checkpointing_steps", 5, *WINDOW),
+    ]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> dict[str, Path]:
+    """Filled by the first test that needs it."""
+    return {"folder": tmp_path_factory.mktemp("trained") / "out"}
+
+
+@pytest.fixture
+def whole(trained, words) -> Path:
+    """The result of the uninterrupted command; tests must not write into it."""
+    folder = trained["folder"]
+    if not folder.exists():
+        code, trained["stdout"], trained["stderr"] = run(*words, "--output_dir", folder)
+        assert code == 0, trained["stderr"]
+    return folder
+
+
+def report_of(folder: Path) -> dict:
+    return json.loads((folder / "conversion_report.json").read_text())
+
+
+def test_it_converts_trains_and_measures(whole, trained, llama):
+    assert files(whole.parent) == [f"out/{name}" for name in files(whole)]  # nothing unfinished beside it
+    assert not [name for name in files(whole) if "checkpoint" in name.split("/")[0] or "stages" in name]
+    for said in ("stage 1 of 2, transfer", "stage 2 of 2, distil", "measuring"):
+        assert said in trained["stderr"]
+    runs = json.loads((whole / "training_report.json").read_text())["runs"]
+    assert [entry["training"]["stage"] for entry in runs] == ["transfer", "distil"]
+    assert sum(entry["training"]["tokens"] for entry in runs) == pytest.approx(4000, abs=2 * 2 * 48)  # whole steps
+    quality, card = report_of(whole)["quality"], (whole / "README.md").read_text()
+    # the same text by the evaluation inside training, which is other code
+    assert quality["student"] == pytest.approx(runs[-1]["metrics"]["eval_nats_per_token"], rel=1e-6)
+    assert quality["student"] != pytest.approx(runs[0]["metrics"]["eval_nats_per_token"], rel=1e-6)
+    assert {"window_alone", "without_far", "agreement", "kl", "gap"} <= quality.keys()
+    for text in (f"| nats per token, the original | {quality['teacher']:.4g} |", "| preset | default (version 1) |"):
+        assert text in card
+    assert ".unfinished" not in card + trained["stdout"]
+    assert re.search(rf"KL\(original, this model\), nats per token +{quality['kl']:.4g}\n", trained["stdout"])
+    settings = json.loads((whole / "config.json").read_text())["linear_attention"]
+    assert (settings["mechanism"], settings["window_size"], settings["num_sinks"]) == ("hybrid", 4, 4)
+
+
+def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
+    out = tmp_path / "out"
+    command = [str(word) for word in [*words, "--output_dir", out]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    # a checkpoint of the second stage
+    while process.poll() is None and not list((tmp_path / "out.unfinished" / "trained").glob("checkpoint-*")):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()
+    process.stderr.close()
+    assert not out.exists()
+    code, _, err = run(*command)
+    assert code == 0, err
+    assert "going on in" in err
+    assert "loading" not in err  # converted already
+    assert "stage 1" not in err
+    assert "resuming from" in err
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert report_of(out)["quality"] == report_of(whole)["quality"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
+
+
+def test_an_interruption_keeps_what_was_done_for_this_request_alone(words, tmp_path, monkeypatch):
+    out, work = tmp_path / "out", tmp_path / "out.unfinished"
+
+    def interrupt(training):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_train", interrupt)
+    for said in ("loading", "going on in"):  # what is converted is not converted again
+        code, _, err = run(*words, "--output_dir", out)
+        assert code == 130
+        assert said in err
+        assert "the same command goes on where it was" in err
+        assert (work / "converted" / "config.json").is_file()
+    before = (work / "converted" / "model.safetensors").stat()
+    code, _, err = run(*words, "--output_dir", out, "--tokens", "7k", "--num_features", 16)
+    assert code == 2
+    for said in ("tokens: 4000 -> 7000", "'num_features': 16", "`--overwrite` to start over"):
+        assert said in err
+    assert (work / "converted" / "model.safetensors").stat() == before
+    assert run(*words, "--output_dir", out, "--tokens", "7k", "--overwrite")[0] == 130
+    assert json.loads((work / "request.json").read_text())["tokens"] == 7000
+    assert (work / "converted" / "model.safetensors").stat() != before
+
+
+def test_a_folder_of_the_same_name_is_not_touched(words, tmp_path):
+    precious = tmp_path / "out.unfinished" / "symphony.txt"
+    precious.parent.mkdir()
+    precious.write_text("8")
+    code, _, err = run(*words, "--output_dir", tmp_path / "out", "--overwrite")
+    assert code == 2
+    assert "is in the way" in err
+    assert files(tmp_path) == ["out.unfinished/symphony.txt"]
+
+
+def test_the_dtype_is_kept_and_without_held_out_text_there_are_no_figures(texts, tmp_path):
+    save_twin(tmp_path / "llama", "llama", dtype=torch.bfloat16)
+    code, text, err = run(
+        *("--model_name_or_path", tmp_path / "llama", "--output_dir", tmp_path / "out", "--preset", "default"),
+        *("--train_file", texts / "train.txt", "--tokens", 400, *WINDOW),
+    )
+    assert code == 0, err
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert not torch.equal(
+        weights["lm_head.weight"], load_file(tmp_path / "llama" / "model.safetensors")["lm_head.weight"]
+    )
+    assert "No figures after training: give a `--validation_file`" in text
+    assert report_of(tmp_path / "out")["quality"] is None
+
+
+def test_evaluate_gives_the_same_figures(whole, llama, texts, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    weights = (out / "model.safetensors").read_bytes()
+    report = report_of(out)
+    (out / "conversion_report.json").write_text(json.dumps({**report, "quality": None}))
+    (out / "README.md").unlink()
+    command = ("--model_name_or_path", llama, "--output_dir", out, "--evaluate", "--validation_file")
+    code, text, err = run(*command, texts / "valid.txt")
+    assert code == 0, err
+    assert report_of(out) == report
+    assert (out / "README.md").read_text() == (whole / "README.md").read_text()
+    assert re.search(rf"nats per token, the original +{report['quality']['teacher']:.4g}\n", text)
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert run(*command, texts / "valid.txt", "--max_eval_tokens", 60)[0] == 0
+    assert report_of(out)["quality"]["teacher"] != report["quality"]["teacher"]
+
+
+def test_evaluate_compares_embeddings(bert, texts, tmp_path):
+    save_twin(tmp_path / "bert", "bert", "AutoModel")
+    where = ("--model_name_or_path", tmp_path / "bert", "--output_dir", tmp_path / "out")
+    assert run(*where, "--layers", "none")[0] == 0
+    code, text, err = run(*where, "--evaluate", "--validation_file", texts / "valid.txt")
+    assert code == 0, err
+    quality = report_of(tmp_path / "out")["quality"]
+    assert quality["cosine"] == pytest.approx(1, abs=1e-5)  # float32 rounding of a norm
+    assert quality["same_neighbour"] == 1
+    assert "same nearest neighbour" in text
+
+
+def test_a_dry_run_prints_the_stages(words, tmp_path):
+    code, text, err = run(*words, "--output_dir", tmp_path / "out", "--dry_run")
+    assert code == 0, err
+    assert "stage 1 of 2  transfer: 1,000 tokens; attention_transfer_weight=1.0" in text
+    assert "stage 2 of 2  distil: 3,000 tokens; logits_kl_weight=1.0" in text
+    assert not list(tmp_path.iterdir())
+    assert run(*words, "--dry_run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--preset", "best"], ["`--preset best`", "default"]),
+        (["--tokens", "many"], ["`--tokens many`", "2000000, 500k or 2M"]),
+        (["--train_file", "absent.txt"], ["`--train_file absent.txt`", "no such file"]),
+        (["--validation_file", "absent.pdf"], ["`--validation_file absent.pdf`", "*.txt"]),
+        (["--checkpointing_steps", "0"], ["`--checkpointing_steps 0`", "1 or more"]),
+        (["--layers", "none"], ["`--layers` leaves none"]),
+        (["--evaluate"], ["`--evaluate` measures", "`--preset`", "`--window_size`"]),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_loaded(words, tmp_path, more, said):
+    code, out, err = run(*words, "--output_dir", tmp_path / "out", *more)
+    assert (code, out) == (2, ""), err
+    assert err.count("\n") == 1
+    assert all(part in err for part in said), err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing_or_unused_is_said(llama, linear_llama, texts, tmp_path):
+    source, out, valid = ("--model_name_or_path", llama), ("--output_dir", tmp_path / "o"), texts / "valid.txt"
+    evaluate = (*source, "--evaluate", "--validation_file", valid, "--output_dir")
+    for command, said in (
+        ((*source, *out, "--preset", "default"), "give a `--train_file`"),
+        (
+            (*source, "--preset", "default", "--train_file", valid, "--spectrum"),
+            "give an `--output_dir`, or `--dry_run`",
+        ),
+        ((*source, *out, "--tokens", "2M"), "`--tokens` does nothing without `--preset`"),
+        ((*source, *out, "--validation_file", valid), "`--validation_file` does nothing without `--preset`"),
+        ((*source, "--evaluate", "--output_dir", linear_llama), "and a `--validation_file`"),
+        ((*evaluate, tmp_path / "o"), "holds no converted model"),
+        ((*evaluate, llama), "holds no converted model"),
+    ):
+        code, _, err = run(*command)
+        assert code == 2
+        assert said in err
+
+
+def test_a_head_without_stages_is_refused_by_name(bert, texts, tmp_path, monkeypatch):
+    save_twin(tmp_path / "tokens", "bert", "AutoModelForTokenClassification")
+    more = ("--output_dir", tmp_path / "out", "--preset", "default", "--train_file", texts / "train.txt")
+    code, _, err = run("--model_name_or_path", tmp_path / "tokens", *more)
+    assert code == 2
+    assert "BertForTokenClassification is none of these (there is no recipe to train it)" in err
+    causal = {"causal_lm": load_preset("default").stages["causal_lm"]}
+    only_causal = dataclasses.replace(load_preset("default"), stages=causal)
+    monkeypatch.setattr(training.presets, "load_preset", lambda name: only_causal)
+    code, _, err = run("--model_name_or_path", bert, *more)
+    assert code == 2
+    assert "BertForMaskedLM is none of these (its task is masked_lm)" in err
+
+
+def test_the_command_line_wins_over_the_settings_of_the_preset():
+    preset = {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4}
+    words = ["--model_name_or_path", "x"]
+    assert parse(words).settings_over(preset) == {**preset, "layers": "all"}
+    given = parse([*words, "--window_size", "16", "--layers", "0,1"]).settings_over(preset)
+    assert given == {**preset, "window_size": 16, "layers": [0, 1]}
+    given = parse([*words, "--attention", "hybrid", "--num_sinks", "0"]).settings_over(preset)
+    assert given == {**preset, "num_sinks": 0, "layers": "all"}
+    assert parse([*words, "--attention", "linear"]).settings_over(preset) == {"mechanism": "linear", "layers": "all"}
+
+
+def test_tokens_take_units():
+    assert [parse_tokens(text) for text in ("2000000", "500k", "2M", "1.5m", "1b")] == [
+        2_000_000, 500_000, 2_000_000, 1_500_000, 1_000_000_000,
+    ]  # fmt: skip
+    for text in ("", "k", "0", "-1", "2 million", "nan", "infM", "2.5"):
+        with pytest.raises(UsageError, match="`--tokens"):
+            parse_tokens(text)
+
+
+def test_a_plain_conversion_imports_nothing_for_training(llama):
+    code = (
+        "import sys, conversion.convert_checkpoint as script\n"
+        f"script.main(['--model_name_or_path', {str(llama)!r}, '--dry_run'])\n"
+        "found = {'datasets', 'evaluate', 'training.data', 'training.presets', 'training.run'} & set(sys.modules)\n"
+        "sys.exit(f'imported {found}' if found else 0)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parents[1], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
