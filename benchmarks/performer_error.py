@@ -21,23 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AutoModel, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.common import (
-    Heads,
-    argument_parser,
-    build_mechanism,
-    documentation,
-    mechanism_output,
-    minilm_folder,
-    real_heads,
-    save_results,
-    table,
-    windows,
-    write,
-)
-from hf_linear_attention.attention_mechanism import LayerShape
+from benchmarks.common import argument_parser, save_results, table, write
+from benchmarks.real_attention import Heads, build_mechanism, documentation, mechanism_output, minilm_heads
 from hf_linear_attention.random_features import RANDOM_FEATURES
 
 
@@ -45,7 +31,7 @@ SIZES = (16, 32, 64, 128, 256, 512)
 NORMS = (0.5, 1.0, 2.0)
 DIM = 16
 # The features that estimate the softmax kernel; what else the package has (generalised attention) does not.
-ESTIMATORS = tuple(name for name in RANDOM_FEATURES if name != "relu")
+ESTIMATORS = tuple(name for name, features in RANDOM_FEATURES.items() if features.estimates_softmax)
 # The project's notes, orthogonal, 256 features (trig 512, of 256 rows): {norm: {estimator: mean square error}}.
 REFERENCE = {
     0.5: {"trig": 1.0e-8, "cosh": 4.9e-8, "favor++": 3.1e-7, "exp": 3.4e-7},
@@ -59,13 +45,7 @@ def random_heads(norm: float, length: int, draw: int) -> Heads:
     """One head of N(0, 1) values, and of queries and keys whose norm is `norm` on average after scaling."""
     generator = torch.Generator().manual_seed(1000 + draw)
     query, key, value = (torch.randn(1, 1, length, DIM, generator=generator) for _ in range(3))
-    return Heads(query * (norm / 2), key * (norm / 2), value, DIM**-0.5, None)
-
-
-def minilm_layers(length: int) -> list[Heads]:
-    model = AutoModel.from_pretrained(minilm_folder()).eval()
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    return real_heads(model, windows(tokenizer, documentation(), length, 1)[0])
+    return Heads(query * (norm / 2), key * (norm / 2), value, DIM**-0.5)
 
 
 def settings_of(orthogonal: bool) -> str:
@@ -77,9 +57,8 @@ def errors(
     heads: Heads, exact: torch.Tensor, matrix: torch.Tensor, features: str, orthogonal: bool, size: int, seed: int
 ):
     """`(mean square error of the output, relative error of the matrix of the first tokens)`."""
-    shape = LayerShape(*heads.query.shape[1:2] * 2, heads.query.shape[3], 0)
     mechanism = build_mechanism(
-        "performer", shape, features=features, num_features=size, orthogonal=orthogonal, seed=seed
+        "performer", heads.shape(), features=features, num_features=size, orthogonal=orthogonal, seed=seed
     )
     mechanism.calibrate(heads.query, heads.key, attention_mask=None, scaling=heads.scaling)
     output = mechanism_output(mechanism, heads)
@@ -93,7 +72,7 @@ def errors(
 def exact_of(heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the attention matrix among the first tokens alone."""
     first = heads._replace(query=heads.query[:, :, :MATRIX_TOKENS], key=heads.key[:, :, :MATRIX_TOKENS])
-    return heads.weights() @ heads.value, first.weights()
+    return heads.softmax_output(), first.weights()
 
 
 def panel(draws: list[list[Heads]], sizes) -> dict[str, Any]:
@@ -133,7 +112,7 @@ def run(length: int, num_draws: int, minilm_length: int, minilm_draws: int, size
         f"|x| = {norm}": panel([[random_heads(norm, length, draw)] for draw in range(num_draws)], sizes)
         for norm in NORMS
     }
-    panels["MiniLM"] = panel([minilm_layers(minilm_length)] * minilm_draws, sizes)
+    panels["MiniLM"] = panel(minilm_heads(documentation(), minilm_length, 1) * minilm_draws, sizes)
     return {
         "length": length,
         "dim": DIM,
@@ -168,39 +147,42 @@ def report(figures: dict[str, Any]) -> str:
 
 
 def plot(plt, figures):
-    figure, axes = plt.subplots(1, len(figures["panels"]), figsize=(15, 4.2), layout="constrained")
-    for axis, (name, content) in zip(axes, figures["panels"].items()):
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for axis, (name, content) in zip(axes.flat, figures["panels"].items()):
         for number, features in enumerate(ESTIMATORS):
             for kind, style in (("orthogonal", "-"), ("iid", ":")):
                 found = [r for r in content["rows"] if (r["features"], r["rows"]) == (features, kind)]
-                sizes = [row["size"] for row in found]
-                axis.plot(sizes, [row["mse"] for row in found], style, marker=".", color=f"C{number}")
+                axis.plot(figures["sizes"], _relative(found, "mse", content), style, marker=".", color=f"C{number}")
                 if kind == "orthogonal":
-                    bounds = ([row[key] for row in found] for key in ("mse_25%", "mse_75%"))
-                    axis.fill_between(sizes, *bounds, color=f"C{number}", alpha=0.12)
-        axis.axhline(content["target_mean_square"], color="black", linestyle="--", linewidth=1)
+                    bounds = (_relative(found, key, content) for key in ("mse_25%", "mse_75%"))
+                    axis.fill_between(figures["sizes"], *bounds, color=f"C{number}", alpha=0.12)
+        axis.axhline(1, color="black", linestyle="--", linewidth=1)
         _cut_off(axis, content, figures["sizes"])
-        axis.set(xscale="log", xlabel="features", title=name if "=" in name else f"{name}, real q, k, v")
+        axis.set(xscale="log", xlabel="features", title=name if "=" in name else f"real q, k, v of {name}")
         axis.set_xticks(figures["sizes"], [str(size) for size in figures["sizes"]])
         axis.minorticks_off()
-    axes[0].set_ylabel("mean square error of the output")
+    figure.supylabel("mean square error, relative to the answer 0")
     lines = [plt.Line2D([], [], color=f"C{number}") for number in range(len(ESTIMATORS))]
     lines += [plt.Line2D([], [], color="grey", linestyle=style) for style in ("-", ":")]
     lines.append(plt.Line2D([], [], color="black", linestyle="--"))
-    figure.legend(lines, [*ESTIMATORS, "orthogonal", "iid", "answer 0"], loc="outside lower center", ncols=len(lines))
-    figure.suptitle(f"Random features of softmax attention: L = {figures['length']}, d = {DIM}")
+    figure.legend(lines, [*ESTIMATORS, "orthogonal", "iid", "answer 0"], loc="outside lower center", ncols=4)
+    lengths = f"L = {figures['length']:,}, d = {DIM}; MiniLM: L = {figures['minilm']['length']}, d = 32"
+    figure.suptitle(f"Random features of softmax attention: {lengths}")
     return figure
+
+
+def _relative(rows, key: str, content) -> list[float]:
+    return [row[key] / content["target_mean_square"] for row in rows]
 
 
 def _cut_off(axis, content, sizes) -> None:
     """Limits in which the usable estimators can be told apart; what lies far above is named."""
     axis.set_yscale("log")
-    limit = 30 * content["target_mean_square"]
+    limit = 10 * content["target_mean_square"]
     beyond = {row["features"] for row in content["rows"] if row["mse"] > limit and row["size"] == sizes[-1]}
-    lowest = min(row["mse_25%"] for row in content["rows"])
-    axis.set_ylim(lowest / 2, limit if beyond else 3 * content["target_mean_square"])
+    axis.set_ylim(min(_relative(content["rows"], "mse_25%", content)) / 2, 10 if beyond else 3)
     if beyond:
-        axis.text(0.5, 0.95, f"{', '.join(sorted(beyond))}: off the chart", ha="center", transform=axis.transAxes)
+        axis.text(0.5, 0.94, f"{', '.join(sorted(beyond))}: off the chart", ha="center", transform=axis.transAxes)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -209,7 +191,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=15, help="draws of data and projections")
     parser.add_argument("--minilm_draws", type=int, default=3, help="draws of projections on MiniLM")
     arguments = parser.parse_args(argv)
-    disable_progress_bar()
     sizes, minilm_length = SIZES, 512
     if arguments.quick:
         arguments.length, arguments.draws, arguments.minilm_draws = 256, 3, 1

@@ -4,8 +4,9 @@
 
 Relative error of the head outputs (mean over the layers and heads of the real MiniLM, 512 tokens of Python's
 documentation) for every mechanism that serves encoders and every first choice it offers, at 32 to 1024 features, slots,
-landmarks or latents. Bounds beside them: the best matrix of that rank (truncated SVD), and the mean of the values.
-`reference` is what the project's notes measured before the package existed. About five minutes on one core.
+landmarks, latents, or tokens of a window to each side. Beside them the best matrix of that rank (truncated SVD), the
+mean of the values, and the float64 formulas of Nystromformer and Linformer, which ours must equal. `reference` is what
+prototypes gave on another text; texts differ by as much (`--text_file`). Five minutes on one core.
 """
 
 from __future__ import annotations
@@ -20,30 +21,27 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AutoModel, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+import torch.nn.functional as F
 
-from benchmarks.common import (
+from benchmarks.common import argument_parser, save_results, table, write
+from benchmarks.real_attention import (
     Heads,
-    argument_parser,
+    add_text_argument,
     build_mechanism,
-    documentation,
     mechanism_output,
-    minilm_folder,
-    real_heads,
+    minilm_heads,
+    read_text,
     relative_errors,
-    save_results,
-    table,
-    windows,
-    write,
 )
-from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention import reference
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
 SIZES = (32, 64, 128, 256, 512, 1024)
-# The option that says how much a mechanism may store; one without any of them has a single figure.
+# The option that says how much a mechanism may store; one without any of them has a single figure. `hybrid` has a
+# window besides its features, and untrained features hardly move it.
 SIZE_OPTIONS = ("num_features", "num_landmarks", "num_latents", "projection_size")
+SIZE_OPTION_OF = {"hybrid": "window_size"}
 # Measured earlier on another text, by prototypes: {row: {size: error}}.
 REFERENCE: dict[str, dict[int | None, float]] = {
     "truncated SVD": {32: 0.252, 64: 0.171, 128: 0.100, 256: 0.039},
@@ -61,6 +59,7 @@ REFERENCE: dict[str, dict[int | None, float]] = {
 }
 PLOTTED = (
     "nystrom",
+    "hybrid exp",
     "linformer mean-pool",
     "latent",
     "performer exp",
@@ -75,7 +74,8 @@ def variants() -> Iterator[tuple[str, str, dict[str, Any], str | None]]:
     for name, mechanism in MECHANISMS.items():
         if not mechanism.supports_bidirectional:
             continue
-        size = next((option for option in SIZE_OPTIONS if option in mechanism.options), None)
+        sizes = (option for option in SIZE_OPTIONS if option in mechanism.options)
+        size = SIZE_OPTION_OF.get(name) or next(sizes, None)
         choosing = next((key for key, option in mechanism.options.items() if option.choices), None)
         if choosing is None:
             yield name, name, {}, size
@@ -100,50 +100,61 @@ def error_of(layers: list[Heads], exact: list[torch.Tensor], fitting: list[Heads
     """Mean over layers and heads. `fitting` is another text, for mechanisms that calibrate constants."""
     errors = []
     for number, (heads, target, other) in enumerate(zip(layers, exact, fitting)):
-        mechanism = build_mechanism(name, shape_of(heads, number), **settings)
+        mechanism = build_mechanism(name, heads.shape(number), **settings)
         mechanism.calibrate(other.query, other.key, attention_mask=None, scaling=other.scaling)
         errors.append(relative_errors(mechanism_output(mechanism, heads), target))
     return torch.cat(errors).mean().item()
 
 
-def shape_of(heads: Heads, layer: int) -> LayerShape:
-    _, num_heads, length, head_dim = heads.query.shape
-    return LayerShape(num_heads, num_heads, head_dim, layer, length)
+def low_rank(heads: Heads, size: int, factors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The output of the best matrix of rank `size`."""
+    left, values, right = factors
+    return (left[..., :size] * values[..., None, :size]) @ (right[..., :size, :] @ heads.value)
 
 
-def floors(layers: list[Heads], exact: list[torch.Tensor], sizes) -> dict[str, dict[int | None, float]]:
-    """What no matrix of rank k can beat, and what needs no attention at all."""
-    low_rank: dict[int, list[torch.Tensor]] = {size: [] for size in sizes if size < layers[0].query.shape[2]}
+def textbook_nystrom(heads: Heads, size: int) -> torch.Tensor:
+    query, key, value, scaling = heads
+    return reference.nystrom(query, key, value, size, 6, scaling)
+
+
+def textbook_linformer(heads: Heads, size: int) -> torch.Tensor:
+    query, key, value, scaling = heads
+    segment = torch.arange(key.shape[2]) * size // key.shape[2]
+    pool = F.one_hot(segment, size).T[None].double()
+    pool = pool / pool.sum(dim=-1, keepdim=True)
+    return reference.linformer(query, key, value, pool, pool, scaling)
+
+
+def comparisons(layers: list[Heads], exact: list[torch.Tensor], sizes) -> dict[tuple[str, int | None], float]:
+    """What no matrix of rank k can beat, what needs no attention at all, and the float64 formulas of two papers."""
+    errors: dict[tuple[str, int | None], list[torch.Tensor]] = {}
+
+    def compare(row: str, size: int | None, output: torch.Tensor, target: torch.Tensor) -> None:
+        errors.setdefault((row, size), []).append(relative_errors(output.float(), target))
+
     for heads, target in zip(layers, exact):
-        left, values, right = torch.linalg.svd(heads.weights())
-        for size, errors in low_rank.items():
-            output = (left[..., :size] * values[..., None, :size]) @ (right[..., :size, :] @ heads.value)
-            errors.append(relative_errors(output, target))
-    means = [relative_errors(heads.value.mean(dim=2, keepdim=True), target) for heads, target in zip(layers, exact)]
-    return {
-        "truncated SVD": {size: torch.cat(errors).mean().item() for size, errors in low_rank.items()},
-        "mean of the values": {None: torch.cat(means).mean().item()},
-    }
+        factors = torch.linalg.svd(heads.weights())
+        for size in (size for size in sizes if size < heads.key.shape[2]):
+            compare("truncated SVD", size, low_rank(heads, size, factors), target)
+            compare("textbook Nystromformer", size, textbook_nystrom(heads, size), target)
+            compare("textbook Linformer, mean-pool", size, textbook_linformer(heads, size), target)
+        compare("mean of the values", None, heads.value.mean(dim=2, keepdim=True), target)
+    return {key: torch.cat(found).mean().item() for key, found in errors.items()}
 
 
-def run(num_texts: int, length: int, sizes) -> dict[str, Any]:
-    model = AutoModel.from_pretrained(minilm_folder()).eval()
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    inputs = windows(tokenizer, documentation(), length, num_texts + 1)
-    fitting = real_heads(model, inputs[0])
-    shape = shape_of(fitting[0], 0)
+def run(text: str, num_texts: int, length: int, sizes) -> dict[str, Any]:
+    fitting, *texts = minilm_heads(text, length, num_texts + 1)
+    shape = fitting[0].shape()
     configurations = [
         (row, name, size, settings)
         for row, name, base, option in variants()
         for size, settings in sized(name, base, option, sizes, shape).items()
     ]
     errors: dict[tuple[str, int | None], list[float]] = {}
-    for ids in inputs[1:]:
-        layers = real_heads(model, ids)
-        exact = [heads.weights() @ heads.value for heads in layers]
-        for row, figures in floors(layers, exact, sizes).items():
-            for size, error in figures.items():
-                errors.setdefault((row, size), []).append(error)
+    for layers in texts:
+        exact = [heads.softmax_output() for heads in layers]
+        for key, error in comparisons(layers, exact, sizes).items():
+            errors.setdefault(key, []).append(error)
         for row, name, size, settings in configurations:
             errors.setdefault((row, size), []).append(error_of(layers, exact, fitting, name, settings))
     rows = [
@@ -193,7 +204,7 @@ def plot(plt, figures):
             [row["size"] for row in found],
             [row["error"] for row in found],
             marker="o",
-            **(style if name == "truncated SVD" else {"label": name}),
+            **(style if name == "truncated SVD" else {"label": f"{name} (window)" if "hybrid" in name else name}),
         )
         bounds = ([row[key] for row in found] for key in ("lowest", "highest"))
         axis.fill_between([row["size"] for row in found], *bounds, alpha=0.15, color=line.get_color())
@@ -202,7 +213,8 @@ def plot(plt, figures):
     sizes = sorted({row["size"] for row in rows if row["size"]})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
-    axis.set(xlabel="features, slots, landmarks or latents", ylabel="relative error of head outputs", ylim=(0, 1.1))
+    xlabel = "features, slots, landmarks, latents or window (to each side)"
+    axis.set(xlabel=xlabel, ylabel="relative error of head outputs", ylim=(0, 1.1))
     axis.set_title(f"Softmax swapped without training: MiniLM, {figures['length']} tokens")
     axis.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
@@ -210,14 +222,14 @@ def plot(plt, figures):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
+    add_text_argument(parser)
     parser.add_argument("--texts", type=int, default=5, help="stretches of text to average over")
     parser.add_argument("--length", type=int, default=512, help="tokens, at most the 512 that MiniLM takes")
     arguments = parser.parse_args(argv)
-    disable_progress_bar()
     sizes = SIZES
     if arguments.quick:
         arguments.texts, arguments.length, sizes = 1, 160, (16, 64)
-    figures = run(arguments.texts, arguments.length, sizes)
+    figures = run(read_text(arguments), arguments.texts, arguments.length, sizes)
     write(report(figures))
     save_results(arguments, "training_free_swap", figures, plot)
 

@@ -30,7 +30,9 @@ from .attention_kernels import kernel_sums
 from .attention_kernels import normalize
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .segment_means import real_first
 from .segment_means import take
+from .segment_means import way_back
 
 
 # Nats between the largest and the smallest weight that one float32 product keeps at full relative precision.
@@ -143,7 +145,7 @@ class AftAttention(AttentionMechanism):
         """The variants to which positions matter: real tokens are moved to the right end first, in order."""
         place = None
         if mask is not None:
-            place = mask.to(torch.uint8).argsort(dim=1, stable=True)
+            place = real_first(~mask)
             key, value, mask = take(key, place), take(value, place), mask.gather(1, place)
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
         if self.variant == "full":
@@ -153,7 +155,7 @@ class AftAttention(AttentionMechanism):
         else:
             output, new_state = self._window(key, value, real), None
         if place is not None:
-            output = take(output, place.argsort(dim=1))
+            output = take(output, way_back(place))
         return output, new_state
 
     def _positions(self, real: torch.Tensor, num_seen: torch.Tensor | int = 0) -> torch.Tensor:
@@ -187,7 +189,7 @@ class AftAttention(AttentionMechanism):
         num_seen = old.num_seen + real.sum(dim=1, keepdim=True)
         real = torch.cat((old.is_real, real), dim=1)
         if is_padded:
-            place = real.to(torch.uint8).argsort(dim=1, stable=True)
+            place = real_first(~real)
             key, value, real = take(key, place), take(value, place), real.gather(1, place)
         far, sums = _far(key, value, real, length, old.sums)
         near = _near(key[:, :, 1:], value[:, :, 1:], real[:, 1:], self._near_bias(position, dtype)[..., :w])

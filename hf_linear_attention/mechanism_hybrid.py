@@ -38,7 +38,9 @@ from .position_decay import DECAY_OPTION
 from .position_decay import LearnedDecay
 from .position_decay import alibi_of
 from .position_decay import decay_of
+from .segment_means import real_first
 from .segment_means import take
+from .segment_means import way_back
 
 
 # What a place of the window holds.
@@ -61,7 +63,7 @@ class HybridState(NamedTuple):
 
 
 class HybridAttention(AttentionMechanism):
-    """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one denominator."""
+    """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one sum."""
 
     options: ClassVar[dict[str, Option]] = {
         "window_size": Option(
@@ -128,14 +130,14 @@ class HybridAttention(AttentionMechanism):
             attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
             place = None
         else:  # real tokens to the right end, in order
-            place = attention_mask.to(torch.uint8).argsort(dim=1, stable=True)
+            place = real_first(~attention_mask)
             query, key, value = (take(x, place) for x in (query, key, value))
             attention_mask = attention_mask.gather(1, place)
         attend = self._attend_back if is_causal else self._attend_both_ways
         output, state = attend(query, key, value, attention_mask, scaling, state, is_padded=place is not None)
         output = output.masked_fill(~attention_mask[:, None, :, None], 0.0)
         if place is not None:
-            output = take(output, place.argsort(dim=1))
+            output = take(output, way_back(place))
         return output.transpose(1, 2).to(query.dtype), state
 
     def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
@@ -265,7 +267,7 @@ class _Line(NamedTuple):
 
     def aligned_right(self) -> _Line:
         """Real tokens moved to the right end, so that a window is the last w of them."""
-        place = (self.kind != EMPTY).to(torch.uint8).argsort(dim=1, stable=True)
+        place = real_first(self.kind == EMPTY)
         return _Line(take(self.key, place), take(self.value, place), self.kind.gather(1, place))
 
     def padded(self, left: int, right: int) -> _Line:

@@ -23,6 +23,7 @@ from .attention_mechanism import Option
 from .segment_means import real_first
 from .segment_means import segment_mean_weights
 from .segment_means import take
+from .segment_means import way_back
 
 
 class NystromAttention(AttentionMechanism):
@@ -102,7 +103,7 @@ class NystromAttention(AttentionMechanism):
             return F.conv2d(value, weight, padding=padding, groups=self.shape.num_heads)
         places = real_first(mask)
         together = F.conv2d(take(value, places), weight, padding=padding, groups=self.shape.num_heads)
-        return take(together, places.argsort(dim=1))
+        return take(together, way_back(places))
 
 
 def attend(query, key, value, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:

@@ -28,8 +28,18 @@ def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) 
 
 
 def real_first(mask: torch.Tensor) -> torch.Tensor:
-    """`[B, N]`: the places of each row's real tokens, in order, and then those of its padding."""
-    return mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    """`[B, N]`: the places of each row's real tokens, in order, and then those of its padding.
+
+    Not by sorting: ONNX knows no stable sort.
+    """
+    real, padding = mask.cumsum(dim=1), (~mask).cumsum(dim=1)
+    return way_back(torch.where(mask, real, real[:, -1:] + padding) - 1)
+
+
+def way_back(places: torch.Tensor) -> torch.Tensor:
+    """The inverse of the permutation `places [B, N]`."""
+    numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
+    return torch.empty_like(places).scatter(1, places, numbers)
 
 
 def take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conversion.arguments import parse as parse_conversion
+from hf_linear_attention.architecture_table import architecture_table
 from hf_linear_attention.capability_table import capability_table
 from training.command_line import build_parser
 
@@ -25,6 +26,10 @@ def commands() -> list[list[str]]:
 
 def test_the_capability_table_is_generated():
     assert capability_table() in README
+
+
+def test_the_table_of_architectures_is_generated():
+    assert architecture_table() in README
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: " ".join(command)[:60])

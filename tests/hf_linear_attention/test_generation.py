@@ -8,6 +8,7 @@ import pytest
 import torch
 from matrix import ALIBI_ROWS, DECODERS, MECHANISM_ROWS, rows, stock_model
 from transformers import DynamicCache, StaticCache
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from hf_linear_attention import convert
 from hf_linear_attention.cache_linear_attention import state_layer
@@ -123,6 +124,34 @@ def test_assisted_decoding_as_target_and_as_assistant(family, name, layers):
     lookup = torch.cat((prompt, prompt, prompt), dim=1)
     expected = model.generate(lookup, max_new_tokens=12, do_sample=False)
     assert torch.equal(model.generate(lookup, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3), expected)
+
+
+@pytest.mark.parametrize(("family", "name", "layers"), CASES)
+def test_an_assistant_proposes_what_it_would_generate_itself(family, name, layers, monkeypatch):
+    """Whatever it proposes, the target corrects: that the text is right says nothing of the assistant's rollback."""
+    assistant = copy.deepcopy(build(family, name, layers))
+    assistant.generation_config.update(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    proposals = []
+
+    def recorded(generator, input_ids, *args, **kwargs):
+        result = get_candidates(generator, input_ids, *args, **kwargs)
+        proposals.append((input_ids, result[0]))
+        return result
+
+    get_candidates = AssistedCandidateGenerator.get_candidates
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", recorded)
+    target = stock_model(family, initializer_range=0.2)  # another model, which rejects most of them
+    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
+    # no padding tokens: transformers gives the assistant no mask, so it would take those that come out for padding
+    arguments = {"do_sample": False, "suppress_tokens": [0]}
+    text = target.generate(PROMPT[1:], max_new_tokens=12, assistant_model=assistant, **arguments)
+    assert torch.equal(text, target.generate(PROMPT[1:], max_new_tokens=12, **arguments))
+    assert sum(candidates.shape[1] - ids.shape[1] for ids, candidates in proposals) > 12  # some were rejected
+    for ids, candidates in proposals:
+        if (count := candidates.shape[1] - ids.shape[1]) > 0:
+            assert torch.equal(candidates, assistant.generate(ids, max_new_tokens=count, use_cache=False, **arguments))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,0 +1,163 @@
+"""torch.export, and ONNX in onnxruntime: encoders with any batch and length, and the decode step of decoders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import stock_model
+from torch import nn
+from torch.export import Dim, export
+from transformers import DynamicCache, StaticCache
+
+from hf_linear_attention import convert
+from hf_linear_attention.cache_linear_attention import state_layer
+
+
+pytestmark = pytest.mark.clients
+
+ENCODERS = {
+    "linear": {"mechanism": "linear", "num_features": 16},
+    "performer": {"mechanism": "performer", "num_features": 16},
+    "linformer": {"mechanism": "linformer", "projection_size": 8},
+    "nystrom": {"mechanism": "nystrom", "num_landmarks": 8},
+    # Blocks of its window depend on the length: one graph a length.
+    "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16},
+}
+DECODERS = {
+    "linear": ("gpt2", ENCODERS["linear"]),
+    "hybrid": ("llama", ENCODERS["hybrid"]),
+}
+IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+PROMPT = 6
+
+
+class Logits(nn.Module):
+    """What is exported of an encoder."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def encoder(name):
+    return Logits(convert(stock_model("bert"), **ENCODERS[name])).eval()
+
+
+def padded(batch, length):
+    ids = torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    return ids, mask
+
+
+def shapes(name):
+    """Of the example, those of the checks, and what of it may vary."""
+    if name == "hybrid":
+        return (2, 13), [(2, 13)], None
+    free = {0: Dim.AUTO, 1: Dim.AUTO}
+    return (2, 13), [(2, 13), (3, 29), (1, 10)], {"input_ids": free, "attention_mask": free}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_exports(name):
+    model = encoder(name)
+    example, others, dynamic = shapes(name)
+    exported = export(model, padded(*example), dynamic_shapes=dynamic, strict=False).module()
+    for shape in others:
+        inputs = padded(*shape)
+        # the same operations in the same order
+        torch.testing.assert_close(exported(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_in_onnxruntime(name, tmp_path):
+    model = encoder(name)
+    example, others, dynamic = shapes(name)
+    session = onnx_session(model, padded(*example), tmp_path / "encoder.onnx", dynamic_shapes=dynamic)
+    for shape in others:
+        inputs = padded(*shape)
+        assert (session(*inputs)[0] - model(*inputs)).abs().max() <= 1e-4
+
+
+class StaticStep(nn.Module):
+    """The next token from a static cache, whose tensors become buffers that the exported program changes in place."""
+
+    def __init__(self, model, cache):
+        super().__init__()
+        self.model, self.cache = model, cache
+        for number, layer in enumerate(cache.layers):
+            for place, tensor in enumerate((layer.cumulative_length, *layer.state)):
+                self.register_buffer(f"layer_{number}_{place}", tensor)
+
+    def forward(self, input_ids):
+        return self.model(input_ids, past_key_values=self.cache).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_decode_step_of_a_static_cache_exports(name):
+    family, settings = DECODERS[name]
+    model = convert(stock_model(family), **settings)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(IDS[:, :PROMPT], past_key_values=cache)
+    exported = export(StaticStep(model, cache), (IDS[:, PROMPT : PROMPT + 1],), strict=True).module()
+    logits = torch.cat([exported(IDS[:, step : step + 1]) for step in range(PROMPT, IDS.shape[1])], dim=1)
+    expected = model(IDS, use_cache=False).logits[:, PROMPT:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+class StateStep(nn.Module):
+    """The next token as a function: state in, state out. Nothing in it grows with the length."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids, *states):
+        layers = self.model.config.num_hidden_layers
+        cache = DynamicCache(config=self.model.config)
+        for number in range(layers):
+            state = states[number * len(states) // layers : (number + 1) * len(states) // layers]
+            state_layer(cache, number).restore(state, (), 1)
+        logits = self.model(input_ids, position_ids=position_ids, past_key_values=cache).logits
+        return logits, *(tensor for layer in cache.layers for tensor in layer.state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_decode_step_in_onnxruntime(name, tmp_path):
+    family, settings = DECODERS[name]
+    model = convert(stock_model(family), **settings)
+    prompt = model(IDS[:, :PROMPT], use_cache=True).past_key_values
+    states = [tensor for layer in prompt.layers for tensor in layer.state]
+    expected = model(IDS, use_cache=False).logits
+    session = None
+    for step in range(PROMPT, IDS.shape[1]):
+        inputs = (IDS[:, step : step + 1], torch.full((2, 1), step), *states)
+        session = session or onnx_session(StateStep(model), inputs, tmp_path / "step.onnx")
+        logits, *states = session(*inputs)
+        assert (logits - expected[:, step : step + 1]).abs().max() <= 1e-4
+
+
+def onnx_session(model, example, path, **options):
+    """Export, and give what calls onnxruntime with torch tensors."""
+    pytest.importorskip("onnxscript", reason="needs the extra `clients`")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `clients`")
+    # Its optimiser drops the reshapes around a product whenever the shapes happen to broadcast (onnxscript 0.7.2,
+    # `_broadcast_to_matmul.py`), which is wrong where batch, key/value heads and their groups are equal, as here.
+    torch.onnx.export(model, example, path, dynamo=True, optimize=False, external_data=False, verbose=False, **options)
+    session_options = onnxruntime.SessionOptions()
+    session_options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, session_options, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+
+    def call(*tensors):
+        feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+    return call
