@@ -6,6 +6,7 @@ EXTRAS ?= dev
 WORKERS ?= 2
 # In benchmarks/; the timed ones last.
 PAPERS := performer_error attention_spectrum training_free_swap copy_task linformer_plus_linear peers autoregressive_images
+SPEED := speed_break_even speed_kernels speed_models
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -32,7 +33,7 @@ test: $(VENV)/.installed ## The test suite (about 4 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 .PHONY: test-architectures
-test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (about 4 minutes on 2 busy cores)
+test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (9 minutes on 2 cores shared with other jobs)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "architectures or not architectures" tests/architectures
 
 $(VENV)/.clients: $(VENV)/.installed
@@ -40,7 +41,7 @@ $(VENV)/.clients: $(VENV)/.installed
 	touch $@
 
 .PHONY: test-clients
-test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own common tests (downloaded) against our classes
+test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own common tests, downloaded (a quarter of an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
 
 $(VENV)/.bench: $(VENV)/.installed
@@ -50,6 +51,10 @@ $(VENV)/.bench: $(VENV)/.installed
 .PHONY: bench-papers
 bench-papers: $(VENV)/.bench ## The papers' results, into outputs/benchmarks (about 45 minutes on one free core)
 	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+.PHONY: bench
+bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (a quarter of an hour on one free core)
+	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: lint
 lint: $(VENV)/.installed ## ruff: rules and formatting

@@ -4,9 +4,11 @@
         --recipes default lolcats --tokens 1000000 --seeds 0 1 2
 
 Each recipe is a preset of training/preset_files. `--settings` are settings of `linear_attention` that all of them share
-(such as the window, so that states are equal), `name:key=value,...` those of one recipe under a name of its own
-(`wide:preset=default,num_features=128`). A finished run in `--work_dir` is not repeated. Every student is measured by
-`training/quality.py`; the bytes are those of the decoding state per sequence.
+(such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
+a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
+`stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
+run in `--work_dir` is known by its name and not repeated. Every student is measured by `training/quality.py`; the bytes
+are those of the decoding state per sequence.
 """
 
 from __future__ import annotations
@@ -33,31 +35,54 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import argument_parser, save_results, table, write
 from conversion.plan import state_bytes
 from hf_linear_attention import convert
+from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from training.batches import EvaluationBatches, Stream, loader
 from training.command_line import parse
 from training.logs import read_metrics
 from training.packing import StreamWindows
-from training.presets import STAGES, load_preset, run_stages
+from training.presets import STAGES, Preset, load_preset, run_stages
 from training.quality import compare
 from training.run import run
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A preset with settings that win over the preset's own."""
+    """A preset with settings, and options of its stages (`stage.option`), that win over the preset's own."""
 
     name: str
     preset: str
     settings: dict[str, Any]
+    options: dict[str, Any]
 
 
 def parse_recipe(text: str, shared: dict[str, Any]) -> Recipe:
-    """`default` or `name:preset=default,num_features=128`."""
+    """`default` or `name:preset=default,num_features=128,distil.learning_rate=1e-4`."""
     name, _, rest = text.partition(":")
     own = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in rest.split(",")) if key}
     preset = own.pop("preset", name)
-    return Recipe(name, preset, {**load_preset(preset).settings["causal"], **shared, **own})
+    options = {key: own.pop(key) for key in list(own) if "." in key}
+    base = {} if "mechanism" in own else load_preset(preset).settings["causal"]
+    known = {"mechanism", *MECHANISMS[{**base, **own}["mechanism"]].options}
+    shared = {key: value for key, value in shared.items() if key in known}
+    return Recipe(name, preset, {**base, **shared, **own}, options)
+
+
+def preset_of(recipe: Recipe) -> Preset:
+    """Its preset with the recipe's options in the stages.
+
+    Raises:
+        ValueError: if an option names no stage.
+    """
+    preset = load_preset(recipe.preset)
+    stages = {stage.name: stage for stage in preset.stages["causal_lm"]}
+    for key, value in recipe.options.items():
+        stage, _, option = key.partition(".")
+        if stage not in stages:
+            raise ValueError(f"`{key}` of recipe {recipe.name}: `{recipe.preset}` has the stages {', '.join(stages)}")
+        field = {"share": value} if option == "share" else {"options": {**stages[stage].options, option: value}}
+        stages[stage] = dataclasses.replace(stages[stage], **field)
+    return dataclasses.replace(preset, stages={"causal_lm": list(stages.values())})
 
 
 def student_folder(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
@@ -73,7 +98,7 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
         torch.manual_seed(seed)
         convert(teacher, **settings).save_pretrained(converted)
         AutoTokenizer.from_pretrained(arguments.teacher).save_pretrained(converted)
-    preset = load_preset(recipe.preset)
+    preset = preset_of(recipe)
     steps = max(1, arguments.tokens // 10 // arguments.tokens_per_step)
     given = {
         "task": "causal_lm",
@@ -92,8 +117,6 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
         "output_dir": str(folder),
         "resume_from_checkpoint": "latest",
     }
-    if all(stage.options.get("trainable") == "lora" for stage in preset.stages["causal_lm"][-1:]):
-        del given["checkpointing_steps"], given["save_total_limit"]
     run_stages(preset, {name: value for name, value in given.items() if value is not None}, parse, run)
     return folder
 

@@ -35,6 +35,10 @@ class ConversionArguments:
     layers: str | None = option(
         "the attention layers to convert: all (default), full_attention, none, or a list as 0,2,4-7"
     )
+    softmax_layers: str | None = option(
+        "of these, the layers that stay softmax: a list as 0,5, or auto:K for the K whose softmax brings the model "
+        "nearest its original (by KL on --calibration_file or --train_file; with --preset before its last stage)"
+    )
     drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}")
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
     dtype: str = option("of the weights written; auto keeps what the checkpoint has", "auto", DTYPES)

@@ -11,6 +11,7 @@ from conversion.errors import UsageError
 from conversion.inputs import RealInputs
 from conversion.logs import logger
 from conversion.plan import Plan
+from conversion.softmax_layers import is_automatic, ranking_file
 from hf_linear_attention import calibrate
 from hf_linear_attention.mechanisms import MECHANISMS
 
@@ -28,12 +29,14 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
     """Raises `UsageError` for options of calibration and diagnosis that nothing would look at."""
     is_used, tokens = needs_calibration(plan), arguments.calibration_tokens
     problems = []
+    is_used = is_used or is_automatic(arguments)
     if arguments.calibration_file is not None and not (is_used or arguments.spectrum):
         problems.append(
             f"`--calibration_file` is given, but `{plan.settings['mechanism']}` as set here has nothing to calibrate; "
             "leave it out, or add `--spectrum` to look at the attention on it"
         )
-    if tokens is not None and not (is_used and arguments.calibration_file is not None):
+    file = ranking_file(arguments) if is_automatic(arguments) else arguments.calibration_file
+    if tokens is not None and not (is_used and file is not None):
         reason = "has nothing to calibrate" if not is_used else "is calibrated on all built-in sentences"
         problems.append(
             f"`--calibration_tokens` is given, but `{plan.settings['mechanism']}` as set here {reason}; leave it out"

@@ -66,6 +66,7 @@ from conversion.pipeline import calibrate_and_diagnose, load_converted, prepare,
 from conversion.presets import describe_stages
 from conversion.quality import evaluate
 from conversion.report import describe, describe_result, describe_tensors
+from conversion.softmax_layers import count_of, is_automatic
 from conversion.train import run_training
 from hf_linear_attention.architecture_table import architecture_table
 
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("error", error, 2)
     # The outermost place there is: whatever went wrong is reported, in one line instead of a traceback.
     except Exception as error:
-        return _fail("failed", error, 1)
+        return _fail("failed", error, getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
         sys.stderr.write("convert_checkpoint.py: interrupted; --output_dir is as it was\n")
         return 130
@@ -108,6 +109,8 @@ def _convert(argv: Sequence[str]) -> str:
     lines = [describe(job.plan, job.source)]
     if request.arguments.dry_run:
         lines.append(describe_tensors(job.plan))
+    if is_automatic(request.arguments):
+        lines.append(f"  softmax     in {count_of(request.arguments)} of these layers, chosen on text")
     if job.training is not None:
         lines += describe_stages(job.training)
     if request.arguments.spectrum:

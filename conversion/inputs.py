@@ -152,7 +152,7 @@ class TextFile:
         return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
     def _recipe_and_rows(self):
-        from training.data import load_rows
+        from training.rows import load_rows
 
         recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
         rows = load_rows(recipe.data, "train")

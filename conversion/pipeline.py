@@ -22,6 +22,15 @@ from conversion.logs import logger
 from conversion.plan import Plan, make_plan
 from conversion.presets import Training, check_training_options, plan_training, preset_settings
 from conversion.report import build_report
+from conversion.softmax_layers import (
+    CHOICE,
+    check_softmax_layers,
+    is_automatic,
+    listed_layers,
+    plan_without,
+    rank,
+    ranking_file,
+)
 from conversion.source import Source, open_source
 from conversion.verify import verify
 from hf_linear_attention import supported_model_types
@@ -64,6 +73,9 @@ def prepare(request: Request) -> Job:
         settings = request.settings_over(preset_settings(arguments.preset, source, arguments.trust_remote_code))
     plan = make_plan(source, settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
     check_options(arguments, plan)
+    check_softmax_layers(arguments, plan)
+    if arguments.softmax_layers is not None and not is_automatic(arguments):
+        plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
@@ -72,9 +84,10 @@ def prepare(request: Request) -> Job:
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
-    if not arguments.spectrum and not needs_calibration(plan):
+    if not arguments.spectrum and not needs_calibration(plan) and not is_automatic(arguments):
         return None
-    inputs = real_inputs(source, plan, arguments.calibration_file, arguments.trust_remote_code)
+    path = ranking_file(arguments) if is_automatic(arguments) else arguments.calibration_file
+    inputs = real_inputs(source, plan, path, arguments.trust_remote_code)
     if inputs is None and arguments.spectrum:
         raise UsageError(f"`--spectrum`: no inputs are built in for {source.name}; give a `--calibration_file`")
     return inputs
@@ -93,6 +106,8 @@ def run(job: Job) -> dict[str, Any]:
         logger.info("loading %s", job.source.name)
         model = load_converted(job)
         measured = calibrate_and_diagnose(job, model)
+        if is_automatic(arguments) and job.training is None:
+            model, plan, measured[CHOICE] = _with_softmax_layers(job, model)
         model.save_pretrained(folder)
         check_shipped(folder)
         share_permissions(folder)
@@ -111,6 +126,18 @@ def run(job: Job) -> dict[str, Any]:
         # The card's title is the folder's name, which must be the final one.
         write_model_card(folder, {"base_model": job.source.name, "settings": plan.settings}, name=job.output_dir.name)
     return report
+
+
+def _with_softmax_layers(job: Job, model: PreTrainedModel) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
+    """The model with softmax in the layers that gain most by it, its plan, and what the report says of the choice."""
+    from training.layer_choice import with_softmax_layers
+
+    arguments = job.request.arguments
+    if job.inputs is None:
+        raise RuntimeError("the file to rank on has been checked before")
+    choice = rank(model, job.inputs, arguments)
+    plan = plan_without(job.plan, job.source, arguments, choice["layers"])
+    return with_softmax_layers(model, choice["layers"]), plan, choice
 
 
 def calibrate_and_diagnose(job: Job, model: PreTrainedModel) -> dict[str, Any]:

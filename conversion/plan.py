@@ -104,6 +104,16 @@ class Plan:
         sizes = [layer.state_bytes for layer in self.layers]
         return sum(size for size in sizes if size is not None) if any(sizes) else None
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """For conversion_report.json and the model card."""
+        return {
+            "layers converted": f"{len(self.layers)} of {self.num_layers}",
+            "weights": self.weights["total"],
+            "new weights": self.weights["new"],
+            "state bytes per sequence": self.state_bytes,
+        }
+
     def confirm(self, missing: set[str]) -> None:
         """Compare with what the loader did not find; a tensor that it made out of several is mapped after all."""
         found = [tensor for tensor in self.new_base if tensor.target not in missing]

@@ -77,10 +77,14 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
     """
     config = stock_config(source, trust_remote_code)
     with usage_errors():
-        from training.presets import load_preset
+        from training.presets import load_preset, preset_names
 
         settings = load_preset(name).settings
-    return settings["causal" if is_causal_config(config, config.model_type) else "bidirectional"]
+    direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
+    if direction not in settings:
+        able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
+        raise UsageError(f"`--preset {name}` has no {direction} form for {config.model_type}; use one of {able}")
+    return settings[direction]
 
 
 def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, output_dir: Path | None) -> Training:

@@ -119,8 +119,8 @@ def _recipe_and_batches(folder: Path, source: Source, task: str, data: HeldOut):
     from tqdm.auto import tqdm
 
     from training.batches import EvaluationBatches, Stream, loader
+    from training.inputs import load_data
     from training.models import load_tokenizer, pad_token_id
-    from training.run import load_data
 
     files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
     recipe = data_recipe(str(folder), task, source.loadable, data.trust_remote_code, **files)

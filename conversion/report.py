@@ -11,6 +11,7 @@ import transformers
 
 from conversion.diagnose import describe_diagnosis
 from conversion.plan import Plan, TensorPlan
+from conversion.softmax_layers import CHOICE, describe_ranking
 from conversion.source import Source
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
 
@@ -23,10 +24,7 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
     counts = {kind: len(getattr(plan, kind)) for kind in ("mapped", "new", "dropped", "tied")}
     outputs = (checks or {}).get("student_against_teacher")
     figures = {
-        "layers converted": f"{len(plan.layers)} of {plan.num_layers}",
-        "weights": plan.weights["total"],
-        "new weights": plan.weights["new"],
-        "state bytes per sequence": plan.state_bytes,
+        **plan.figures,
         "calibrated on": _calibration(details.get("calibration")),
         **({name.replace("_", " "): value for name, value in outputs.items()} if outputs else {}),
     }
@@ -97,6 +95,8 @@ def describe_result(
     if checks is not None:
         lines += _check_lines(checks, has_layers=bool(plan.layers))
     lines += [_line("written to", output_dir), "", "Load it:", *_loading_lines(plan, output_dir)]
+    if (choice := report.get(CHOICE)) is not None:
+        lines += ["", *describe_ranking(choice)]
     if training:
         lines += ["", *training]
     elif plan.layers and (command := _healing_command(plan, source, output_dir)):

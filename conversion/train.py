@@ -25,6 +25,7 @@ from conversion.pipeline import Job, run
 from conversion.presets import CONVERTED, TRAINED, Training
 from conversion.quality import TASKS, describe_quality, held_out, measure, record
 from conversion.report import describe_result
+from conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
 
 
 REQUEST, FINAL = "request.json", "final"
@@ -46,7 +47,7 @@ def run_training(job: Job, training: Training) -> str:
         if not (work / CONVERTED).is_dir():
             run(replace(job, output_dir=work / CONVERTED))
         if not final.is_dir():
-            _train(training)
+            _train(job, training)
             _finish(job, training)
     except BaseException:
         logger.warning("stopped; the same command goes on where it was (%s)", work)
@@ -94,7 +95,14 @@ def _request(job: Job, training: Training) -> dict[str, Any]:
     return json.loads(json.dumps({**options, **paths, **decided}))
 
 
-def _train(training: Training) -> None:
+def _choose_softmax_layers(job: Job, training: Training, folder: Path) -> None:
+    if job.inputs is None:
+        raise RuntimeError("the file to rank on has been checked before")
+    teacher = str(training.given["teacher_name_or_path"])
+    choose_in(folder, job.plan, job.source, job.request.arguments, job.inputs, teacher)
+
+
+def _train(job: Job, training: Training) -> None:
     """All stages that are not finished yet."""
     import datasets
 
@@ -105,6 +113,8 @@ def _train(training: Training) -> None:
     from training.run import run as run_stage
 
     def run_and_tidy(recipe: Recipe) -> dict[str, float]:
+        if is_automatic(job.request.arguments) and recipe.output_dir == training.work / TRAINED:  # the last stage
+            _choose_softmax_layers(job, training, Path(recipe.model.model_name_or_path))
         figures = run_stage(recipe)
         for checkpoint in list_checkpoints(recipe.output_dir):  # several times the size of the model
             shutil.rmtree(checkpoint)
@@ -160,8 +170,10 @@ def _cast(job: Job, folder: Path, converted: Path) -> None:
 def _describe(job: Job, training: Training) -> str:
     from training.export import training_history
 
-    final = training.work / FINAL
+    final, plan = training.work / FINAL, job.plan
     report = json.loads((final / REPORT).read_text(encoding="utf-8"))
+    if (choice := report.get(CHOICE)) is not None:
+        plan = plan_without(plan, job.source, job.request.arguments, choice["layers"])
     lines = [f"Trained in {len(training_history(str(final)))} stages:"]
     for run_ in training_history(str(final)):
         figures = "".join(f", {name} {word(value)}" for name, value in run_["metrics"].items())
@@ -172,4 +184,4 @@ def _describe(job: Job, training: Training) -> str:
         lines.append(
             "No figures after training: give a `--validation_file` of held-out text, here or with `--evaluate`."
         )
-    return describe_result(job.plan, job.source, str(training.output_dir), report, lines)
+    return describe_result(plan, job.source, str(training.output_dir), report, lines)

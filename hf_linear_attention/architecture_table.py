@@ -18,9 +18,9 @@ ARCHITECTURES: dict[str, tuple[str, ...]] = {
         "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox",
         "gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hy_v3", "jais2",
         "jetmoe", "lfm2", "lfm3", "llama", "llama4_text", "minicpm3", "minimax_m2", "ministral", "ministral3",
-        "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
-        "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-        "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+        "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
+        "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+        "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
     ),
     "encoders": (
         "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert",
@@ -53,12 +53,13 @@ NEED_DROP: dict[str, tuple[str, ...]] = {
 # Refused whatever the settings, by why. A few of many: conversion finds out by itself.
 REFUSED: dict[str, tuple[str, ...]] = {
     "computes its own softmax": (
-        "big_bird", "codegen", "convbert", "deberta", "deberta-v2", "funnel", "gptj", "ibert", "led", "longformer",
-        "megatron-bert", "mpnet", "nystromformer", "rembert", "roformer", "squeezebert", "trocr", "wavlm", "xglm",
-        "xlnet",
+        "big_bird", "codegen", "convbert", "deberta", "deberta-v2", "falcon", "funnel", "git", "gptj", "ibert", "led",
+        "longformer", "megatron-bert", "mpnet", "nystromformer", "rembert", "roformer", "squeezebert", "trocr", "wavlm",
+        "xglm", "xlnet",
     ),
     "attends twice, to different values": ("diffllama",),
     "adds a mask of its own": ("doge",),
+    "shares a cache with lightning attention": ("minimax",),
     "selection of the keys": ("deepseek_v32", "glm_moe_dsa"),
     "its own tokens and the encoder's in one softmax": ("t5gemma2",),
     "has no attention": ("mamba", "resnet"),

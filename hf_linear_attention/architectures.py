@@ -38,8 +38,12 @@ EXCEPTIONS = {
     "DiffLlamaAttention": "attends twice, to different values, with one cache entry",
     "DogeAttention": "adds a mask of its own, computed from the values, per head",
     "DeepseekV4Attention": "attends to compressed keys that it keeps in a cache layer of its own",
+    # transformers sizes its masks by the places of lightning attention in that cache, which stay empty.
+    "MiniMaxAttention": "shares a cache with lightning attention, which knows no other linear state",
     "T5Gemma2MergedAttention": "attends to its own tokens and the encoder's in one softmax",
 }
+# Compute their own softmax, in models of which another part reaches the interface: GIT's image encoder.
+OWN_SOFTMAX = {"GitSelfAttention"}
 
 
 def attention_modules(model: nn.Module, cross: bool = False) -> dict[str, Any]:

@@ -22,16 +22,32 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .backends import native_library
+from .backends import run_step
+from .causal_kernel import CausalAttention
+
 
 # The running maximum of an empty state. Finite, because -inf - -inf is nan, and far below any real exponent.
 EMPTY_MAXIMUM = -1e30
-# Tokens per block of the causal form, largest first. Log features take the largest that cannot underflow.
-BLOCK_SIZES = (64, 16, 4, 1)
+# Tokens that log features and decay may share a reference point for, largest first: the first that cannot underflow.
+BLOCK_SIZES = (4096, 1024, 256, 64, 16, 4, 1)
+# Tokens per block inside a graph, where nothing may branch on data.
+TRACED_BLOCK_SIZE, TRACED_LOG_BLOCK_SIZE = 64, 16
 
 
 def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     """float64 stays float64 (for gradient checks), everything else accumulates in float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor.to(dtype)` without the cost of a call where nothing is to be done."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def accumulated(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in its accumulation dtype."""
+    return with_dtype(tensor, accumulation_dtype(tensor))
 
 
 def kernel_attention(
@@ -60,6 +76,11 @@ def kernel_attention(
     Returns:
         The output `[B, H, N, D]` in the accumulation dtype, and the state after these tokens.
     """
+    if state is not None and key_mask is None and query_features.shape[2] == key_features.shape[2] == 1:
+        return _step(query_features, key_features, value, state, log_features, log_decay)
+    if is_causal and not _is_in_graph(key_mask):
+        output, _, _, state = _causal(query_features, key_features, value, log_features, key_mask, state, log_decay)
+        return output.flatten(1, 2), state
     sums, _, state = kernel_sums(
         query_features,
         key_features,
@@ -90,39 +111,119 @@ def kernel_sums(
         `(sums, log_scale, state)`: numerator and denominator `[B, Hkv, G, N, D + 1]`, which are exp(log_scale) times
         larger than they stand there (`[B, Hkv, G, N, 1]`, a constant without gradient; None for plain features).
     """
+    if is_causal and not _is_in_graph(key_mask):
+        output, denominator, scale, state = _causal(
+            query_features, key_features, value, log_features, key_mask, state, log_decay
+        )
+        return torch.cat((output * denominator, denominator), dim=-1), scale, state
     dtype = accumulation_dtype(value)
-    query_features = query_features.to(dtype).unflatten(1, (key_features.shape[1], -1))
-    key_features, values = key_features.to(dtype), with_ones(value, dtype)
+    query_features = with_dtype(query_features, dtype).unflatten(1, (key_features.shape[1], -1))
+    key_features, values = with_dtype(key_features, dtype), with_ones(value, dtype)
     segments = None
     if key_mask is not None and key_mask.dtype != torch.bool:
         segments, key_mask = key_mask, key_mask > 0
     if key_mask is not None:
         key_mask = key_mask[:, None, :, None]
-    sums: Any
     sums, maximum = unpack_state(state, log_features)
     if is_causal:
-        size = _block_size(key_features, key_mask, maximum, log_features, log_decay)
-        # `.split` and not slices: autograd through slices of one tensor costs O(N^2).
-        parts = [query_features.split(size, dim=3), key_features.split(size, dim=2), values.split(size, dim=2)]
-        count = len(parts[1])
-        masks = key_mask.split(size, dim=2) if key_mask is not None else [None] * count
-        together = _sequence_masks(segments, size) if segments is not None else [None] * count
-        blocks = []
-        for query, key, val, mask, same in zip(*parts, masks, together):
-            decay = _Decay(log_decay, key, mask) if log_decay is not None else None
-            if decay is not None:
-                query, key, sums, maximum = decay.before(query, key, sums, maximum, log_features)
-            output, scale, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True, same)
-            if decay is not None:
-                sums, maximum = decay.after(sums, maximum)
-            blocks.append((output, scale))
-        output = torch.cat([output for output, _ in blocks], dim=3) if count > 1 else blocks[0][0]
-        scale = torch.cat([scale for _, scale in blocks], dim=3) if log_features else None
-    else:
-        output, scale, sums, maximum = _block(
-            query_features, key_features, values, key_mask, sums, maximum, log_features, False
-        )
+        return _traced_causal(query_features, key_features, values, key_mask, segments, state, log_features, log_decay)
+    output, scale, sums, maximum = _block(
+        query_features, key_features, values, key_mask, sums, maximum, log_features, False
+    )
     return output, scale, pack_state(sums, maximum)
+
+
+def _is_in_graph(key_mask: torch.Tensor | None) -> bool:
+    """Whether plain operations are needed: while tracing, and for packed sequences by number, which come then alone."""
+    is_packed = key_mask is not None and key_mask.dtype != torch.bool
+    return is_packed or torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _causal(query, key, value, log_features, key_mask, state, log_decay):
+    """-> output `[B, Hkv, G, N, D]`, denominator and log scale `[B, Hkv, G, N, 1]` (None for plain features), state."""
+    dtype = accumulation_dtype(value)
+    query, key = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1)), with_dtype(key, dtype)
+    mask = None if key_mask is None else key_mask[:, None, :, None]
+    sums, maximum = unpack_state(state, log_features)
+    size = _block_size(key, mask, maximum, log_features, log_decay)
+    masks = [None] * -(-key.shape[2] // size) if mask is None else mask.split(size, dim=2)
+    results = []
+    # `.split` and not slices: autograd through slices of one tensor costs O(N^2).
+    parts = zip(query.split(size, dim=3), key.split(size, dim=2), value.split(size, dim=2), masks)
+    for query, key, value, mask in parts:
+        decay = None if log_decay is None else _Decay(log_decay, key, mask)
+        if decay is not None:
+            query, key, sums, maximum = decay.before(query, key, sums, maximum, log_features)
+        scale = None
+        if log_features:
+            query, scale, key, sums, maximum = _exponentiate(query, key, mask, sums, maximum)
+        if mask is not None:
+            key = key * mask
+        output, denominator, sums = CausalAttention.apply(query, key, value, sums)
+        if decay is not None:
+            sums, maximum = decay.after(sums, maximum)
+        results.append((output, denominator, scale))
+    joined = (None if part[0] is None else part[0] if len(part) == 1 else torch.cat(part, 3) for part in zip(*results))
+    return *joined, pack_state(sums, maximum)
+
+
+def _traced_causal(query, key, values, key_mask, segments, state, log_features, log_decay):
+    """`kernel_sums` of the causal form in plain operations."""
+    sums, maximum = unpack_state(state, log_features)
+    size = TRACED_LOG_BLOCK_SIZE if log_features or log_decay is not None else TRACED_BLOCK_SIZE
+    parts = [query.split(size, dim=3), key.split(size, dim=2), values.split(size, dim=2)]
+    count = len(parts[1])
+    masks = key_mask.split(size, dim=2) if key_mask is not None else [None] * count
+    together = _sequence_masks(segments, size) if segments is not None else [None] * count
+    blocks = []
+    for query, key, val, mask, same in zip(*parts, masks, together):
+        decay = _Decay(log_decay, key, mask) if log_decay is not None else None
+        if decay is not None:
+            query, key, sums, maximum = decay.before(query, key, sums, maximum, log_features)
+        output, scale, sums, maximum = _block(query, key, val, mask, sums, maximum, log_features, True, same)
+        if decay is not None:
+            sums, maximum = decay.after(sums, maximum)
+        blocks.append((output, scale))
+    output = torch.cat([output for output, _ in blocks], dim=3)
+    scale = torch.cat([scale for _, scale in blocks], dim=3) if log_features else None
+    return output, scale, pack_state(sums, maximum)
+
+
+def _step(query, key, value, state, log_features, log_decay):
+    """`kernel_attention` of one token after others in few operations: at this size each costs more than its sums."""
+    is_plain = not (log_features or log_decay is not None or torch.is_grad_enabled() or torch.compiler.is_compiling())
+    if is_plain and native_library(query, key, value) is not None:
+        return run_step(query, key, value, state)
+    batch, heads, _, features = query.shape
+    width = value.shape[-1]
+    rows = with_dtype(query, state.dtype).reshape(batch * key.shape[1], -1, features)
+    key = with_dtype(key, state.dtype).transpose(-1, -2)
+    decay = None if log_decay is None else log_decay.to(state.dtype)[:, None, None]
+    values = torch.constant_pad_nd(with_dtype(value, state.dtype), (0, state.shape[-1] - width), 1.0)
+    if log_features:
+        maximum = state[..., -1:].detach() if decay is None else state[..., -1:].detach() + decay
+        new_maximum = torch.maximum(maximum, key.detach())
+        state = (state * (maximum - new_maximum).exp_()).addcmul_((key - new_maximum).exp_(), values)
+        state[..., -1:] = new_maximum
+        # Softmax divides by one more constant of the query, which cancels like the maximum.
+        rows = (rows + new_maximum.view(-1, 1, features)).softmax(dim=-1)
+    else:
+        state = torch.addcmul(state if decay is None else state * decay.exp(), key, values)
+    sizes = (width, 1, 1) if log_features else (width, 1)
+    numerator, denominator, *_ = torch.bmm(rows, state.flatten(0, 1)).split_with_sizes(sizes, dim=-1)
+    if not log_features:  # with log features Z holds a 1 in every feature; here both may be 0
+        denominator = denominator.clamp(min=torch.finfo(state.dtype).tiny)
+    return (numerator / denominator).view(batch, heads, 1, width), state
+
+
+def read_state(query_features: torch.Tensor, state: torch.Tensor, log_features: bool) -> torch.Tensor:
+    """Output `[B, H, N, D]` of queries `[B, H, N, F]` that all see the keys of this state and no others."""
+    sums, maximum = unpack_state(state, log_features)
+    query = with_dtype(query_features, state.dtype).unflatten(1, (state.shape[1], -1))
+    if maximum is not None:
+        query = query + maximum.detach()[:, :, None, None]
+        query = query.sub_(query.detach().amax(dim=-1, keepdim=True)).exp_()
+    return normalize((query.flatten(2, 3) @ sums).unflatten(2, query.shape[2:4])).flatten(1, 2)
 
 
 def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +233,7 @@ def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def normalize(sums: torch.Tensor) -> torch.Tensor:
     """Numerator over denominator, `[..., D + 1]` -> `[..., D]`; 0 where the denominator is 0 (nothing to see)."""
-    numerator, denominator = sums.split((sums.shape[-1] - 1, 1), dim=-1)
+    numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
     return numerator / denominator.masked_fill(denominator == 0, 1.0)
 
 
@@ -143,7 +244,7 @@ def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.
     return state[..., :-1], state[..., -1]
 
 
-def pack_state(sums: torch.Tensor, maximum: torch.Tensor | None) -> torch.Tensor:
+def pack_state(sums: Any, maximum: torch.Tensor | None) -> torch.Tensor:
     """The inverse of `unpack_state`."""
     return sums if maximum is None else torch.cat((sums, maximum.unsqueeze(-1)), dim=-1)
 
@@ -243,10 +344,11 @@ def _exponentiate(query, key, mask, sums, maximum):
     if maximum is not None:
         new_maximum = torch.maximum(new_maximum, maximum.detach())
         sums = sums * (maximum - new_maximum).exp().unsqueeze(-1)
-    key = (key - new_maximum.unsqueeze(2)).exp() if mask is None else _masked_exp(key - new_maximum.unsqueeze(2), mask)
+    key = key - new_maximum.unsqueeze(2)
+    key = key.exp_() if mask is None else _masked_exp(key, mask)
     query = query + new_maximum[:, :, None, None]
     scale = query.detach().amax(dim=-1, keepdim=True)
-    return (query - scale).exp(), scale, key, sums, new_maximum
+    return query.sub_(scale).exp_(), scale, key, sums, new_maximum
 
 
 def _masked_exp(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -262,14 +364,13 @@ def _block_size(key, mask, maximum, log_features: bool, log_decay) -> int:
     (600 in float64) of that, float32 keeps full relative precision: exp(-60) times its last digit is a normal number.
     """
     if key.shape[2] == 1 or (not log_features and log_decay is None):
-        return BLOCK_SIZES[0]
-    if torch.compiler.is_compiling():  # no branch on data inside a graph
-        return BLOCK_SIZES[1]
+        return key.shape[2]
     limit = 600.0 if key.dtype == torch.float64 else 60.0
     steepest = 0.0 if log_decay is None else -log_decay.min().item()
     key = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
 
     def is_safe(size: int) -> bool:
+        size = min(size, key.shape[2])
         drop = _largest_drop(key, maximum, size) if log_features else 0.0
         return drop + size * steepest <= limit
 
@@ -278,7 +379,9 @@ def _block_size(key, mask, maximum, log_features: bool, log_decay) -> int:
 
 def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) -> float:
     """Upper bound over blocks and features of (maximum of the block) - (maximum at the block's first visible key)."""
-    blocks = F.pad(key, (0, 0, 0, -key.shape[2] % size), value=EMPTY_MAXIMUM).unflatten(2, (-1, size))
+    if missing := -key.shape[2] % size:  # padding by 0 would copy
+        key = F.pad(key, (0, 0, 0, missing), value=EMPTY_MAXIMUM)
+    blocks = key.unflatten(2, (-1, size))
     largest = blocks.amax(dim=3)
     seen = largest.cummax(dim=2).values.roll(1, dims=2)
     seen[:, :, 0] = EMPTY_MAXIMUM if maximum is None else maximum.detach()

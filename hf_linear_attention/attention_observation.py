@@ -46,9 +46,26 @@ class ObservedAttention:
             query, key, *masks_and_mode = self.inputs
             return self.module._attend(query, key, self.value, *masks_and_mode, None)
 
-    def real_queries(self) -> torch.Tensor | None:
-        """Bool `[B, N]`, False at padding; None without padding."""
-        return self.inputs.key_mask if self.inputs.segments is None else self.inputs.segments > 0
+    def weights(self) -> torch.Tensor:
+        """Of the mechanism, `[B, H, N, S]`, with gradients like `output`.
+
+        Raises:
+            NotImplementedError: if the mechanism has no matrix of weights per head, or the input is packed.
+        """
+        mechanism, inputs = self.module.linear_attention, self.inputs
+        if inputs.segments is not None or not mechanism.supports("weights", mechanism.settings):
+            raise NotImplementedError(
+                f"{type(mechanism).__name__} shows no attention weights here; train on its outputs "
+                "(attention_transfer_weight) instead."
+            )
+        with torch.autocast(device_type=self.value.device.type, enabled=False):
+            return mechanism.attention_weights(
+                inputs.query,
+                inputs.key,
+                attention_mask=inputs.key_mask,
+                scaling=inputs.scaling,
+                is_causal=inputs.is_causal,
+            )
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     The first base makes transformers size masks by the remaining softmax layers, the second gives it a length.
     `static` keeps the tensors at one address and the length in a tensor, for `torch.compile`.
 
+    `keys` and `values`, which some stock modules read, have length 0: all is in the state.
+
     Rollback (assisted decoding) is exact: while recording, keys and values since the last `crop` are kept beside the
     state of that moment; `crop` goes back to it and leaves the keys that stay as `pending`, to be absorbed by the
     mechanism before the next tokens.
@@ -85,6 +87,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """Counts the tokens and returns the new keys and values alone; the mechanism adds them to the state."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.keys is None:  # copies: a view would keep the memory of what it is a part of
+            self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         if self.static:
             self.cumulative_length.add_(key_states.shape[2])
         else:
@@ -183,7 +187,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
-        self.state = self.state_at_crop = self.pending = None
+        self.state = self.state_at_crop = self.pending = self.keys = self.values = None
         self.recorded = []
         if self.static:
             self.cumulative_length.zero_()
@@ -206,6 +210,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
         if self.state is not None:
             self.store(over(self.state))
+        if self.keys is not None:
+            self.keys, self.values = function(self.keys), function(self.values)
         self.state_at_crop, self.pending = over(self.state_at_crop), over(self.pending)
         self.recorded = [over(entry) for entry in self.recorded]
 

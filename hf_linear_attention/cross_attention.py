@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from .attention_masks import is_tracing
 from .cache_linear_attention import LinearAttentionStateLayer
 from .linearized_attention import LinearizedAttention
-
-
-class CrossAttentionStateLayer(LinearAttentionStateLayer):
-    """The state of another sequence, in the place of its keys and values.
-
-    Stock modules read `keys` and `values` after the first step; here they have length 0, for all is in the state.
-    """
-
-    keys: Any = None
-    values: Any = None
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        # Copies: a view would keep the memory of what it is a part of.
-        self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
-        return super().update(key_states, value_states, *args, **kwargs)
-
-    def reset(self) -> None:
-        super().reset()
-        self.keys = self.values = None
-
-    def _map_batch(self, function) -> None:
-        super()._map_batch(function)
-        if self.keys is not None:
-            self.keys, self.values = function(self.keys), function(self.values)
 
 
 def cross_state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer | None:
@@ -45,7 +19,7 @@ def cross_state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer | None
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
     if not getattr(layer, "holds_linear_state", False):
-        layer = cache.layers[layer_idx] = CrossAttentionStateLayer.replacing(layer)
+        layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
         layer.siblings = cache.layers
     return layer
 

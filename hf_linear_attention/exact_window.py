@@ -15,6 +15,15 @@ from .attention_kernels import accumulation_dtype
 from .attention_kernels import with_ones
 
 
+# On a CPU: 1 MB in float32.
+LOGITS_IN_CACHE = 1 << 18
+
+
+# On a CPU exp of less than -87 is 60 times slower, and products with its result again. 9e-27 vanishes beside the 1 of
+# the largest logit, in float64 too.
+LOWEST_EXPONENT = -60.0
+
+
 class NearKeys(NamedTuple):
     """Keys in a row with room before the first query: query t sees the places t .. t + width - 1."""
 
@@ -63,21 +72,43 @@ def exact_sums(
     query = blocks(query, 3)
     key, value, visible = _windows(near, width, size, -length % size, dtype)
     visible = (visible[:, :, None] & (offset >= 0) & (offset < width))[:, None, None]
-    seen = blocks(sinks.seen, 1)[:, None, None]
-    logits = query @ key.unsqueeze(2).transpose(-1, -2)
-    sink_logits = query @ sinks.key.to(dtype)[:, :, None, None].transpose(-1, -2)
-    if log_decay is not None:
-        slope = log_decay.to(dtype)[:, None, None, None, None]
-        logits = logits + slope * (offset - near.centre).abs()
-        sink_logits = sink_logits + slope * blocks(sinks.distance, 1)[:, None, None]
-    scale = _masked_maximum(logits, visible)
-    if sinks.key.shape[2]:
-        scale = torch.maximum(scale, _masked_maximum(sink_logits, seen))
-    if is_scale_constant:
-        scale = scale.detach()
-    sums = _masked_exp(logits, visible, scale) @ with_ones(value, dtype).unsqueeze(2)
-    sums = sums + _masked_exp(sink_logits, seen, scale) @ with_ones(sinks.value, dtype)[:, :, None, None]
+    seen, distance = (blocks(x, 1)[:, None, None] for x in (sinks.seen, sinks.distance))
+    slope = None if log_decay is None else log_decay.to(dtype)[:, None, None, None, None]
+    to_query = (offset - near.centre).abs()
+    sink_key = sinks.key.to(dtype)[:, :, None, None].transpose(-1, -2)
+    sink_values = with_ones(sinks.value, dtype)[:, :, None, None]
+    results = []
+    count = _blocks_at_a_time(query, key)
+    parts = ((query, 3), (key, 2), (value, 2), (visible, 3), (seen, 3), (distance, 3))
+    for query, key, value, visible, seen, distance in zip(*(x.split(count, dim=dim) for x, dim in parts)):
+        logits, sink_logits = query @ key.unsqueeze(2).transpose(-1, -2), query @ sink_key
+        if slope is not None:
+            logits, sink_logits = logits + slope * to_query, sink_logits + slope * distance
+        logits, sink_logits = (
+            logits.masked_fill_(~visible, EMPTY_MAXIMUM),
+            sink_logits.masked_fill_(~seen, EMPTY_MAXIMUM),
+        )
+        scale = _maximum((logits, sink_logits), is_scale_constant)
+        shift = scale.clamp(min=EMPTY_MAXIMUM / 2)
+        weights, sink_weights = ((x - shift).clamp(min=LOWEST_EXPONENT).exp_() for x in (logits, sink_logits))
+        sums = weights @ with_ones(value, dtype).unsqueeze(2) + sink_weights @ sink_values
+        results.append((sums.masked_fill(scale == EMPTY_MAXIMUM, 0.0), scale))
+    sums, scale = (torch.cat(part, dim=3) if len(part) > 1 else part[0] for part in zip(*results))
     return sums.flatten(3, 4)[:, :, :, :length], scale.flatten(3, 4)[:, :, :, :length]
+
+
+def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
+    """On a CPU as many as have logits that stay in its cache, else all."""
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return query.shape[3]
+    per_block = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[4] * key.shape[3]
+    return max(1, LOGITS_IN_CACHE // per_block)
+
+
+def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tensor:
+    """Over the last axes of all that have places `[..., 1]`."""
+    largest = [(x.detach() if is_constant else x).amax(dim=-1, keepdim=True) for x in logits if x.shape[-1]]
+    return torch.maximum(*largest) if len(largest) == 2 else largest[0]
 
 
 def _windows(near: NearKeys, width: int, size: int, pad: int, dtype: torch.dtype):
@@ -87,11 +118,3 @@ def _windows(near: NearKeys, width: int, size: int, pad: int, dtype: torch.dtype
         F.pad(x.to(dtype), (0, 0, 0, pad)).unfold(2, span, size).transpose(-1, -2) for x in (near.key, near.value)
     )
     return key, value, F.pad(near.visible, (0, pad)).unfold(1, span, size)
-
-
-def _masked_maximum(logits: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    return logits.masked_fill(~visible, EMPTY_MAXIMUM).amax(dim=-1, keepdim=True)
-
-
-def _masked_exp(logits: torch.Tensor, visible: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (logits - scale).masked_fill(~visible, 0.0).exp() * visible

@@ -18,7 +18,11 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .attention_kernels import accumulated
 from .attention_kernels import accumulation_dtype
+from .attention_kernels import with_dtype
+from .backends import native_library
+from .backends import run_elu_plus_one
 
 
 class FeatureMap(nn.Module):
@@ -27,6 +31,8 @@ class FeatureMap(nn.Module):
     log_features: ClassVar[bool] = False
     # Whether `num_features` can be chosen; otherwise it is `head_dim`.
     has_num_features: ClassVar[bool] = False
+    # Whether `forward_visible_keys` needs all keys at once.
+    depends_on_all_keys: ClassVar[bool] = False
 
     def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
         super().__init__()
@@ -62,15 +68,50 @@ class ElementwiseFeatureMap(FeatureMap):
     function: ClassVar[Callable[..., torch.Tensor]]
 
     def forward_queries(self, query, scaling):
-        return type(self).function(query.to(accumulation_dtype(query)))
+        return type(self).function(accumulated(query))
 
     def forward_keys(self, key, scaling):
-        return type(self).function(key.to(accumulation_dtype(key)))
+        return type(self).function(accumulated(key))
+
+
+# Tokens at a time of a map on a CPU: what lies between its steps stays in cache, and only the output takes new pages.
+TOKENS_IN_CACHE = 64
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """`elu_plus_one` with one new tensor and one saved one: its slope is its value, but at most 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        output = _elu_plus_one(x)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        (output,) = ctx.saved_tensors
+        return grad * output.clamp(max=1)
+
+
+def _elu_plus_one(x: torch.Tensor) -> torch.Tensor:
+    if native_library(x) is not None:
+        if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
+            x = x.contiguous()
+        return run_elu_plus_one(x)
+    output = torch.empty_like(x)
+    for part, out in zip(x.split(TOKENS_IN_CACHE, dim=-2), output.split(TOKENS_IN_CACHE, dim=-2)):
+        torch.clamp(part, max=0, out=out).exp_().add_(part.relu())
+    return output
 
 
 def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
-    """elu(x) + 1 (Katharopoulos 2020, equation 7), written so that it is positive where `F.elu(x) + 1` rounds to 0."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    """elu(x) + 1 (Katharopoulos 2020, equation 7), written so that it is positive where `F.elu(x) + 1` rounds to 0.
+
+    In C it goes no lower than the smallest normal number.
+    """
+    if x.ndim != 4 or x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return x.clamp(max=0).exp_() + x.relu()
+    return _EluPlusOne.apply(x) if torch.is_grad_enabled() else _elu_plus_one(x)
 
 
 def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +148,7 @@ class TaylorFeatureMap(FeatureMap):
         return 1 + head_dim + head_dim * (head_dim + 1) // 2
 
     def forward_queries(self, query, scaling):
-        x = query.to(accumulation_dtype(query)) * math.sqrt(scaling)
+        x = accumulated(query) * math.sqrt(scaling)
         first, second = torch.triu_indices(self.head_dim, self.head_dim, offset=1, device=x.device)
         squares, products = x.square() * math.sqrt(0.5), x[..., first] * x[..., second]
         return torch.cat((torch.ones_like(x[..., :1]), x, squares, products), dim=-1)
@@ -123,7 +164,7 @@ class LearnedFeatureMap(FeatureMap):
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
-        return (x.to(dtype) * math.sqrt(scaling)) @ weight.to(dtype)
+        return (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(weight, dtype)
 
 
 class ExpFeatureMap(LearnedFeatureMap):
@@ -165,8 +206,8 @@ class ExpFeatureMap(LearnedFeatureMap):
         return self._project(query, self.query_projection, scaling)
 
     def forward_keys(self, key, scaling):
-        exponent = self._project(key, self.key_projection, scaling) + self.key_bias.to(accumulation_dtype(key))
-        return exponent - self.key_norm_weight.to(exponent.dtype) * half_squared_norm(key, scaling)
+        exponent = self._project(key, self.key_projection, scaling) + with_dtype(self.key_bias, accumulation_dtype(key))
+        return exponent - with_dtype(self.key_norm_weight, exponent.dtype) * half_squared_norm(key, scaling)
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):
@@ -190,9 +231,13 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         return None if num_features % 2 == 0 else "must be even for the feature map `hedgehog` (W and -W)"
 
     def reset_parameters(self, generator):
-        identity = torch.eye(self.head_dim, self.num_features // 2)
-        init.copy_(self.query_projection, identity.expand_as(self.query_projection))
-        init.copy_(self.key_projection, identity.expand_as(self.key_projection))
+        width = self.num_features // 2
+        start = torch.eye(self.head_dim, width)
+        if width > self.head_dim:  # columns that start alike stay alike
+            extra = orthogonal_random_matrix(width - self.head_dim, self.head_dim, generator).T
+            start[:, self.head_dim :] = extra / extra.norm(dim=0)
+        init.copy_(self.query_projection, start.expand_as(self.query_projection))
+        init.copy_(self.key_projection, start.expand_as(self.key_projection))
 
     def forward_queries(self, query, scaling):
         return self._log_softmaxes(query, self.query_projection, scaling)
@@ -235,7 +280,7 @@ class T2rFeatureMap(LearnedFeatureMap):
 
 def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling |x|^2 / 2 over the last axis, kept."""
-    return x.to(accumulation_dtype(x)).square().sum(dim=-1, keepdim=True) * (scaling / 2)
+    return accumulated(x).square().sum(dim=-1, keepdim=True) * (scaling / 2)
 
 
 def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:

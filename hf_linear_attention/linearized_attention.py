@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -84,8 +85,10 @@ class LinearizedAttention:
         """
         seen = state_layer.get_seq_length() - key.shape[2] if state_layer is not None else 0
         query, key, *masks_and_mode = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
-        # No autocast inside: the sums must stay float32.
-        with torch.autocast(device_type=query.device.type, enabled=False):
+        device = query.device.type
+        is_autocast = torch.is_autocast_enabled(device)
+        # No autocast inside: the sums must stay float32. Entering its context costs as much as a layer norm.
+        with torch.autocast(device_type=device, enabled=False) if is_autocast else nullcontext():
             if self._wants_weights(kwargs):
                 return self._attend_with_weights(query, key, value, *masks_and_mode, state_layer)
             return self._attend(query, key, value, *masks_and_mode, state_layer), None
@@ -104,7 +107,9 @@ class LinearizedAttention:
         if rotary is not None:
             plain = self.linear_attention_rotary.unrotate(query, key, rotary)
             query, key = map(self.linear_attention.with_unrotated, (query, key), plain)
-        is_causal = self.linear_attention_is_causal if is_causal is None else is_causal
+        if is_causal is None or attention_mask is not None or query.shape[2] == 1:
+            # Moonshine says False to sdpa where a mask hides the future, or where there is none to hide.
+            is_causal = self.linear_attention_is_causal
         key_mask, segments = self._read_mask(attention_mask, key.shape[2], seen, is_causal)
         return MechanismInputs(query, key, key_mask, segments, scaling, is_causal)
 
@@ -131,6 +136,8 @@ class LinearizedAttention:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
 
     def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
+        if query.shape[1] != self.linear_attention.shape.num_heads:
+            self._refuse_some_heads(query.shape[1])
         if segments is not None and is_tracing():
             key_mask = segments
         elif segments is not None:
@@ -182,6 +189,16 @@ class LinearizedAttention:
             or getattr(self.model_config, "output_attentions", False)
             or (collector is not None and "attentions" in collector)
         )
+
+    def _refuse_some_heads(self, num_heads):
+        """Tensor parallel plans give each process some heads; they do not know of parameters that belong to them."""
+        total = self.linear_attention.shape.num_heads
+        if any(parameter.shape[:1] == (total,) for parameter in self.linear_attention.parameters()):
+            raise NotImplementedError(
+                f"{type(self.linear_attention).__name__} has parameters per head, for {total} heads, and got "
+                f"{num_heads}: tensor parallelism (`tp_plan`) works for those without (`performer`, or `linear` with "
+                "`feature_map` = `elu1` or `relu`). Shard this one by layer instead (FSDP2)."
+            )
 
     def _attend_with_weights(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
         """Weights `[B, H, N, S]` over the keys of this call (a state has no weights left to show)."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from .attention_kernels import kernel_attention
+from .attention_kernels import read_state
+from .attention_kernels import with_dtype
 from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
@@ -13,6 +17,9 @@ from .feature_maps import FEATURE_MAPS
 from .feature_maps import FeatureMap
 from .position_decay import DECAY_OPTION
 from .position_decay import decay_of
+
+# 4 MB of them in float32.
+FEATURES_IN_CACHE = 1 << 20
 
 
 class LinearAttention(AttentionMechanism):
@@ -69,14 +76,46 @@ class LinearAttention(AttentionMechanism):
             self.decay.reset_parameters()
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
-        output, new_state = kernel_attention(
+        old: Any = state[0] if state else None
+        size = self._tokens_at_a_time(query, key, attention_mask)
+        pieces = list(zip(key.split(size, dim=2), value.split(size, dim=2), _mask_pieces(attention_mask, size, key)))
+        if is_causal or len(pieces) == 1:
+            outputs = []
+            for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), pieces):
+                output, old = self._kernel(part, keys, values, mask, scaling, is_causal, old)
+                outputs.append(output.transpose(1, 2))
+        else:
+            for keys, values, mask in pieces:
+                _, old = self._kernel(query[:, :, :0], keys, values, mask, scaling, False, old)
+            log_features = self.feature_map.log_features
+            outputs = [
+                read_state(self.feature_map.forward_queries(part, scaling), old, log_features).transpose(1, 2)
+                for part in query.split(size, dim=2)
+            ]
+        output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        return with_dtype(output, query.dtype), (old,)
+
+    def _kernel(self, query, key, value, mask, scaling, is_causal, state):
+        return kernel_attention(
             self.feature_map.forward_queries(query, scaling),
-            self.feature_map.forward_visible_keys(key, scaling, attention_mask),
+            self.feature_map.forward_visible_keys(key, scaling, mask),
             value,
             log_features=self.feature_map.log_features,
             is_causal=is_causal,
-            key_mask=attention_mask,
-            state=state[0] if state else None,
+            key_mask=mask,
+            state=state,
             log_decay=self.decay() if self.decay is not None else None,
         )
-        return output.transpose(1, 2).to(query.dtype), (new_state,)
+
+    def _tokens_at_a_time(self, query, key, mask) -> int:
+        """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""
+        is_packed = mask is not None and mask.dtype != torch.bool
+        in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if query.device.type != "cpu" or in_graph or is_packed or self.feature_map.depends_on_all_keys:
+            return max(query.shape[2], key.shape[2])
+        tokens = FEATURES_IN_CACHE // (query.shape[0] * query.shape[1] * self.feature_map.num_features)
+        return max(64, tokens // 64 * 64)
+
+
+def _mask_pieces(mask, size: int, key):
+    return [None] * -(-key.shape[2] // size) if mask is None else mask.split(size, dim=1)

@@ -25,6 +25,7 @@ from transformers.conversion_mapping import (
 )
 
 from .alibi_attention import adapter_of
+from .architectures import OWN_SOFTMAX
 from .architectures import attention_modules
 from .architectures import has_own_dispatch
 from .architectures import is_causal_attention
@@ -131,9 +132,9 @@ def self_attention_modules(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: if there is none: the architecture computes its own softmax, and converting nothing is no result.
     """
-    found = attention_modules(model)
-    if not found:
-        own = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Attention")})
+    found, names = attention_modules(model), {type(module).__name__ for module in model.modules()}
+    if not found or names & OWN_SOFTMAX:
+        own = sorted(names & OWN_SOFTMAX or {name for name in names if name.endswith("Attention")})
         reason = f"{', '.join(own)} computes its own softmax" if own else "it has no attention"
         raise ValueError(
             f"{type(model).__name__} has no self-attention that goes through transformers' attention interface "

@@ -17,6 +17,7 @@ import torch
 from transformers import initialization as init
 
 from .attention_kernels import accumulation_dtype
+from .attention_kernels import with_dtype
 from .feature_maps import FeatureMap
 from .feature_maps import half_squared_norm
 from .feature_maps import orthogonal_random_matrix
@@ -67,7 +68,7 @@ class RandomFeatureMap(FeatureMap):
     def _project(self, x: torch.Tensor, scaling: float) -> torch.Tensor:
         """w·x, `[B, heads, N, D]` -> `[B, heads, N, M]`."""
         dtype = accumulation_dtype(x)
-        return (x.to(dtype) * math.sqrt(scaling)) @ self.projection.to(dtype).T
+        return (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(self.projection, dtype).T
 
 
 class ExpRandomFeatureMap(RandomFeatureMap):
@@ -153,6 +154,7 @@ class TrigRandomFeatureMap(RandomFeatureMap):
 
     log_features = False
     features_per_row = 2
+    depends_on_all_keys = True
 
     def forward_queries(self, query, scaling):
         projected = self._project(query, scaling)

@@ -26,7 +26,21 @@ class ModelArguments:
     teacher_name_or_path: str | None = option("Model to learn from, usually the unconverted original.", None)
     tokenizer_name: str | None = option("Tokenizer, when it is not that of the model.", None)
     trust_remote_code: bool = option("Run the Python code that the model folders carry.", False)
-    trainable: Literal["all", "mechanism"] = option("Train all parameters or those of the attention mechanism.", "all")
+    trainable: Literal["all", "mechanism", "adapter"] = option(
+        "Train all parameters (with use_peft: adapters and the attention mechanism's), the mechanism's, or adapters.",
+        "all",
+    )
+    use_peft: bool = option("Train LoRA adapters in place of the base weights; merged into what is saved.", False)
+    lora_r: int = option("Rank of the adapters.", 8)
+    lora_alpha: int = option("Adapters are scaled by lora_alpha / lora_r.", 16)
+    lora_dropout: float = option("Dropout before the adapters.", 0.0)
+    lora_target_modules: str | None = option(
+        "Modules by name, with commas between; `attention` (the projections of converted layers) or `all-linear`; "
+        "default: peft's choice for the model type.",
+        None,
+    )
+    freeze_pattern: str | None = option("Freeze parameters in whose name this regular expression is found.", None)
+    use_dora: bool = option("DoRA: adapters that also learn the norm of each weight vector.", False)
 
 
 @dataclass
@@ -34,9 +48,16 @@ class DataArguments:
     train_file: str | None = option(".txt, .jsonl, .csv or .tsv (tsv: no quoting). None: evaluate only.", None)
     validation_file: str | None = option("Like train_file; evaluated at the start, every eval_steps, at the end.", None)
     dataset_name: str | None = option("Instead of files: name or folder for datasets.load_dataset.", None)
+    streaming: bool = option("Read training rows while they are needed; the length is --max_train_steps.", False)
     dataset_config_name: str | None = option("Configuration of dataset_name.", None)
     text_column_name: str = option("Column with the text.", "text")
+    text_pair_column_name: str | None = option(
+        "Column with a second text: one input with the first (sequence_classification), or, in the validation data of "
+        "an embedding model, the text whose similarity the label scores.",
+        None,
+    )
     label_column_name: str = option("Column with the class.", "label")
+    on_bad_rows: Literal["raise", "skip"] = option("Stop at rows without text or label, or leave them out.", "raise")
     max_length: int | None = option("Tokens in a sequence or block; default: 512, or less if the model says so.", None)
     mlm_probability: float = option("Share of tokens masked (masked_lm).", 0.15)
     max_eval_tokens: int | None = option("Evaluate on about the first so many tokens.", None)
@@ -54,7 +75,20 @@ class ObjectiveArguments:
         "(the model is its own teacher; with --trainable mechanism and no other weight).",
         0.0,
     )
+    attention_transfer_error: Literal["relative", "absolute"] = option(
+        "Squared error of each head over that of the softmax output, or plainly its mean.", "relative"
+    )
+    attention_map_weight: float = option(
+        "Weight of the cross-entropy between softmax attention weights and the mechanism's; otherwise like "
+        "attention_transfer_weight, with which it may be combined.",
+        0.0,
+    )
     embedding_weight: float | None = option("Weight of 1 - cosine of the mean-pooled embeddings.", None)
+    window_dropout: str | None = option(
+        "Probability with which a batch is computed without the windows of `hybrid` layers, so that their linear part "
+        "is used; with commas between, such as 0.9,0.75,0.5: of equal parts of the run.",
+        None,
+    )
     hidden_state_layers: Literal["last", "all"] = option("Layers that hidden_state_weight matches.", "last")
     temperature: float = option("Temperature of the KL; its value is multiplied by temperature squared.", 1.0)
     disable_dropout: bool | None = option("Train without dropout; default: yes where a teacher is imitated.", None)
@@ -69,6 +103,8 @@ class OptimizationArguments:
     mechanism_learning_rate: float | None = option("For parameters named *.linear_attention.*; else as above.", None)
     weight_decay: float = option("On matrices; never on one-dimensional parameters.", 0.0)
     max_grad_norm: float = option("Gradients are clipped to this norm; 0: no clipping.", 1.0)
+    gradient_checkpointing: bool = option("Compute activations again in the backward pass: slower, less memory.", False)
+    ema_decay: float | None = option("Evaluate and save an exponential moving average of the weights.", None)
     num_train_epochs: float | None = option("Length of the run; default 3 when nothing else limits it.", None)
     max_train_steps: int | None = option("Limit in optimizer steps; the limit reached first ends the run.", None)
     max_train_tokens: int | None = option("Limit in tokens (padding not counted).", None)
@@ -87,7 +123,11 @@ class RunArguments:
     logging_steps: int = option("Optimizer steps between lines in metrics.jsonl.", 10)
     eval_steps: int | None = option("Optimizer steps between evaluations; default: at start and end only.", None)
     checkpointing_steps: int | None = option("Optimizer steps between checkpoints; default: none.", None)
-    save_total_limit: int | None = option("Keep only the newest so many checkpoints.", None)
+    save_total_limit: int | None = option("Keep only the newest so many checkpoints, and the best.", None)
+    load_best_model_at_end: bool = option("Write the best evaluated model, not the last; saves each new best.", False)
+    metric_for_best_model: str | None = option("Figure to choose it by; default: the task's first.", None)
+    early_stopping_patience: int | None = option("Stop after so many evaluations without a new best.", None)
+    report_to: str | None = option("Trackers of accelerate, with commas between: tensorboard, trackio, ...", None)
 
 
 GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments)

@@ -74,18 +74,32 @@ class Stream(Dataset[Example]):
 
 
 def pad(examples: list[Example], pad_token_id: int) -> Batch:
-    """Right-padded tensors: input_ids, attention_mask, labels [B, N] (classes [B]) and index [B]."""
+    """Right-padded tensors: input_ids, attention_mask, labels [B, N] (classes [B]) and index [B].
+
+    For pairs of texts also token_type_ids. Where documents are packed also position_ids, which count the padding as one
+    more document.
+    """
     length = max(len(example["input_ids"]) for example in examples)
     batch = {
         "input_ids": _rows([example["input_ids"] for example in examples], length, pad_token_id),
         "attention_mask": _rows([np.ones(len(example["input_ids"]), np.int64) for example in examples], length, 0),
         "index": torch.tensor([example["index"] for example in examples]),
     }
+    if "token_type_ids" in examples[0]:
+        batch["token_type_ids"] = _rows([example["token_type_ids"] for example in examples], length, 0)
+    if any("position_ids" in example for example in examples):
+        batch["position_ids"] = torch.stack([_positions(example, length) for example in examples])
     if all("labels" in example for example in examples):
         labels = [example["labels"] for example in examples]
         scalar = np.ndim(labels[0]) == 0
         batch["labels"] = torch.tensor(labels) if scalar else _rows(labels, length, IGNORED)
     return batch
+
+
+def _positions(example: Example, length: int) -> Tensor:
+    count = len(example["input_ids"])
+    own = example.get("position_ids", np.arange(count))
+    return torch.from_numpy(np.concatenate([own, np.arange(length - count)]))
 
 
 def _rows(values: list[Tokens], length: int, fill: int) -> Tensor:

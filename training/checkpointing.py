@@ -1,9 +1,10 @@
-"""Folders `checkpoint-<step>`: written under another name, then renamed, so that one that exists is complete.
+"""Folders `checkpoint-<step>`: written under another name, then renamed (`durable.py`), so one that exists is complete.
 
     config.json, model.safetensors, code, tokenizer    what `save_pretrained` writes: the folder loads with AutoModel
     optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
     rng-<process>.pt                                   random state of each process
-    trainer_state.json                                 step, tokens, running means, and the recipe
+    trainer_state.json                                 step, tokens, running means, best evaluation, and the recipe
+    checksums.json                                     size and SHA-256 of each of these
 
 The data position needs no file: it is the number of the step (`batches.py`).
 """
@@ -16,6 +17,7 @@ import logging
 import random
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from training import durable
+from training.adapters import save_model
 from training.errors import TrainingError
 
 
@@ -33,17 +39,19 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 # Every run that the weights went through, oldest first, with its options and last figures.
 HISTORY = "training_report.json"
-TEMPORARY = ".incomplete-"
 # A run cannot go on as the same run when one of these changes.
 FIXED = (
     *("task", "train_file", "dataset_name", "dataset_config_name", "text_column_name", "label_column_name"),
     *("max_length", "mlm_probability", "seed", "model_name_or_path", "tokenizer_name", "trainable"),
+    *("freeze_pattern", "ema_decay", "text_pair_column_name", "on_bad_rows", "streaming_processes"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
     *("mixed_precision", "sequences_per_step", "train_examples"),
 )
 # It may when one of these does, but is not the run it would have been.
 WATCHED = (
     *("teacher_name_or_path", "attention_transfer_weight", "task_loss_weight", "logits_kl_weight"),
-    *("hidden_state_weight", "embedding_weight", "disable_dropout"),
+    *("hidden_state_weight", "embedding_weight", "disable_dropout", "attention_transfer_error"),
+    *("attention_map_weight", "lora_dropout", "window_dropout"),
     *("hidden_state_layers", "temperature", "learning_rate", "mechanism_learning_rate", "weight_decay"),
     *("max_grad_norm", "num_train_epochs", "max_train_steps", "max_train_tokens", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),
@@ -52,17 +60,32 @@ WATCHED = (
 
 @dataclass
 class TrainingState:
-    """Where a run is. `sums` are the running sums since the last log line, over all processes."""
+    """Where a run is. `sums` are the running sums since the last log line, over all processes.
+
+    `best` is the step and the figures of the best evaluation, `evaluations_since_best` counts those after it.
+    """
 
     step: int = 0
     tokens: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     steps_in_sums: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    evaluations_since_best: int = 0
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
     found = list_checkpoints(output_dir)
     return found[-1] if found else None
+
+
+def newest_intact_checkpoint(output_dir: Path) -> Path | None:
+    """The newest checkpoint that can be read; warns of damaged ones. Reads all of it."""
+    for checkpoint in reversed(list_checkpoints(output_dir)):
+        damage = durable.find_damage(checkpoint)
+        if damage is None:
+            return checkpoint
+        logger.warning("%s is damaged (%s); going back to the one before it", checkpoint, damage)
+    return None
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -74,11 +97,10 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 def clean(output_dir: Path, everything: bool) -> None:
     """Remove half-written folders; with `everything` also checkpoints, metrics and report of an earlier run."""
-    for path in output_dir.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path)
+    durable.clean(output_dir)
     if everything:
         for path in list_checkpoints(output_dir):
-            shutil.rmtree(path)
+            durable.discard(path)
         for name in ("metrics.jsonl", HISTORY):
             (output_dir / name).unlink(missing_ok=True)
 
@@ -87,10 +109,15 @@ class Checkpointer:
     """Saves and restores everything that decides how a run goes on."""
 
     def __init__(
-        self, accelerator: Accelerator, output_dir: Path, recipe: dict[str, Any], save_total_limit: int | None
+        self,
+        accelerator: Accelerator,
+        output_dir: Path,
+        recipe: dict[str, Any],
+        save_total_limit: int | None,
+        keep_best: bool,
     ) -> None:
         self.accelerator, self.output_dir = accelerator, output_dir
-        self.recipe, self.save_total_limit = recipe, save_total_limit
+        self.recipe, self.save_total_limit, self.keep_best = recipe, save_total_limit, keep_best
 
     def save(
         self,
@@ -99,30 +126,68 @@ class Checkpointer:
         tokenizer: PreTrainedTokenizerBase,
         parts: dict[str, Any],
     ) -> Path:
-        """Write `checkpoint-<step>`; `parts` are the objects with a state_dict. Called by all processes."""
+        """Write `checkpoint-<step>`; `parts` are the objects with a state_dict. Called by all processes.
+
+        Raises:
+            TrainingError: on all processes, if one of them cannot write; the checkpoints before it stay.
+        """
         final = self.output_dir / f"checkpoint-{state.step}"
-        folder = self.output_dir / f"{TEMPORARY}{final.name}"
-        if self.accelerator.is_main_process:
-            folder.mkdir(parents=True)
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "optimizer.pt")
-            text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
-            (folder / STATE_FILE).write_text(text, encoding="utf-8")
-        self.accelerator.wait_for_everyone()
-        torch.save(random_state(), folder / f"rng-{self.accelerator.process_index}.pt")
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            shutil.rmtree(final, ignore_errors=True)
-            folder.rename(final)
-            self._rotate()
-        self.accelerator.wait_for_everyone()
+        folder = self.output_dir / f"{durable.TEMPORARY}{final.name}"
+        rng = folder / f"rng-{self.accelerator.process_index}.pt"
+        self._do(lambda: self._write(folder, state, model, tokenizer, parts), folder)
+        self._do(lambda: durable.save_tensors(random_state(), rng), folder, everywhere=True)
+        self._do(lambda: self._finish(folder, final, state), folder)
         return final
 
-    def _rotate(self) -> None:
+    def _do(self, action: Callable[[], None], folder: Path, everywhere: bool = False) -> None:
+        """Run it on the main process or everywhere; where it fails on one, it fails on all, and `folder` goes.
+
+        Raises:
+            TrainingError: if a file cannot be written.
+        """
+        problem = None
+        if everywhere or self.accelerator.is_main_process:
+            try:
+                action()
+            except (OSError, SafetensorError) as error:
+                problem = str(error)
+        problems = [found for found in gather_object([problem]) if found is not None]
+        if problems:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise TrainingError(
+                f"{folder.name.removeprefix(durable.TEMPORARY)} could not be written: {problems[0]}; {self.last_good()}"
+            )
+
+    def last_good(self) -> str:
+        """Which checkpoint there is to go on from, as half a sentence."""
+        last = latest_checkpoint(self.output_dir)
+        if last is None:
+            return "there is no checkpoint to go on from"
+        return f"the last good checkpoint is {last}; `--resume_from_checkpoint latest` goes on from there"
+
+    def _write(
+        self,
+        folder: Path,
+        state: TrainingState,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        parts: dict[str, Any],
+    ) -> None:
+        folder.mkdir(parents=True)
+        save_model(model, folder)
+        tokenizer.save_pretrained(folder)
+        durable.save_tensors({name: part.state_dict() for name, part in parts.items()}, folder / "optimizer.pt")
+        text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
+        (folder / STATE_FILE).write_text(text, encoding="utf-8")
+
+    def _finish(self, folder: Path, final: Path, state: TrainingState) -> None:
+        """Give it its name, then remove the oldest ones beyond the limit, but never the best."""
+        durable.commit(folder, final)
         if self.save_total_limit is not None:
             for path in list_checkpoints(self.output_dir)[: -self.save_total_limit]:
-                shutil.rmtree(path)
+                if not (self.keep_best and path.name == f"checkpoint-{state.best.get('step')}"):
+                    durable.discard(path)
 
     def read_state(self, checkpoint: Path) -> TrainingState:
         """Step and sums of a checkpoint; refuses one of another run."""

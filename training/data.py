@@ -1,23 +1,21 @@
 """Files and `datasets` data sets to examples of token ids (`packing.py`).
 
 | task                    | .txt                                        | .jsonl, .csv, .tsv, --dataset_name  |
-| causal_lm, training     | one stream, cut into blocks                 | BOS + text of a row, joined, blocks |
+| causal_lm, training     | one document, cut into blocks               | BOS + text of a row, packed         |
 | causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
 | sequence_classification | refused                                     | a row is a text with class, cut     |
 
-"Cut" is to max_length tokens. Paragraphs are what blank lines separate; in a .txt without blank lines every line is
-a text.
-A tokenizer without BOS gets its EOS after each text instead. Everything is tokenised at the start, in memory.
+"Cut" is to max_length tokens; "packed" documents share a block of as many and do not see each other (`packing.py`).
+Paragraphs are what blank lines separate; in a .txt without blank lines every line is a text.
+A tokenizer without BOS gets its EOS after each text instead. Everything is tokenised at the start, and kept for later
+runs (`token_cache.py`).
 """
 
 from __future__ import annotations
 
-import csv
 import logging
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -27,31 +25,13 @@ from transformers import PreTrainedTokenizerBase
 from training.arguments import DataArguments, Recipe
 from training.errors import TrainingError
 from training.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
+from training.rows import path_of, usable_rows
+from training.token_cache import cached
 
 
 logger = logging.getLogger(__name__)
 
-# pandas would read a text "null" as missing and join lines at quotes; neither is meant here.
-READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".txt": ("text", {"sample_by": "document"}),
-    ".jsonl": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".tsv": ("csv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}),
-}
-
-
-def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
-    """The raw rows of `split` ("train" or "validation"), or None when there are none."""
-    path = data.train_file if split == "train" else data.validation_file
-    if path is not None:
-        builder, options = READERS[Path(path).suffix]
-        return datasets.load_dataset(builder, data_files=[path], split="train", **options)
-    if data.dataset_name is None:
-        return None
-    splits = datasets.load_dataset(data.dataset_name, data.dataset_config_name)
-    if split == "train" and split not in splits:
-        raise TrainingError(f"`--dataset_name {data.dataset_name}` has no split `train`, only {', '.join(splits)}")
-    return splits.get(split)
+BATCH = 1000  # texts in one call of the tokenizer
 
 
 def build_examples(
@@ -64,16 +44,29 @@ def build_examples(
 ) -> Examples:
     """Examples of one split; `classes` maps the labels of the data to class indices (classification only)."""
     data, task = recipe.data, recipe.model.task
-    path = data.train_file if split == "train" else data.validation_file
+    path = path_of(data, split)
     running_text = path is not None and path.endswith(".txt")
+    if not running_text:
+        labelled = task == "sequence_classification" and data.label_column_name in rows.column_names
+        rows = usable_rows(rows, data, split, labelled)
     texts = _texts(rows, data, running_text, data.max_eval_chars if split == "validation" else None)
     if task == "causal_lm":
         examples = _causal_examples(texts, tokenizer, max_length, running_text, split == "train")
     else:
         texts = paragraphs(texts[0]) if running_text else texts
-        documents = _tokenize(texts, tokenizer, add_special_tokens=True, truncation=True, max_length=max_length)
-        labels = _labels(rows, recipe, classes, split) if task == "sequence_classification" else None
-        examples = Documents(_without_empty(documents, keep=labels is not None), labels)
+        pairs = list(rows[data.text_pair_column_name]) if data.text_pair_column_name else None
+        scores = None
+        if task == "embedding" and pairs is not None:
+            texts, scores, pairs = [*_interleaved(texts, pairs)], _scores(rows, data, split), None
+        cut: dict[str, Any] = {"add_special_tokens": True, "truncation": True, "max_length": max_length}
+        documents = _tokenize(texts, tokenizer, pairs=pairs, **cut)
+        labels = _labels(rows, recipe, classes, split) if task == "sequence_classification" else scores
+        if pairs is None:
+            examples = Documents(_without_empty(documents, keep=labels is not None), labels)
+        else:
+            has_types = "token_type_ids" in tokenizer.model_input_names
+            types = _tokenize(texts, tokenizer, "token_type_ids", pairs=pairs, **cut) if has_types else None
+            examples = Documents(documents, labels, types)
     if split == "validation":
         examples = shorten(examples, data.max_eval_samples, data.max_eval_tokens)
     if len(examples) == 0:
@@ -82,17 +75,33 @@ def build_examples(
     return examples
 
 
+def document_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, task: str, max_length: int) -> list[Tokens]:
+    """Texts as documents of a task, for data that is tokenised as it comes; those without a token are left out."""
+    if task != "causal_lm":
+        options: dict[str, Any] = {"truncation": True, "max_length": max_length}
+        found = [np.array(ids, np.int64) for ids in _fields(tokenizer, texts, None, "input_ids", options)]
+        return [ids for ids in found if len(ids)]
+    ends = _ends(tokenizer)
+    ids = _fields(tokenizer, texts, None, "input_ids", {"add_special_tokens": False})
+    return [_joined(ends[0], np.array(tokens, np.int64), ends[1]) for tokens in ids if tokens]
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
+    """What goes before and after a document: its BOS, or else its EOS."""
+    bos = tokenizer.bos_token_id
+    return bos, (None if bos is not None else tokenizer.eos_token_id)
+
+
 def _causal_examples(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int, running_text: bool, training: bool
 ) -> Examples:
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos, end = _ends(tokenizer)
     if running_text:
         stream = _tokenize(["".join(texts)], tokenizer, add_special_tokens=False)[0]
-        return PackedBlocks(_joined(bos, stream), max_length) if training else StreamWindows(stream, max_length, bos)
-    end = None if bos is not None else eos
+        return PackedBlocks([_joined(bos, stream)], max_length) if training else StreamWindows(stream, max_length, bos)
     documents = [_joined(bos, tokens, end) for tokens in _tokenize(texts, tokenizer, add_special_tokens=False)]
     if training:
-        return PackedBlocks(np.concatenate(documents), max_length)
+        return PackedBlocks(documents, max_length)
     return Documents([document[:max_length] for document in documents], "tokens")
 
 
@@ -106,14 +115,7 @@ def _texts(rows: datasets.Dataset, data: DataArguments, running_text: bool, max_
     """The texts of `rows`; a running text is one string."""
     if running_text:
         return ["".join(rows["text"])[:max_chars]]
-    name = data.text_column_name
-    if name not in rows.column_names:
-        raise TrainingError(f"`--text_column_name {name}` is not a column; the data has {', '.join(rows.column_names)}")
-    texts = list(rows[name])
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TrainingError(f"row {number} of column `{name}` is {text!r}; allowed is a text")
-    return texts
+    return list(rows[data.text_column_name])
 
 
 def paragraphs(text: str) -> list[str]:
@@ -122,18 +124,33 @@ def paragraphs(text: str) -> list[str]:
     return [piece for piece in (pieces if len(pieces) > 1 else text.splitlines()) if piece.strip()]
 
 
-def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[Tokens]:
-    return [np.array(ids, dtype=np.int64) for batch in _batches(texts) for ids in _ids(tokenizer, batch, options)]
+def _tokenize(
+    texts: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    field: str = "input_ids",
+    pairs: list[str] | None = None,
+    **options: Any,
+) -> list[Tokens]:
+    """`field` of what the tokenizer returns for every text, or for every text and the one it is paired with."""
+
+    def now() -> list[Tokens]:
+        return [
+            np.array(ids, dtype=np.int64)
+            for start in range(0, len(texts), BATCH)
+            for ids in _fields(
+                tokenizer, texts[start : start + BATCH], pairs and pairs[start : start + BATCH], field, options
+            )
+        ]
+
+    return cached(now, [*texts, *(pairs or [])], tokenizer, {**options, "field": field, "pairs": pairs is not None})
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], options: dict[str, Any]) -> list[list[int]]:
+def _fields(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], pairs: list[str] | None, field: str, options: dict[str, Any]
+) -> list[list[int]]:
     # verbose=False: a whole file is longer than the model's limit on purpose, it is cut afterwards
-    return tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
-
-
-def _batches(texts: list[str], size: int = 1000) -> Iterator[list[str]]:
-    for start in range(0, len(texts), size):
-        yield texts[start : start + size]
+    options = {**options, "return_token_type_ids": field == "token_type_ids"}
+    return tokenizer(texts, pairs, return_attention_mask=False, verbose=False, **options)[field]
 
 
 def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
@@ -142,6 +159,26 @@ def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
     if empty and keep:
         raise TrainingError(f"row {empty[0]} has a label but no text ({len(empty)} such rows); remove them")
     return [document for document in documents if len(document)]
+
+
+def _interleaved(texts: list[str], pairs: list[str]) -> list[str]:
+    """Both texts of every pair, one after the other: each is embedded by itself."""
+    return [text for pair in zip(texts, pairs, strict=True) for text in pair]
+
+
+def _scores(rows: datasets.Dataset, data: DataArguments, split: str) -> list[float] | None:
+    """The score of every pair, for both of its texts; None in training, which imitates a teacher."""
+    name = data.label_column_name
+    if split == "train":
+        return None
+    if name not in rows.column_names:
+        raise TrainingError(
+            f"`--label_column_name {name}`, the score of each pair, is not a column of the {split} data"
+        )
+    wrong = [value for value in rows[name] if isinstance(value, bool) or not isinstance(value, (int, float))]
+    if wrong:
+        raise TrainingError(f"column `{name}` holds {wrong[0]!r}; allowed are scores: numbers")
+    return [float(value) for value in rows[name] for _ in range(2)]
 
 
 def _labels(rows: datasets.Dataset, recipe: Recipe, classes: dict[str, int] | None, split: str) -> list[int] | None:

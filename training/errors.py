@@ -17,3 +17,11 @@ class UsageError(ValueError):
 
 class TrainingError(RuntimeError):
     """Data, model or checkpoint do not allow the run: reported as one line, exit code 1."""
+
+    exit_code = 1
+
+
+class TerminatedError(TrainingError):
+    """SIGTERM arrived; a checkpoint was written. Exit code 143 = 128 + 15, as a shell reports a terminated program."""
+
+    exit_code = 143

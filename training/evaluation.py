@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from training.batches import Batch
-from training.metrics import Accuracy, TeacherCosine, TokenLoss
-from training.objectives import aligned_labels, embedding_cosine, hidden_states_of, run_model
+from training.metrics import Classification, Spearman, TeacherCosine, TokenLoss
+from training.objectives import aligned_labels, embedding_cosine, hidden_states_of, mean_pooled, run_model
 from training.packing import IGNORED
 from training.teacher import Teacher
 
@@ -46,7 +46,7 @@ class Evaluator:
         metrics: dict[str, Callable[..., evaluate.Metric]] = {
             "causal_lm": TokenLoss,
             "masked_lm": TokenLoss,
-            "sequence_classification": Accuracy,
+            "sequence_classification": Classification,
             "embedding": TeacherCosine,
         }
         return metrics[self.task](keep_in_memory=True)  # the default is a file in the home folder
@@ -68,13 +68,35 @@ class Evaluator:
         was_training = model.training
         model.eval()
         rows: list[tuple[int, float, int]] = []
+        scored: list[tuple[int, float, list[float]]] = []
         for batch in batches:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
                 outputs = run_model(model, batch, self.layers)
                 predictions, references = self.figures(batch, outputs)
-            rows += zip(batch["index"].tolist(), predictions.tolist(), references.tolist(), strict=True)
+            index = batch["index"].tolist()
+            rows += zip(index, predictions.tolist(), references.tolist(), strict=True)
+            if self.task == "embedding" and "labels" in batch:
+                pooled = mean_pooled(hidden_states_of(outputs, self.layers)[-1], batch["attention_mask"])
+                scored += zip(index, batch["labels"].tolist(), pooled.tolist(), strict=True)
         model.train(was_training)
         rows = sorted(gather_object(rows))  # by example: sums do not depend on the number of processes
         result = self.metric().compute(predictions=[row[1] for row in rows], references=[row[2] for row in rows])
-        return {f"eval_{name}": value for name, value in (result or {}).items()}
+        result = {**(result or {}), **_similarity(sorted(gather_object(scored)))}
+        return {f"eval_{name}": value for name, value in result.items()}
+
+
+def _similarity(scored: list[tuple[int, float, list[float]]]) -> dict[str, float]:
+    """Spearman's correlation of the pairs' scores with the cosines of their embeddings; texts 2 i and 2 i + 1 are one.
+
+    Args:
+        scored: number, score of the pair and embedding of every text, by number.
+    """
+    if not scored:
+        return {}
+    firsts, seconds = scored[0::2], scored[1::2]
+    mine, yours = (torch.tensor([row[2] for row in part]) for part in (firsts[: len(seconds)], seconds))
+    cosines = F.cosine_similarity(mine, yours, dim=-1).tolist()
+    scores = [row[1] for row in seconds]
+    found = Spearman(keep_in_memory=True).compute(predictions=cosines, references=scores) or {}
+    return {"spearman": found["spearman"]}

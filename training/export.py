@@ -11,6 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from training import durable
+from training.adapters import save_model
 from training.arguments import Recipe
 from training.checkpointing import HISTORY
 
@@ -34,7 +36,7 @@ def save_final(
 
     folder = recipe.output_dir / TEMPORARY
     folder.mkdir(parents=True)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     tokenizer.save_pretrained(folder)
     copy_sidecars(recipe.model.model_name_or_path, folder)
     earlier = training_history(recipe.model.model_name_or_path)
@@ -64,6 +66,10 @@ def copy_sidecars(source: str, target: Path) -> None:
         if found is not None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(found, target / name)
+    if (report := target / SIDECARS[0]).is_file():  # the figures of the model before this training are not this one's
+        content = json.loads(report.read_text(encoding="utf-8"))
+        if content.pop("quality", None) is not None:
+            report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _module_files(source: str) -> list[str]:
@@ -82,7 +88,8 @@ def _find(source: str, name: str) -> str | None:
 
 
 def _move_into(folder: Path, target: Path) -> None:
-    """Rename every file into `target`, replacing older ones."""
+    """Rename every file into `target`, replacing older ones; the content is on the disk before."""
+    durable.flush(folder)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             destination = target / path.relative_to(folder)

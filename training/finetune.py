@@ -23,7 +23,7 @@ A sentence-embedding model (hidden states and pooled embedding), from unlabelled
 
 Two processes, with or without GPUs (`accelerate launch --cpu --num_processes 2` starts only one):
 
-    accelerate launch --config_file training/configs/accelerate_cpu2.yaml training/finetune.py ...
+    accelerate launch --config_file training/launch/cpu2.yaml training/finetune.py ...
 
 Go on after an interruption, exactly as if there had been none (needs --checkpointing_steps):
 
@@ -33,7 +33,7 @@ Only evaluate:
 
     python training/finetune.py --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
 
-Exit codes: 0 done, 1 the run failed, 2 the command line is wrong.
+Exit codes: 0 done, 1 the run failed, 2 the command line is wrong, 143 SIGTERM (a checkpoint was written first).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from training.command_line import parse, parse_preset
 from training.errors import TrainingError, UsageError
 from training.presets import run_stages
-from training.run import run
+from training.run import disconnect, run
 
 
 logger = logging.getLogger("finetune")
@@ -85,9 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     try:
         figures = job()
+        disconnect()
     except (TrainingError, OSError) as error:
         _report(f"failed: {error}", speaks)
-        return 1
+        return getattr(error, "exit_code", 1)
     logger.info("done: %s", figures)
     return 0
 

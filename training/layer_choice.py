@@ -33,8 +33,10 @@ class LayerGain:
 
 
 @torch.no_grad()
-def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel, batches: Iterable[Batch]) -> list[LayerGain]:
+def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel | None, batches: Iterable[Batch]) -> list[LayerGain]:
     """The converted layers of `student`, the one that gains most first.
+
+    Without a teacher it is the student's own softmax, which it is as long as nothing but the mechanisms was trained.
 
     The divergence is KL(teacher || student) of the logits per real token; for a model without logits it is the relative
     squared error of the last hidden state. Costs one forward pass a layer and batch.
@@ -45,7 +47,8 @@ def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel, batches: Ite
     for batch in batches:
         batch = {name: value.to(student.device) for name, value in batch.items()}
         mask = batch["attention_mask"].bool()
-        target = run_model(teacher, batch, None)
+        with softmax_attention(student) if teacher is None else nullcontext():
+            target = run_model(student if teacher is None else teacher, batch, None)
         tokens += float(mask.sum())
         for layer in sums:
             with nullcontext() if layer is None else softmax_attention(student, [layer]):

@@ -23,7 +23,9 @@ class MetricsFile:
         if self.path is not None:
             events = read_metrics(self.path)
             kept = [json.dumps(event) for event in events if event["step"] <= step]
-            self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            beside = self.path.with_suffix(".new")  # a kill must not leave half of the old lines
+            beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            beside.replace(self.path)
 
     def write(self, event: dict[str, Any]) -> None:
         if self.path is not None:

@@ -6,26 +6,33 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from training.adapters import TrainedParameters
 from training.arguments import Recipe
-from training.batches import Batch, EvaluationBatches, Stream, TrainBatches, loader
+from training.averaging import WeightAverage
+from training.batches import Batch, EvaluationBatches, Stream, loader
 from training.checkpointing import Checkpointer, TrainingState
-from training.errors import TrainingError
+from training.errors import TerminatedError, TrainingError
 from training.evaluation import Evaluator
+from training.inputs import TrainInputs
 from training.logs import MetricsFile
 from training.objectives import Objective
+from training.selection import Selection
 from training.teacher import Teacher
+from training.termination import Termination
+from training.window_dropout import WindowDropout
 
 
 logger = logging.getLogger(__name__)
@@ -43,6 +50,11 @@ class Parts:
     pad_token_id: int
     validation: Stream | None
     metrics: MetricsFile
+    average: WeightAverage | None = None
+
+    def final_weights(self) -> AbstractContextManager[None]:
+        """Inside, the student is what would be saved as the result: with `--ema_decay`, its average."""
+        return self.average.applied() if self.average is not None else nullcontext()
 
     def evaluate(self, step: int, tokens: int) -> dict[str, float]:
         """Figures on the validation data, also written to metrics.jsonl."""
@@ -56,23 +68,30 @@ class Parts:
             accelerator.num_processes,
         )
         evaluator = Evaluator(accelerator, self.recipe.model.task, self.teacher)
-        figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
-        self.metrics.write({"step": step, "tokens": tokens, **figures})
+        with self.final_weights():
+            figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
+        self.record({"step": step, "tokens": tokens, **figures})
         logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
         return figures
+
+    def record(self, event: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, also for the trackers."""
+        self.metrics.write(event)
+        self.accelerator.log({name: value for name, value in event.items() if name != "step"}, step=event["step"])
 
 
 @dataclass
 class TrainingPlan:
     """How far to train, and with what."""
 
-    stream: Stream
+    inputs: TrainInputs
     total_steps: int
     optimizer: AcceleratedOptimizer
     scheduler: LambdaLR
     module: torch.nn.Module  # StudentWithObjectives, wrapped by accelerate
     objectives: dict[str, tuple[float, Objective]]
     checkpointer: Checkpointer
+    window_dropout: WindowDropout
 
 
 class TrainingLoop:
@@ -81,7 +100,8 @@ class TrainingLoop:
     def __init__(self, parts: Parts, plan: TrainingPlan, state: TrainingState) -> None:
         self.parts, self.plan, self.state = parts, plan, state
         self.accelerator, self.run = parts.accelerator, parts.recipe.run
-        self.objectives = plan.objectives
+        self.objectives, self.selection, self.termination = plan.objectives, Selection(parts.recipe), Termination()
+        self.is_terminated = False
         self.sums: dict[str, Tensor] = {}
         self.rates: dict[bool, float] = {}  # of the last step: in the mechanism or not -> learning rate
         self.started, self.tokens_at_start = time.perf_counter(), state.tokens
@@ -89,7 +109,11 @@ class TrainingLoop:
     @property
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and random state."""
-        found = {"optimizer": self.plan.optimizer, "scheduler": self.plan.scheduler}
+        found: dict[str, Any] = {"optimizer": self.plan.optimizer, "scheduler": self.plan.scheduler}
+        if self.parts.recipe.model.use_peft:
+            found["trained"] = TrainedParameters(self.parts.student)
+        if self.parts.average is not None:
+            found["average"] = self.parts.average
         return found if self.accelerator.scaler is None else {**found, "scaler": self.accelerator.scaler}
 
     def train(self) -> dict[str, float]:
@@ -98,28 +122,24 @@ class TrainingLoop:
         self.parts.student.train()
         self._restart_clock()
         quiet = not self.accelerator.is_main_process
-        with tqdm(total=self.plan.total_steps, initial=self.state.step, disable=quiet, desc="training") as progress:
+        progress = tqdm(total=self.plan.total_steps, initial=self.state.step, disable=quiet, desc="training")
+        with progress, self.termination:
             for window in self._windows():
                 self._step([self._to_device(batch) for batch in window])
                 progress.update()
                 figures = self._after_step(progress) or figures
+                if self.selection.is_over(self.state):
+                    logger.info("no better for %d evaluations: stopped early", self.state.evaluations_since_best)
+                    break
         return figures
 
     def _windows(self) -> Iterator[list[Batch]]:
         """The batches of one optimizer step at a time, for this process."""
-        plan = self.parts.recipe.optimization
-        positions = TrainBatches(
-            self.state.step,
-            self.plan.total_steps,
-            plan.per_device_train_batch_size,
-            plan.gradient_accumulation_steps,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-        )
+        size = self.parts.recipe.optimization.gradient_accumulation_steps
         window: list[Batch] = []
-        for batch in loader(self.plan.stream, positions, self.parts.pad_token_id):
+        for batch in self.plan.inputs.batches(self.state.step, self.plan.total_steps):
             window.append(batch)
-            if len(window) == plan.gradient_accumulation_steps:
+            if len(window) == size:
                 yield window
                 window = []
 
@@ -131,39 +151,67 @@ class TrainingLoop:
         counts = self._global_counts(window)
         # DistributedDataParallel averages gradients over processes; the loss is a sum over them
         scales = {name: self.accelerator.num_processes / counts[name].clamp(min=1) for name in self.objectives}
+        losses: list[Tensor] = []
         for number, batch in enumerate(window, 1):
             last = number == len(window)
-            with nullcontext() if last else self.accelerator.no_sync(self.plan.module):
+            synchronization = nullcontext() if last else self.accelerator.no_sync(self.plan.module)
+            with synchronization, self.plan.window_dropout.drawn(self.state.step):
                 targets = self.parts.teacher(batch) if self._uses_teacher() and self.parts.teacher else None
                 loss, parts = self.plan.module(batch, targets, scales)
                 self.accelerator.backward(loss)
+            losses.append(loss.detach())
             self._add({name: value / self.accelerator.num_processes for name, value in parts.items()})
-        self._update()
+        norm = self._clip()
+        self._refuse_what_is_not_finite(window, torch.stack(losses), norm)
+        self._update(norm)
         self.state.step += 1
         self.state.tokens += int(counts["tokens"])
         self.state.steps_in_sums += 1
+        self.is_terminated = bool(counts["terminated"])
 
     def _uses_teacher(self) -> bool:
         return any(objective.needs_teacher for _, objective in self.objectives.values())
 
     def _global_counts(self, window: list[Batch]) -> dict[str, Tensor]:
-        """Tokens, and units of every objective, in the whole step."""
+        """Tokens, units of every objective, and processes that got SIGTERM, in the whole step."""
         rows = [
             torch.stack([batch["attention_mask"].sum(), *(o.units(batch) for _, o in self.objectives.values())])
             for batch in window
         ]
-        total = self.accelerator.reduce(torch.stack(rows).sum(0), reduction="sum")
-        return dict(zip(["tokens", *self.objectives], total, strict=True))
+        mine = torch.cat([torch.stack(rows).sum(0), rows[0].new_tensor([self.termination.requested])])
+        total = self.accelerator.reduce(mine, reduction="sum")
+        return dict(zip(["tokens", *self.objectives, "terminated"], total, strict=True))
 
-    def _update(self) -> None:
+    def _clip(self) -> Tensor:
+        """Clip the gradients; their norm before, the same on all processes."""
         limit = self.parts.recipe.optimization.max_grad_norm
         parameters = [parameter for parameter in self.plan.module.parameters() if parameter.requires_grad]
-        norm = self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)
+        return self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)
+
+    def _refuse_what_is_not_finite(self, window: list[Batch], losses: Tensor, norm: Tensor) -> None:
+        """Stop before it gets into the weights. (A gradient scaler skips steps of infinite gradients by itself.)"""
+        is_bad = ~losses.isfinite()
+        wrong = is_bad.any() | (~norm.isfinite() if self.accelerator.scaler is None else False)
+        if not self.accelerator.reduce(wrong.long(), reduction="sum"):
+            return
+        mine = [index for batch, bad in zip(window, is_bad) for index in batch["index"].tolist() if bad]
+        everything = [index for batch in window for index in batch["index"].tolist()]
+        found = gather_object([mine]), gather_object([everything])
+        examples = sorted({index for part in (found[0] if any(found[0]) else found[1]) for index in part})
+        what = "loss" if any(found[0]) else "gradient"
+        raise TrainingError(
+            f"the {what} of step {self.state.step + 1} is not finite (training examples {examples}); "
+            f"nothing was overwritten, {self.plan.checkpointer.last_good()}; lower --learning_rate or look at the data"
+        )
+
+    def _update(self, norm: Tensor) -> None:
         self._add({"grad_norm": norm.detach() / self.accelerator.num_processes})
         self.rates = {group["mechanism"]: group["lr"] for group in self.plan.optimizer.param_groups}
         self.plan.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:
             self.plan.scheduler.step()
+            if self.parts.average is not None:
+                self.parts.average.update()
         self.plan.optimizer.zero_grad()
 
     def _add(self, values: dict[str, Tensor]) -> None:
@@ -185,11 +233,17 @@ class TrainingLoop:
             self._log(progress)
         pause = time.perf_counter()
         figures = self.parts.evaluate(step, self.state.tokens) if last or _due(step, run.eval_steps) else {}
-        if _due(step, run.checkpointing_steps):
-            self._collect()
-            self.plan.checkpointer.save(self.state, self.parts.student, self.parts.tokenizer, self.stateful)
+        is_best = bool(figures) and self.selection.note(self.state, figures)
+        if _due(step, run.checkpointing_steps) or self.is_terminated or (is_best and run.load_best_model_at_end):
+            self._save()
         self.started += time.perf_counter() - pause  # neither is training time
         return figures
+
+    def _save(self) -> None:
+        self._collect()
+        saved = self.plan.checkpointer.save(self.state, self.parts.student, self.parts.tokenizer, self.stateful)
+        if self.is_terminated:
+            raise TerminatedError(f"SIGTERM: {saved} was written; `--resume_from_checkpoint latest` goes on from there")
 
     def _log(self, progress: Any) -> None:
         self._collect()
@@ -206,12 +260,10 @@ class TrainingLoop:
             **({"mechanism_learning_rate": self.rates[True]} if len(self.rates) > 1 else {}),
             "tokens_per_second": (self.state.tokens - self.tokens_at_start) / (time.perf_counter() - self.started),
         }
-        self.parts.metrics.write(event)
-        progress.set_postfix(loss=f"{loss:.4g}")
+        self.parts.record(event)
+        progress.set_postfix(loss=f"{loss:.4g}", tokens_per_second=f"{event['tokens_per_second']:,.0f}")
         self.state.sums, self.state.steps_in_sums = {}, 0
         self._restart_clock()
-        if not math.isfinite(loss):
-            raise TrainingError(f"the loss is {loss} at step {self.state.step}; lower --learning_rate")
 
     def _restart_clock(self) -> None:
         self.started, self.tokens_at_start = time.perf_counter(), self.state.tokens

@@ -6,9 +6,27 @@ import math
 
 import datasets
 import evaluate
+import numpy as np
+import numpy.typing as npt
 
 
 CITATION = ""  # plain means: nothing to cite
+GREATER_IS_BETTER = {
+    "nats_per_token": False,
+    "perplexity": False,
+    "accuracy": True,
+    "f1": True,
+    "spearman": True,
+    "cosine": True,
+    "cosine_min": True,
+}
+# Figures that can choose the best model, by task; the first is the default.
+SELECTING = {
+    "causal_lm": ("nats_per_token", "perplexity"),
+    "masked_lm": ("nats_per_token", "perplexity"),
+    "sequence_classification": ("accuracy", "f1"),
+    "embedding": ("cosine", "cosine_min", "spearman"),
+}
 
 
 def _info(description: str, features: dict[str, datasets.Value]) -> evaluate.MetricInfo:
@@ -30,16 +48,48 @@ class TokenLoss(evaluate.Metric):
         return {"nats_per_token": nats, "perplexity": math.exp(min(nats, 700.0)), "tokens": tokens}
 
 
-class Accuracy(evaluate.Metric):
-    """Share of right classes. predictions, references: class indices."""
+class Classification(evaluate.Metric):
+    """Share of right classes, and F1: of class 1 where there are two, else the mean over the classes that occur.
+
+    predictions, references: class indices. Both figures are those of scikit-learn (`average` "binary" or "macro").
+    """
 
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
         return _info(str(type(self).__doc__), features)
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-        right = sum(mine == yours for mine, yours in zip(predictions, references, strict=True))
-        return {"accuracy": right / max(len(references), 1), "samples": len(references)}
+        pairs = list(zip(predictions, references, strict=True))
+        right = sum(mine == yours for mine, yours in pairs)
+        classes = sorted({*predictions, *references})
+        scores = [_f1(pairs, chosen) for chosen in ([1] if set(classes) <= {0, 1} else classes)]
+        f1 = math.fsum(scores) / max(len(scores), 1)
+        return {"accuracy": right / max(len(pairs), 1), "f1": f1, "samples": len(pairs)}
+
+
+def _f1(pairs: list[tuple[int, int]], chosen: int) -> float:
+    """Harmonic mean of precision and recall of one class; 0 where nothing was right."""
+    hits = sum(mine == yours == chosen for mine, yours in pairs)
+    return 2 * hits / max(sum((mine == chosen) + (yours == chosen) for mine, yours in pairs), 1)
+
+
+class Spearman(evaluate.Metric):
+    """Correlation of ranks, ties sharing their mean. predictions, references: numbers; NaN where one is constant."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = {"predictions": datasets.Value("float64"), "references": datasets.Value("float64")}
+        return _info(str(type(self).__doc__), features)
+
+    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+        mine, yours = (_ranks(np.asarray(values)) for values in (predictions, references))
+        mine, yours = mine - mine.mean(), yours - yours.mean()
+        scale = math.sqrt(float(mine @ mine) * float(yours @ yours))
+        return {"spearman": float(mine @ yours) / scale if scale else math.nan, "samples": len(mine)}
+
+
+def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]
 
 
 class TeacherCosine(evaluate.Metric):

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from training.adapters import ADAPTER, add_adapters
 from training.arguments import Recipe
 from training.errors import TrainingError
 
@@ -92,6 +93,8 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
     model = _load(recipe, path, dtype=torch.float32, **extra)
     if model.config.pad_token_id is None and recipe.model.task == "sequence_classification":
         model.config.pad_token_id = pad_token_id(load_tokenizer(recipe))  # decoders classify at the last real token
+    if recipe.model.use_peft:
+        add_adapters(model, recipe.model)
     return model
 
 
@@ -150,6 +153,10 @@ def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
         logger.info("`%s` learns no parameters of its own: --mechanism_learning_rate has none", mechanism)
 
 
+def _is_trained(name: str, trainable: str) -> bool:
+    return trainable == "all" or (MECHANISM if trainable == "mechanism" else ADAPTER) in name
+
+
 def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
     """AdamW groups: base and mechanism at their rates, each with and without weight decay; freezes what is not trained.
 
@@ -160,7 +167,7 @@ def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, A
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         in_mechanism = MECHANISM in name
-        parameter.requires_grad_(parameter.requires_grad and (in_mechanism or recipe.model.trainable == "all"))
+        parameter.requires_grad_(parameter.requires_grad and _is_trained(name, recipe.model.trainable))
         if parameter.requires_grad:
             groups.setdefault((in_mechanism, parameter.dim() > 1), []).append(parameter)
     rates = {False: plan.learning_rate, True: plan.mechanism_learning_rate or plan.learning_rate}

@@ -44,12 +44,14 @@ class StudentOutputs(Outputs):
 
 
 class Objective(Protocol):
-    """`observes_attention`: the student computes its original softmax attention, and every layer is looked at."""
+    """`observes_attention`: the student computes its original softmax attention, and every layer is looked at;
+    `needs_attention_weights`: and that softmax shows its weights."""
 
     needs_logits: bool
     needs_hidden_states: bool
     needs_teacher: bool
     observes_attention: bool = False
+    needs_attention_weights: bool = False
 
     def units(self, batch: Batch) -> Tensor:
         """Number of units (tokens, sequences) of this batch, a long scalar."""
@@ -139,11 +141,52 @@ class AttentionTransfer(Objective):
     """|mechanism - softmax|^2 / |softmax|^2 of every layer's and head's output on the softmax model's own activations.
 
     Relative by sequence and head (absolute errors span 0.0008 to 48 across the layers of one model), mean over heads
-    and layers. Every layer learns by itself: no error of the layers before it reaches it (LoLCATs 2024, section 3.2).
+    and layers; `attention_transfer_error` = `absolute` is the plain mean of squares (LoLCATs 2024, equation 8). Every
+    layer learns by itself: no error of the layers before it reaches it (section 3.2 there).
     """
 
     needs_logits, needs_hidden_states, needs_teacher = False, False, False
     observes_attention = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        is_relative = recipe.objective.attention_transfer_error == "relative"
+        self.error = relative_head_error if is_relative else absolute_head_error
+
+    def units(self, batch: Batch) -> Tensor:
+        return batch["attention_mask"].sum()
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        mask = batch["attention_mask"].bool()
+        errors = torch.stack([self.error(seen, mask) for seen in student.attention])  # [layers, B, H]
+        return (errors.mean(dim=(0, 2)) * mask.sum(-1)).sum()
+
+
+def relative_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
+    """Relative squared error [B, H] of the mechanism's output over the tokens where `mask` [B, N]."""
+    mine, yours = _real_outputs(seen, mask)
+    return (mine - yours).square().sum(dim=(1, 3)) / yours.square().sum(dim=(1, 3)).clamp(min=1e-12)
+
+
+def absolute_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
+    """Mean squared error [B, H] of the mechanism's output over the tokens where `mask` [B, N]."""
+    mine, yours = _real_outputs(seen, mask)
+    return (mine - yours).square().mean(dim=3).sum(dim=1) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _real_outputs(seen: ObservedAttention, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Of mechanism and softmax, [B, N, H, D], 0 at padding."""
+    mine, yours = (x.float().masked_fill(~mask[:, :, None, None], 0.0) for x in (seen.output, seen.softmax_output))
+    return mine, yours
+
+
+class AttentionMap(Objective):
+    """Cross-entropy of every layer's and head's attention weights with those of softmax (Hedgehog 2024, equation 4).
+
+    - sum_j A_ij log W_ij, mean over heads and layers. Forms the N x N weights of both, as the paper does.
+    """
+
+    needs_logits, needs_hidden_states, needs_teacher = False, False, False
+    observes_attention = needs_attention_weights = True
 
     def __init__(self, recipe: Recipe) -> None:
         pass
@@ -153,18 +196,21 @@ class AttentionTransfer(Objective):
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         mask = batch["attention_mask"].bool()
-        errors = torch.stack([relative_head_error(seen, mask) for seen in student.attention])  # [layers, B, H]
-        return (errors.mean(dim=(0, 2)) * mask.sum(-1)).sum()
+        return torch.stack([map_cross_entropy(seen, mask) for seen in student.attention]).mean()
 
 
-def relative_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
-    """Relative squared error [B, H] of the mechanism's output over the tokens where `mask` [B, N]."""
-    mine, yours = (x.float().masked_fill(~mask[:, :, None, None], 0.0) for x in (seen.output, seen.softmax_output))
-    return (mine - yours).square().sum(dim=(1, 3)) / yours.square().sum(dim=(1, 3)).clamp(min=1e-12)
+def map_cross_entropy(seen: ObservedAttention, mask: Tensor) -> Tensor:
+    """Sum over the tokens where `mask` [B, N], mean over heads."""
+    if seen.softmax_weights is None:
+        raise RuntimeError("the softmax weights are wanted, but the attention that ran shows none")
+    # A weight of exactly 0, such as a window's beyond its edge, would cost infinitely much.
+    weights = seen.weights().float().clamp(min=1e-8)
+    return -(seen.softmax_weights.float() * weights.log()).sum(-1).mean(1)[mask].sum()
 
 
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
     "attention_transfer": AttentionTransfer,
+    "attention_map": AttentionMap,
     "task_loss": TaskLoss,
     "logits_kl": LogitsKL,
     "hidden_state": HiddenState,
@@ -224,6 +270,8 @@ class StudentWithObjectives(nn.Module):
         super().__init__()
         self.student, self.objectives, self.layers = student, objectives, layers
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
+        if any(objective.needs_attention_weights for _, objective in objectives.values()):
+            student.set_attn_implementation("eager")
 
     def forward(
         self, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]
@@ -244,10 +292,15 @@ class StudentWithObjectives(nn.Module):
 
 def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
     """The model's outputs, with the hidden states that `layers` ("last", "all" or None) asks for."""
-    keywords = {"output_hidden_states": True} if layers else {}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    keywords: dict[str, Any] = {"output_hidden_states": True} if layers else {}
+    accepted = inspect.signature(model.forward).parameters
+    if "use_cache" in accepted:
         keywords["use_cache"] = False  # a decoder would fill a cache that nobody reads
-    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **keywords)
+    # transformers looks for packed documents (position_ids that restart) only where there is no mask
+    places = "position_ids" if "position_ids" in batch else "attention_mask"
+    if "token_type_ids" in batch and "token_type_ids" in accepted:
+        keywords["token_type_ids"] = batch["token_type_ids"]
+    return model(input_ids=batch["input_ids"], **{places: batch[places]}, **keywords)
 
 
 def hidden_states_of(outputs: Any, layers: str | None) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ token is scored exactly once and has at least half a window of context, wherever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,12 +35,17 @@ class Examples(Protocol):
 
 
 class PackedBlocks:
-    """A stream of tokens cut into blocks of `block_size`; the last one may be shorter."""
+    """Documents joined and cut into blocks of `block_size`; the last one may be shorter.
 
-    def __init__(self, stream: Tokens, block_size: int) -> None:
-        self.stream, self.block_size = stream, block_size
-        self.starts = np.arange(0, len(stream), block_size, dtype=np.int64)
-        if len(self.starts) > 1 and len(stream) - self.starts[-1] < 2:
+    `position_ids` restart with every document and every block, which is how a model tells documents apart; the first
+    token of a document is not predicted from the one before it. A block within one document has no `position_ids`.
+    """
+
+    def __init__(self, documents: Sequence[Tokens], block_size: int) -> None:
+        self.stream, self.block_size = np.concatenate(documents), block_size
+        self.documents = np.cumsum([0, *(len(document) for document in documents)], dtype=np.int64)[:-1]
+        self.starts = np.arange(0, len(self.stream), block_size, dtype=np.int64)
+        if len(self.starts) > 1 and len(self.stream) - self.starts[-1] < 2:
             self.starts = self.starts[:-1]  # one token alone predicts nothing
 
     @property
@@ -52,7 +58,29 @@ class PackedBlocks:
     def __getitem__(self, index: int) -> Example:
         start = self.starts[index]
         block = self.stream[start : start + self.block_size]
-        return {"input_ids": block, "labels": block}
+        inside = (self.documents > start) & (self.documents < start + len(block))
+        if not inside.any():
+            return {"input_ids": block, "labels": block}
+        return {"input_ids": block, **boundaries(block, self.documents[inside] - start)}
+
+    def unpacked(self) -> Documents:
+        """The same tokens, each document by itself, in pieces of at most `block_size`."""
+        documents = np.split(self.stream, self.documents[1:])
+        pieces = [
+            document[at : at + self.block_size]
+            for document in documents
+            for at in range(0, len(document), self.block_size)
+        ]
+        return Documents([piece for piece in pieces if len(piece) > 1], "tokens")
+
+
+def boundaries(block: Tokens, starts: Tokens) -> Example:
+    """Labels and position_ids of a block in which documents start at `starts` (above 0)."""
+    labels, place = block.copy(), np.arange(len(block))
+    labels[starts] = IGNORED
+    begun = np.zeros(len(block), np.int64)
+    begun[starts] = starts
+    return {"labels": labels, "position_ids": place - np.maximum.accumulate(begun)}
 
 
 class StreamWindows:
@@ -85,10 +113,15 @@ class StreamWindows:
 
 
 class Documents:
-    """One example a text. `labels` is a class for each text, or None (no labels), or "tokens" (the text itself)."""
+    """One example a text. `labels` is a class or a score for each text, None, or "tokens" (the text itself).
 
-    def __init__(self, documents: list[Tokens], labels: list[int] | str | None) -> None:
-        self.documents, self.labels = documents, labels
+    `types` are the token_type_ids of pairs of texts.
+    """
+
+    def __init__(
+        self, documents: list[Tokens], labels: Sequence[float] | str | None, types: list[Tokens] | None = None
+    ) -> None:
+        self.documents, self.labels, self.types = documents, labels, types
 
     @property
     def lengths(self) -> Tokens:
@@ -103,7 +136,7 @@ class Documents:
             example["labels"] = self.documents[index]
         elif self.labels is not None:
             example["labels"] = self.labels[index]
-        return example
+        return example if self.types is None else {**example, "token_type_ids": self.types[index]}
 
 
 class FirstExamples:

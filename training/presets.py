@@ -21,6 +21,7 @@ from training.arguments import Recipe
 from training.checkpointing import HISTORY, clean, latest_checkpoint
 from training.errors import UsageError
 from training.export import training_history
+from training.validation import TEACHER_WEIGHTS
 
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,11 @@ def stages_of(preset: Preset, task: str) -> list[Stage]:
 def stage_words(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
     """The command line of one stage: its own options, over which those in `given` win."""
     options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
-    if stage.options.get("attention_transfer_weight"):  # the model is its own teacher, and its weights stay
-        unused = ("learning_rate",) if given.get("task") == "embedding" else ("learning_rate", "teacher_name_or_path")
-        options = {name: value for name, value in options.items() if name not in unused}
+    trainable, is_embedding = stage.options.get("trainable", "all"), given.get("task") == "embedding"
+    unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
+    if not is_embedding and not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
+        unused = unused | {"teacher_name_or_path"}
+    options = {name: value for name, value in options.items() if name not in unused}
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 

@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import set_seed
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, set_seed
+from transformers import PreTrainedModel, get_scheduler
 
-from training import checkpointing, models
+from training import checkpointing, durable, models
+from training.adapters import TrainedParameters
 from training.arguments import Recipe
-from training.batches import Masking, Stream, steps_for_tokens
+from training.averaging import WeightAverage
+from training.batches import Stream
+from training.boundaries import keeps_documents_apart
 from training.checkpointing import Checkpointer, TrainingState
-from training.data import build_examples, label_names, load_rows
 from training.errors import TrainingError
 from training.export import save_final
+from training.freezing import freeze
+from training.inputs import TrainInputs, load_data, masking_of, stream_of
+from training.launching import start_processes
 from training.logs import MetricsFile
 from training.loop import Parts, TrainingLoop, TrainingPlan
 from training.objectives import Objective, StudentWithObjectives, build_objectives
-from training.packing import Examples
+from training.packing import Examples, PackedBlocks
+from training.plots import plot_metrics
+from training.streaming import StreamedExamples
 from training.teacher import Teacher
+from training.trackers import start_trackers
+from training.window_dropout import WindowDropout, parse_rates
 
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_EPOCHS = 3.0
-TWO_PROCESSES = "accelerate launch --config_file training/configs/accelerate_cpu2.yaml training/finetune.py ..."
-
-
-@dataclass
-class Data:
-    """The examples of both splits, and the class indices that their labels became."""
-
-    train: Examples | None
-    validation: Examples | None
-    classes: dict[str, int] | None
 
 
 def run(recipe: Recipe) -> dict[str, float]:
@@ -54,7 +49,9 @@ def run(recipe: Recipe) -> dict[str, float]:
     with accelerator.main_process_first():  # the others then find the data sets' cache filled
         data = load_data(recipe, tokenizer)
     objectives = build_objectives(recipe) if data.train is not None else {}
-    student = models.load_student(recipe, str(checkpoint or recipe.model.model_name_or_path), data.classes)
+    # adapters go beside the weights that they started from; a checkpoint holds merged ones
+    source = None if recipe.model.use_peft else checkpoint
+    student = models.load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
     student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
     parts = Parts(
@@ -64,45 +61,31 @@ def run(recipe: Recipe) -> dict[str, float]:
         student,
         _teacher(recipe, accelerator, student, objectives),
         models.pad_token_id(tokenizer),
-        _stream(data.validation, recipe, tokenizer, shuffle=False),
+        None if data.validation is None else stream_of(data.validation, recipe, tokenizer, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
     )
+    start_trackers(recipe, accelerator)
     with ending(accelerator):
         if data.train is None:
             return parts.evaluate(0, 0)
         return _train(parts, data.train, objectives, checkpoint)
 
 
-def start_processes(recipe: Recipe) -> Accelerator:
-    """The accelerator, after making sure that the launched processes found each other."""
-    find_unused = DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))
-    accelerator = Accelerator(
-        # without cpu=True a machine without GPU gives processes that train apart
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=recipe.run.mixed_precision,
-        kwargs_handlers=[find_unused],
-    )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise TrainingError(
-            f"WORLD_SIZE is {launched}, but accelerate connected {accelerator.num_processes} process(es): each would "
-            f"train a model of its own. Launch with `{TWO_PROCESSES}` or `accelerate launch --multi_gpu "
-            "--num_processes N training/finetune.py ...` (both also work without a GPU)"
-        )
-    logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
-    return accelerator
-
-
-def _all_reach_the_loss(recipe: Recipe) -> bool:
-    """Whether every parameter takes part: hidden-state objectives leave heads and poolers without gradient."""
-    return bool(recipe.objective.task_loss_weight or recipe.objective.logits_kl_weight)
-
-
 @contextmanager
 def ending(accelerator: Accelerator) -> Iterator[None]:
-    """Close the connection between the processes when all went well."""
+    """Close the trackers when all went well.
+
+    The processes stay connected, for the next stage of a preset: a second connection through torchrun's store hangs.
+    """
     yield
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+def disconnect() -> None:
+    """Close the connection between the processes, after the last run."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _prepare_folder(recipe: Recipe, accelerator: Accelerator) -> Path | None:
@@ -112,42 +95,31 @@ def _prepare_folder(recipe: Recipe, accelerator: Accelerator) -> Path | None:
         checkpointing.clean(recipe.output_dir, everything=recipe.run.overwrite_output_dir)
     accelerator.wait_for_everyone()
     wanted = recipe.run.resume_from_checkpoint
-    if wanted != "latest":
-        return None if wanted is None else Path(wanted)
-    checkpoint = checkpointing.latest_checkpoint(recipe.output_dir)
-    if checkpoint is None:
-        logger.warning("no checkpoint in %s: starting from the beginning", recipe.output_dir)
-    return checkpoint
+    found: list[Any] = [None]
+    if accelerator.is_main_process:
+        found = [_checkpoint(recipe.output_dir, wanted)]
+    chosen = broadcast_object_list(found)[0]
+    if isinstance(chosen, TrainingError):
+        raise chosen
+    return chosen
 
 
-def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Both splits as examples."""
-    rows = {split: load_rows(recipe.data, split) for split in ("train", "validation")}
-    config = models.load_config(recipe)
-    max_length = models.sequence_length(recipe, tokenizer, config)
-    classes = None
-    if recipe.model.task == "sequence_classification":
-        column = recipe.data.label_column_name
-        labelled = [split for split in rows.values() if split is not None and column in split.column_names]
-        # the first labelled split decides; unknown classes in the other are an error
-        classes = models.class_mapping(config, label_names(labelled[0], column)) if labelled else None
-    examples = {
-        split: None if found is None else build_examples(recipe, found, tokenizer, max_length, classes, split)
-        for split, found in rows.items()
-    }
-    return Data(examples["train"], examples["validation"], classes)
-
-
-def _stream(
-    examples: Examples | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, shuffle: bool
-) -> Stream | None:
-    if examples is None:
+def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | None:
+    """The checkpoint to resume from, found intact; an error is returned, to be raised on all processes."""
+    if wanted is None:
         return None
-    masking = None
-    if recipe.model.task == "masked_lm":
-        special = tuple(tokenizer.all_special_ids)
-        masking = Masking(recipe.data.mlm_probability, tokenizer.mask_token_id, len(tokenizer), special)
-    return Stream(examples, recipe.run.seed, shuffle, masking)
+    if wanted == "latest":
+        checkpoint = checkpointing.newest_intact_checkpoint(output_dir)
+        if checkpoint is None:
+            logger.warning("no checkpoint in %s: starting from the beginning", output_dir)
+        return checkpoint
+    damage = durable.find_damage(Path(wanted))
+    if damage is None:
+        return Path(wanted)
+    return TrainingError(
+        f"`--resume_from_checkpoint {wanted}` is damaged: {damage}; give another one, or `latest`, "
+        "which takes the newest that is intact"
+    )
 
 
 def _hidden_layers(recipe: Recipe, objectives: dict[str, tuple[float, Objective]]) -> str | None:
@@ -174,15 +146,20 @@ def _teacher(
 
 
 def _train(
-    parts: Parts, examples: Examples, objectives: dict[str, tuple[float, Objective]], checkpoint: Path | None
+    parts: Parts,
+    examples: Examples | StreamedExamples,
+    objectives: dict[str, tuple[float, Objective]],
+    checkpoint: Path | None,
 ) -> dict[str, float]:
     recipe, accelerator = parts.recipe, parts.accelerator
-    stream = _stream(examples, recipe, parts.tokenizer, shuffle=True)
-    if stream is None:
-        raise RuntimeError("no training data")
+    inputs = _train_inputs(parts, examples)
     if recipe.objective.disable_dropout:
         models.disable_dropout(parts.student)
-    plan = _plan(parts, stream, objectives)
+    if recipe.optimization.gradient_checkpointing:
+        _checkpoint_gradients(parts.student)
+    plan = _plan(parts, inputs, objectives)
+    if recipe.optimization.ema_decay is not None:
+        parts.average = WeightAverage(parts.student, recipe.optimization.ema_decay)
     state = TrainingState()
     set_seed(recipe.run.seed + accelerator.process_index)  # dropout differs between processes, new heads do not
     if checkpoint is not None:
@@ -194,34 +171,88 @@ def _train(
             state.sums = {}
         logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
     figures = loop.train() or parts.evaluate(state.step, state.tokens)  # nothing was left to train: still say how good
+    if recipe.run.load_best_model_at_end:
+        figures = _load_best(parts, state)
     if accelerator.is_main_process:
+        plot_metrics(recipe.output_dir)
         done = {"steps": state.step, "tokens": state.tokens, "processes": accelerator.num_processes}
-        save_final(recipe, parts.student, parts.tokenizer, recipe.summary() | done, figures)
+        with parts.final_weights():
+            save_final(recipe, parts.student, parts.tokenizer, recipe.summary() | done, figures)
     accelerator.wait_for_everyone()
     return figures
 
 
-def _plan(parts: Parts, stream: Stream, objectives: dict[str, tuple[float, Objective]]) -> TrainingPlan:
+def _train_inputs(parts: Parts, examples: Examples | StreamedExamples) -> TrainInputs:
+    recipe, tokenizer = parts.recipe, parts.tokenizer
+    source: Stream | StreamedExamples
+    if isinstance(examples, StreamedExamples):
+        examples.is_packed = examples.is_packed and _can_pack(parts)
+        source = examples
+    else:
+        if isinstance(examples, PackedBlocks) and not _can_pack(parts):
+            examples = examples.unpacked()
+        source = stream_of(examples, recipe, tokenizer, shuffle=True)
+    return TrainInputs(source, recipe, parts.accelerator, masking_of(recipe, tokenizer), parts.pad_token_id)
+
+
+def _can_pack(parts: Parts) -> bool:
+    """Whether student and teacher keep documents apart; attention weights are matched document by document."""
+    if parts.recipe.objective.attention_map_weight:
+        return False
+    for model in (parts.student, *([parts.teacher.model] if parts.teacher else [])):
+        if not keeps_documents_apart(model):
+            logger.info("%s would mix packed documents: they are trained on one by one", type(model).__name__)
+            return False
+    return True
+
+
+def _checkpoint_gradients(student: PreTrainedModel) -> None:
+    if not student.supports_gradient_checkpointing:
+        raise TrainingError(f"{type(student).__name__} cannot do `--gradient_checkpointing`; drop the option")
+    student.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers makes the embeddings' output require gradients, for the reentrant form; here it would only have
+    # frozen layers recomputed, and those that are observed computed as something else
+    student.disable_input_require_grads()
+
+
+def _load_best(parts: Parts, state: TrainingState) -> dict[str, float]:
+    """The weights of the best evaluation, into the student; returns its figures."""
+    step = state.best["step"]
+    if step != state.step:
+        checkpoint = parts.recipe.output_dir / f"checkpoint-{step}"
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
+        if "trained" in saved:
+            TrainedParameters(parts.student).load_state_dict(saved["trained"])
+        else:
+            best = models.load_student(parts.recipe, str(checkpoint), None)
+            parts.student.load_state_dict(best.state_dict())
+        if parts.average is not None:
+            parts.average.load_state_dict(saved["average"])
+        logger.info("best model: step %d of %d", step, state.step)
+    return state.best["figures"]
+
+
+def _plan(parts: Parts, inputs: TrainInputs, objectives: dict[str, tuple[float, Objective]]) -> TrainingPlan:
     recipe, accelerator = parts.recipe, parts.accelerator
-    optimization = recipe.optimization
-    per_step = (
-        optimization.per_device_train_batch_size * optimization.gradient_accumulation_steps * accelerator.num_processes
-    )
-    total_steps = _total_steps(recipe, stream, per_step)
+    optimization, total_steps = recipe.optimization, inputs.total_steps()
     warmup = optimization.warmup_steps or math.ceil(optimization.warmup_ratio * total_steps)
+    if recipe.model.freeze_pattern is not None:
+        freeze(parts.student, recipe.model.freeze_pattern)
     optimizer = torch.optim.AdamW(models.parameter_groups(parts.student, recipe))
     scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, total_steps)
     module = StudentWithObjectives(parts.student, objectives, _hidden_layers(recipe, objectives))
     # the scheduler is not prepared: accelerate would advance it once per process
     module, optimizer = accelerator.prepare(module, optimizer)
     facts = _facts(recipe) | {
-        "sequences_per_step": per_step,
-        "train_examples": len(stream),
+        **inputs.facts(),
         "world_size": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
     }
-    checkpointer = Checkpointer(accelerator, recipe.output_dir, facts, recipe.run.save_total_limit)
-    return TrainingPlan(stream, total_steps, optimizer, scheduler, module, objectives, checkpointer)
+    checkpointer = Checkpointer(
+        accelerator, recipe.output_dir, facts, recipe.run.save_total_limit, recipe.run.load_best_model_at_end
+    )
+    dropout = WindowDropout(parts.student, parse_rates(recipe.objective.window_dropout), total_steps)
+    return TrainingPlan(inputs, total_steps, optimizer, scheduler, module, objectives, checkpointer, dropout)
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
@@ -230,16 +261,3 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
     flat = recipe.flat()
     found = {name: str(Path(flat[name]).resolve()) for name in paths if flat[name] and Path(flat[name]).exists()}
     return flat | found
-
-
-def _total_steps(recipe: Recipe, stream: Stream, per_step: int) -> int:
-    """The limit that is reached first: epochs, steps or tokens."""
-    plan = recipe.optimization
-    unlimited = plan.max_train_steps is None and plan.max_train_tokens is None
-    epochs = plan.num_train_epochs or (DEFAULT_EPOCHS if unlimited else None)
-    limits = [math.ceil(epochs * len(stream) / per_step)] if epochs else []
-    limits += [plan.max_train_steps] if plan.max_train_steps else []
-    if plan.max_train_tokens is not None:
-        most = min(limits, default=plan.max_train_tokens)  # a step has at least one token
-        return steps_for_tokens(stream, per_step, plan.max_train_tokens, most)
-    return min(limits)

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from training.arguments import DataArguments, ObjectiveArguments, OptimizationArguments, Recipe, RunArguments
+from training.metrics import SELECTING
+from training.trackers import tracker_problems
+from training.window_dropout import parse_rates
 
 
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv")
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
-WEIGHTS = ("attention_transfer_weight", "task_loss_weight", *TEACHER_WEIGHTS)
-EVALUATION_OPTIONS = ("eval_steps", "per_device_eval_batch_size", "max_eval_tokens", "max_eval_samples")
+# The student computes softmax attention for these, and is its own teacher.
+TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
+WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
+EVALUATION_OPTIONS = (
+    *("eval_steps", "per_device_eval_batch_size", "max_eval_tokens", "max_eval_samples"),
+    *("load_best_model_at_end", "early_stopping_patience"),
+)
 # What still means something when nothing is trained.
 EVALUATION_ONLY = {
     *("model_name_or_path", "task", "teacher_name_or_path", "tokenizer_name", "trust_remote_code", "config"),
-    *("validation_file", "text_column_name", "label_column_name", "max_length", "mlm_probability", "max_eval_tokens"),
+    *(
+        "validation_file",
+        "text_column_name",
+        "text_pair_column_name",
+        "on_bad_rows",
+        "label_column_name",
+        "max_length",
+        "mlm_probability",
+        "max_eval_tokens",
+    ),
     *("max_eval_samples", "max_eval_chars", "per_device_eval_batch_size", "output_dir", "overwrite_output_dir", "seed"),
     "mixed_precision",
 }
@@ -24,7 +43,8 @@ EVALUATION_ONLY = {
 def fill_defaults(recipe: Recipe) -> None:
     """Replace the `None` of objective weights by what the task and the teacher suggest (in place)."""
     has_teacher = recipe.model.teacher_name_or_path is not None
-    embedding, is_transfer = recipe.model.task == "embedding", recipe.objective.attention_transfer_weight > 0
+    embedding = recipe.model.task == "embedding"
+    is_transfer = any(getattr(recipe.objective, name) for name in TRANSFER_WEIGHTS)
     suggested = {
         "task_loss_weight": not has_teacher and not embedding and not is_transfer,
         "logits_kl_weight": has_teacher and not embedding and not is_transfer,
@@ -35,13 +55,27 @@ def fill_defaults(recipe: Recipe) -> None:
         if getattr(recipe.objective, name) is None:
             setattr(recipe.objective, name, float(use))
     if recipe.objective.disable_dropout is None:  # the teacher's answer has none
-        weights = (getattr(recipe.objective, name) for name in ("attention_transfer_weight", *TEACHER_WEIGHTS))
+        weights = (getattr(recipe.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
         recipe.objective.disable_dropout = any(weights)
 
 
 def find_problems(recipe: Recipe) -> list[str]:
     """One sentence a problem: the option and value got, what is allowed, what to do."""
-    checks = (_numbers, _files, _columns, _evaluation, _objectives, _schedule, _folder, _modes)
+    checks = (
+        _numbers,
+        _files,
+        _streaming,
+        _columns,
+        _evaluation,
+        _objectives,
+        _adapters,
+        _schedule,
+        _folder,
+        _selection,
+        _pattern,
+        tracker_problems,
+        _modes,
+    )
     return [problem for check in checks for problem in check(recipe)]
 
 
@@ -52,7 +86,13 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
             *("max_train_steps", "max_train_tokens"),
         ),
-        RunArguments: ("logging_steps", "eval_steps", "checkpointing_steps", "save_total_limit"),
+        RunArguments: (
+            "logging_steps",
+            "eval_steps",
+            "checkpointing_steps",
+            "save_total_limit",
+            "early_stopping_patience",
+        ),
     }
     values = recipe.flat()
     for name in (name for names in at_least_one.values() for name in names):
@@ -68,6 +108,8 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         yield f"`--max_length {values['max_length']}`: allowed is 2 or more"
     if not 0 < values["mlm_probability"] < 1:
         yield f"`--mlm_probability {values['mlm_probability']}`: allowed is a number between 0 and 1"
+    if values["ema_decay"] is not None and not 0 < values["ema_decay"] < 1:
+        yield f"`--ema_decay {values['ema_decay']}`: allowed is a number between 0 and 1, such as 0.999"
     if not 0 <= values["warmup_ratio"] < 1:
         yield f"`--warmup_ratio {values['warmup_ratio']}`: allowed is a number from 0 to below 1"
 
@@ -92,13 +134,30 @@ def _files(recipe: Recipe) -> Iterator[str]:
         yield "no data: give `--train_file` or `--dataset_name` to train, `--validation_file` alone to evaluate"
 
 
+def _streaming(recipe: Recipe) -> Iterator[str]:
+    if not recipe.data.streaming:
+        return
+    if recipe.model.task == "sequence_classification":
+        yield "`--streaming` reads unlabelled text; drop it for sequence_classification"
+    if (recipe.data.train_file or "").endswith(".txt"):
+        yield f"`--streaming`: {recipe.data.train_file} is one text; use .jsonl, .csv, .tsv or `--dataset_name`"
+    limits = {"num_train_epochs", "max_train_tokens"} & recipe.given
+    if limits or recipe.optimization.max_train_steps is None:
+        yield "`--streaming`: the length of a stream is not known; give `--max_train_steps` and no other limit"
+
+
 def _columns(recipe: Recipe) -> Iterator[str]:
     given, task, data = recipe.given, recipe.model.task, recipe.data
     only_txt = all(path is None or path.endswith(".txt") for path in (data.train_file, data.validation_file))
     if "text_column_name" in given and only_txt and data.dataset_name is None:
         yield "`--text_column_name` does nothing for .txt files; drop it"
-    if "label_column_name" in given and task != "sequence_classification":
+    has_scores = task == "embedding" and data.text_pair_column_name is not None
+    if "label_column_name" in given and task != "sequence_classification" and not has_scores:
         yield f"`--label_column_name` does nothing for `--task {task}`; drop it or use sequence_classification"
+    if data.text_pair_column_name is not None and task not in ("sequence_classification", "embedding"):
+        yield f"`--text_pair_column_name` does nothing for `--task {task}`; drop it"
+    if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
+        yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
     if "mlm_probability" in given and task != "masked_lm":
         yield f"`--mlm_probability` does nothing for `--task {task}`; drop it or use masked_lm"
 
@@ -129,16 +188,23 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
             yield f"`--{name} {getattr(weights, name)}` needs `--teacher_name_or_path`"
     if not any(getattr(weights, name) for name in WEIGHTS):
         yield f"nothing to learn from: every weight is 0; set one of {', '.join('--' + name for name in WEIGHTS)}"
-    elif weights.attention_transfer_weight:
-        yield from _transfer(recipe, [name for name in WEIGHTS[1:] if getattr(weights, name)])
+    elif used_here := [name for name in TRANSFER_WEIGHTS if getattr(weights, name)]:
+        yield from _transfer(recipe, used_here[0], [name for name in WEIGHTS[2:] if getattr(weights, name)])
     elif teacher is not None and not used and task != "embedding":
         yield f"`--teacher_name_or_path {teacher}` is not used: set one of {', '.join(TEACHER_WEIGHTS)} above 0"
+    try:
+        parse_rates(weights.window_dropout)
+    except ValueError:
+        yield (
+            f"`--window_dropout {weights.window_dropout}`: allowed is a probability, or several with commas between, "
+            "such as 0.9,0.75,0.5"
+        )
     yield from _unused_details(recipe, weights)
 
 
-def _transfer(recipe: Recipe, others: list[str]) -> Iterator[str]:
+def _transfer(recipe: Recipe, used: str, others: list[str]) -> Iterator[str]:
     """The student computes softmax attention then: no other objective could learn anything from its output."""
-    weight = f"`--attention_transfer_weight {recipe.objective.attention_transfer_weight}`"
+    weight = f"`--{used} {getattr(recipe.objective, used)}`"
     for name in others:
         yield f"{weight} and `--{name}` exclude each other; train twice, the transfer first"
     if recipe.model.trainable != "mechanism":
@@ -148,10 +214,30 @@ def _transfer(recipe: Recipe, others: list[str]) -> Iterator[str]:
 
 
 def _unused_details(recipe: Recipe, weights: ObjectiveArguments) -> Iterator[str]:
+    if "attention_transfer_error" in recipe.given and not weights.attention_transfer_weight:
+        yield "`--attention_transfer_error` belongs to `--attention_transfer_weight`, which is 0; set it or drop this"
     if "temperature" in recipe.given and not weights.logits_kl_weight:
         yield "`--temperature` belongs to `--logits_kl_weight`, which is 0; drop it or set the weight"
     if "hidden_state_layers" in recipe.given and not weights.hidden_state_weight:
         yield "`--hidden_state_layers` belongs to `--hidden_state_weight`, which is 0; drop it or set the weight"
+
+
+def _adapters(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    if model.use_peft:
+        if importlib.util.find_spec("peft") is None:
+            yield "`--use_peft` needs peft: `pip install peft`"
+        if model.trainable == "mechanism":
+            yield "`--use_peft` and `--trainable mechanism` exclude each other; use `--trainable all` or `adapter`"
+        if model.lora_r < 1:
+            yield f"`--lora_r {model.lora_r}`: allowed is 1 or more"
+        if not 0 <= model.lora_dropout < 1:
+            yield f"`--lora_dropout {model.lora_dropout}`: allowed is a number from 0 to below 1"
+        return
+    if model.trainable == "adapter":
+        yield "`--trainable adapter` needs `--use_peft`"
+    for name in sorted(recipe.given & {"use_dora", *(name for name in recipe.flat() if name.startswith("lora_"))}):
+        yield f"`--{name}` needs `--use_peft`"
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
@@ -160,6 +246,8 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
         yield "`--warmup_ratio` and `--warmup_steps` exclude each other; give one"
     if plan.lr_scheduler_type == "constant" and (plan.warmup_ratio or plan.warmup_steps):
         yield "`--lr_scheduler_type constant` has no warmup; use constant_with_warmup or drop the warmup"
+    if recipe.model.trainable == "adapter" and "mechanism_learning_rate" in recipe.given:
+        yield "`--mechanism_learning_rate` does nothing with `--trainable adapter`; drop it"
     if recipe.model.trainable == "mechanism" and {"learning_rate", "mechanism_learning_rate"} <= recipe.given:
         yield "`--learning_rate` does nothing with `--trainable mechanism` and `--mechanism_learning_rate`; drop one"
 
@@ -178,8 +266,27 @@ def _folder(recipe: Recipe) -> Iterator[str]:
             f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest` to go on, "
             "or `--overwrite_output_dir` to start over"
         )
-    if run.save_total_limit is not None and run.checkpointing_steps is None:
-        yield "`--save_total_limit` needs `--checkpointing_steps`"
+    if run.save_total_limit is not None and run.checkpointing_steps is None and not run.load_best_model_at_end:
+        yield "`--save_total_limit` needs `--checkpointing_steps` or `--load_best_model_at_end`"
+
+
+def _pattern(recipe: Recipe) -> Iterator[str]:
+    try:
+        re.compile(recipe.model.freeze_pattern or "")
+    except re.error as error:
+        yield f"`--freeze_pattern {recipe.model.freeze_pattern}` is no regular expression: {error}"
+
+
+def _selection(recipe: Recipe) -> Iterator[str]:
+    run, allowed = recipe.run, SELECTING[recipe.model.task]
+    if (run.load_best_model_at_end or run.early_stopping_patience) and run.eval_steps is None:
+        yield "`--load_best_model_at_end` and `--early_stopping_patience` compare evaluations: add `--eval_steps`"
+    if run.metric_for_best_model is None:
+        return
+    if run.metric_for_best_model.removeprefix("eval_") not in allowed:
+        yield f"`--metric_for_best_model {run.metric_for_best_model}`: allowed is one of {', '.join(allowed)}"
+    if not run.load_best_model_at_end and run.early_stopping_patience is None:
+        yield "`--metric_for_best_model` needs `--load_best_model_at_end` or `--early_stopping_patience`"
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import transformers
@@ -12,10 +14,34 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_linear_attention import convert
 from hf_linear_attention.architecture_table import ARCHITECTURES, NEED_DROP, REFUSED, supported_model_types
 from hf_linear_attention.configuration_linear_attention import model_heads
+from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 SETTINGS = {"mechanism": "linear", "feature_map": "exp", "num_features": 16}
+# Besides, every row is converted with one more of these, in rotation: all pairs would take half an hour. Sizes below
+# the shortest inputs, which are 4 frames of audio, so that none is exact.
+OTHERS = {
+    "hybrid": {"mechanism": "hybrid", "window_size": 2, "num_sinks": 1, "num_features": 16},
+    "performer": {"mechanism": "performer", "num_features": 16},
+    "aft": {"mechanism": "aft"},
+    "linformer": {"mechanism": "linformer", "projection_size": 8, "max_length": 64},
+    "nystrom": {"mechanism": "nystrom", "num_landmarks": 3},
+    "latent": {"mechanism": "latent", "num_latents": 3},
+    "linformer_linear": {
+        "mechanism": "linformer_linear",
+        "projection_size": 8,
+        "max_length": 64,
+        "num_features": 16,
+    },
+}
+IN_ROTATION = {
+    "decoders": ("hybrid", "performer"),
+    "encoder-decoders": ("performer", "hybrid"),
+    "encoders": tuple(OTHERS),
+    "vision": tuple(OTHERS),
+    "audio": tuple(OTHERS),
+}
 # Run in every suite; the others by `make test-architectures`.
 ALWAYS = {"albert", "bart", "beit", "clip_vision_model", "gemma2", "gpt_oss", "mixtral", "modernbert", "t5", "wav2vec2"}
 HEADS = (
@@ -63,6 +89,11 @@ def settings_of(row: str) -> dict:
     return {**SETTINGS, "drop": [feature for feature in features if row not in FEATURE_FIELDS]}
 
 
+def other_of(row: str) -> str:
+    kind = kind_of(row)
+    return IN_ROTATION[kind][ARCHITECTURES[kind].index(row) % len(IN_ROTATION[kind])]
+
+
 def outputs(model, inputs, **arguments):
     with torch.no_grad():
         output = model(**inputs, **arguments)
@@ -76,8 +107,12 @@ def assert_close(actual, expected):
 
 def test_the_table_is_as_large_as_promised():
     numbers = {kind: len(set(names)) for kind, names in ARCHITECTURES.items()}
-    assert numbers == {"decoders": 72, "encoders": 24, "vision": 16, "audio": 7, "encoder-decoders": 17}
-    assert len(supported_model_types()) == len(set(supported_model_types())) == 136
+    assert numbers == {"decoders": 73, "encoders": 24, "vision": 16, "audio": 7, "encoder-decoders": 17}
+    assert len(supported_model_types()) == len(set(supported_model_types())) == 137
+    assert Counter(other_of(row.values[0]) for row in EVERY) == {
+        "hybrid": 53, "performer": 53, "aft": 7, "linformer": 6, "nystrom": 6, "latent": 6, "linformer_linear": 6,
+    }  # fmt: skip
+    assert set(OTHERS) == set(MECHANISMS) - {SETTINGS["mechanism"]}
     named = [name for names in (*ARCHITECTURES.values(), *NEED_DROP.values(), *REFUSED.values()) for name in names]
     assert set(named) <= set(CONFIG_MAPPING)
     assert {name for names in NEED_DROP.values() for name in names} <= {row.values[0] for row in EVERY}
@@ -119,6 +154,19 @@ def test_every_layer_looks_where_the_stock_one_looks(row):
         assert torch.equal(*moved)
 
 
+@pytest.mark.parametrize("row", rows("encoder-decoders"))
+def test_a_mask_of_the_decoder_does_not_let_it_look_ahead(row):
+    """Some stock modules tell their attention function that it is not causal where they have a mask."""
+    model = convert(stock_of(row), **settings_of(row), cross_attention=True)
+    inputs = inputs_of(model)
+    inputs["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
+    inputs["decoder_attention_mask"][0, :2] = 0
+    changed = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"].clone()}
+    changed["decoder_input_ids"][:, -1] = 3
+    moved = differs(outputs(model, changed), outputs(model, inputs))
+    assert moved.tolist() == [False] * (len(moved) - 1) + [True]
+
+
 def differs(actual, expected):
     """By place in the sequence, beyond the rounding of float32."""
     return (actual - expected).abs().amax(dim=(0, 2)) > 1e-5 * expected.abs().max()
@@ -126,7 +174,10 @@ def differs(actual, expected):
 
 @pytest.mark.parametrize("row", rows("decoders", "encoders"))
 def test_padding_changes_no_real_token(row):
-    model = convert(stock_of(row), **settings_of(row))
+    assert_padding_changes_no_real_token(row, convert(stock_of(row), **settings_of(row)))
+
+
+def assert_padding_changes_no_real_token(row, model):
     ids = inputs_of(model)["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
@@ -171,6 +222,23 @@ def assert_cached_is_recomputed(model):
 def test_generation_from_the_state(row):
     model = convert(stock_of(row), **settings_of(row))
     assert_cached_is_recomputed(model)
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_another_mechanism(row):
+    stock = stock_of(row)
+    drop = settings_of(row)["drop"]
+    model = convert(stock, **OTHERS[other_of(row)], drop=drop)
+    base, ours = stock.state_dict(), model.state_dict()
+    assert all(torch.equal(base[key], ours[key]) for key in base)
+    inputs = inputs_of(stock)
+    output = outputs(model, inputs)
+    assert torch.isfinite(output).all()
+    assert (output - outputs(stock, inputs)).abs().max() > 1e-3
+    if kind_of(row) == "encoders":
+        assert_padding_changes_no_real_token(row, model)
+    elif kind_of(row) not in ("vision", "audio"):
+        assert_cached_is_recomputed(model)
 
 
 @pytest.mark.parametrize("row", rows("encoder-decoders"))

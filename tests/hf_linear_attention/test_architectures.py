@@ -7,6 +7,7 @@ import torch
 from architectures import tiny_model
 from matrix import stock_model
 from transformers.models.auto import AutoModelForSeq2SeqLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_linear_attention import convert
 from hf_linear_attention.architectures import attention_modules, features_of, is_causal_attention, layer_shape
@@ -68,6 +69,7 @@ def test_one_tower_with_a_bias_says_nothing_of_the_other():
     assert all(("position_bias" in found) == name.startswith("audio_model") for name, found in features.items())
 
 
+@pytest.mark.skipif("iquestcoder" not in CONFIG_MAPPING, reason="newer than this version of transformers")
 def test_an_alias_of_another_family_is_refused():
     with pytest.raises(ValueError, match="`iquestcoder` has no model classes of its own but those of `llama`"):
         convert(tiny_model("iquestcoder", "AutoModelForCausalLM"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linear_attention import reference
+from hf_linear_attention import attention_kernels, causal_kernel, feature_maps, reference
 from hf_linear_attention.attention_kernels import BLOCK_SIZES, _block_size, kernel_attention
+from hf_linear_attention.backends import native_library
+from hf_linear_attention.causal_kernel import CausalAttention
+from hf_linear_attention.feature_maps import elu_plus_one
 
 
 def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float64):
@@ -98,3 +101,68 @@ def test_features_that_see_nothing_give_zero():
         assert torch.equal(output, torch.zeros_like(output))
         following, _ = kernel_attention(query, key, value, log_features=True, is_causal=True, state=state)
         torch.testing.assert_close(following, kernel_attention(query, key, value, log_features=True, is_causal=True)[0])
+
+
+def causal_leaves(length: int, features: int, dim: int, with_state: bool, groups: int = 2):
+    query = torch.rand(2, 3, groups, length, features, dtype=torch.float64)
+    # As a model hands them over: heads beside tokens in memory.
+    key = torch.rand(2, length, 3, features, dtype=torch.float64).transpose(1, 2)
+    value = torch.randn(2, length, 3, dim, dtype=torch.float64).transpose(1, 2)
+    state = torch.rand(2, 3, features, dim + 1, dtype=torch.float64) if with_state else None
+    return [query, key, value, state]
+
+
+def values_and_gradients(leaves, directions):
+    leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in leaves]
+    outputs = CausalAttention.apply(*leaves)
+    loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
+    return [*outputs, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize(("length", "features", "dim"), [(1, 16, 16), (33, 48, 80), (101, 64, 32)])
+def test_float32_kernels_agree_with_float64(backend, with_state, length, features, dim, monkeypatch):
+    if backend == "torch":
+        monkeypatch.setattr(causal_kernel, "native_library", lambda *tensors: None)
+    elif native_library(torch.zeros(16)) is None:
+        pytest.skip("no C compiler")
+    leaves = causal_leaves(length, features, dim, with_state)
+    leaves[1][0, 0, :20] = 0.0  # without a state, the first queries of that head see nothing
+    directions = [torch.randn(2, 3, 2, length, dim) * 10, torch.randn(2, 3, 2, length, 1)]
+    directions.append(torch.randn(2, 3, features, dim + 1))
+    exact = values_and_gradients(leaves, [direction.double() for direction in directions])
+    actual = values_and_gradients([None if x is None else x.float() for x in leaves], directions)
+    for a, e in zip(actual, exact):
+        # float32 rounds at 6e-8, sums of up to 101 terms; with one key alone, terms of about 10 cancel
+        assert (a - e).norm() <= 1e-6 * (e.norm() + 10)
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_causal_gradients_in_float64(with_state):
+    leaves = [None if x is None else x.requires_grad_() for x in causal_leaves(37, 3, 2, with_state)]
+    assert torch.autograd.gradcheck(CausalAttention.apply, leaves, fast_mode=True)
+
+
+def test_native_step_and_map_agree_with_torch(monkeypatch):
+    if native_library(torch.zeros(16)) is None:
+        pytest.skip("no C compiler")
+    x = torch.linspace(-80, 20, 4 * 5 * 16).view(1, 4, 5, 16)
+    x[0, 0, 0, 0], x[0, 0, 0, 1] = float("nan"), float("inf")
+    arguments = (torch.rand(2, 4, 1, 32), torch.rand(2, 2, 1, 32), torch.randn(2, 2, 1, 48))
+    options = {"log_features": False, "is_causal": True, "state": torch.rand(2, 2, 32, 49)}
+    before = options["state"].clone()
+    with torch.no_grad():
+        native = [elu_plus_one(x), *kernel_attention(*arguments, **options)]
+        for module in (attention_kernels, feature_maps):
+            monkeypatch.setattr(module, "native_library", lambda *tensors: None)
+        plain = [elu_plus_one(x), *kernel_attention(*arguments, **options)]
+    assert torch.equal(options["state"], before)
+    for a, e in zip(native, plain):
+        # both round at 6e-8; the exponential is within 3e-7
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_the_native_map_keeps_relative_accuracy_where_features_are_tiny():
+    x = torch.linspace(-80, 0, 4 * 5 * 16).view(1, 4, 5, 16)
+    torch.testing.assert_close(elu_plus_one(x), x.double().exp().float(), rtol=1e-6, atol=0)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from matrix import ALIBI_ROWS, DECODERS, MECHANISM_ROWS, rows, stock_model
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from hf_linear_attention import convert
@@ -152,6 +152,26 @@ def test_an_assistant_proposes_what_it_would_generate_itself(family, name, layer
     for ids, candidates in proposals:
         if (count := candidates.shape[1] - ids.shape[1]) > 0:
             assert torch.equal(candidates, assistant.generate(ids, max_new_tokens=count, use_cache=False, **arguments))
+
+
+@pytest.mark.parametrize("cross_attention", [False, True])
+def test_whisper_returns_its_outputs_one_by_one(cross_attention: bool):
+    """It reads `keys` and `values` of every layer of the cache then, to split them by example."""
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 30, "num_mel_bins": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    none = {"suppress_tokens": None, "begin_suppress_tokens": None, "init_std": 0.3}
+    config = WhisperConfig(vocab_size=100, max_target_positions=40, **sizes, **heads, **tokens, **none)
+    stock = WhisperForConditionalGeneration(config).eval()
+    stock.generation_config.no_timestamps_token_id = 50
+    model = convert(stock, mechanism="linear", cross_attention=cross_attention)
+    features = torch.randn(2, 8, 60)
+    model.generation_config.update(max_new_tokens=6, max_length=None, return_dict_in_generate=True)
+    for beams in (1, 2):
+        output = model.generate(features, num_beams=beams)
+        assert output.past_key_values is not None
+        assert torch.equal(output.sequences, model.generate(features, num_beams=beams, use_cache=False).sequences)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

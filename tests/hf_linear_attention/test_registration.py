@@ -95,8 +95,13 @@ def test_a_processor_that_a_stock_folder_finds_by_its_config_is_found(tmp_path):
     convert_config(tiny_config("wav2vec2")).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"sampling_rate": 8000}')
     assert AutoFeatureExtractor.from_pretrained(tmp_path).sampling_rate == 8000
-    convert_config(tiny_config("vit")).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 12, "width": 12}}')
+    tiny_config("vit").save_pretrained(tmp_path)
+    try:
+        AutoImageProcessor.from_pretrained(tmp_path)
+    except ImportError as error:  # older versions of transformers take torchvision for it
+        pytest.skip(str(error))
+    convert_config(tiny_config("vit")).save_pretrained(tmp_path)
     assert AutoImageProcessor.from_pretrained(tmp_path).size["height"] == 12
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import datasets
 import pytest
 from transformers import BertConfig, PreTrainedTokenizerFast
 
+from training import data
 from training.arguments import (
     DataArguments,
     ModelArguments,
@@ -18,10 +20,12 @@ from training.arguments import (
     Recipe,
     RunArguments,
 )
-from training.data import build_examples, label_names, load_rows, paragraphs
+from training.batches import pad
+from training.data import build_examples, label_names, paragraphs
 from training.errors import TrainingError
 from training.models import class_mapping
 from training.packing import Examples
+from training.rows import load_rows
 
 
 @pytest.fixture
@@ -99,16 +103,44 @@ def test_tables(build, tmp_path: Path) -> None:
         build("embedding", "train", train_file=str(tmp_path / "t.tsv"), text_column_name="nothere")
 
 
-def test_a_text_that_is_no_text(build, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n{"text": null}\n', encoding="utf-8")
-    with pytest.raises(TrainingError, match=r"row 1 of column `text` is None"):
-        build("causal_lm", "train", train_file=str(tmp_path / "t.jsonl"))
+BAD_FILES = {
+    "t.jsonl": ('{"text": "a"}\n\n{"text": null}\n{"text": "b"}\n', ["line 3: `text` is None"]),
+    "u.jsonl": ('{"text": "a"}\n{"text": \n{"text": 5}\n{"text": "b"}\n', ["line 2: is no", "line 3: `text` is 5"]),
+    "t.csv": ('text,label\n"a\nb",x\n,y\nb,\n', ["line 4: `text` is empty, with a label"]),
+}
 
 
-def test_a_labelled_row_without_text_is_refused(build, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "", "label": 1}\n', encoding="utf-8")
-    with pytest.raises(TrainingError, match="row 1 has a label but no text"):
-        build("sequence_classification", "train", classes={"0": 0, "1": 1}, train_file=str(tmp_path / "t.jsonl"))
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_rows_are_refused_or_left_out(name: str, build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content, places = BAD_FILES[name]
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    labelled = name.endswith(".csv")
+    arguments = {"task": "sequence_classification" if labelled else "causal_lm", "split": "train"}
+    options = {"train_file": str(tmp_path / name), "classes": {"x": 0, "": 1} if labelled else None}
+    with pytest.raises(TrainingError, match=r"bad row\(s\) in .*--on_bad_rows skip") as error:
+        build(**arguments, **options)
+    assert all(place in str(error.value) for place in places)
+    examples = build(**arguments, **options, on_bad_rows="skip")
+    assert f"left out {len(places)} bad row(s)" in caplog.text
+    assert len(examples if labelled else examples.unpacked()) == 2
+
+
+def test_pairs_of_texts(
+    build, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "model_input_names", ["input_ids", "token_type_ids", "attention_mask"])  # as BERT's
+    lines = [{"text": "one", "other": "first text", "label": "a"}, {"text": "two", "other": "it", "label": "b"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    options = {"train_file": str(tmp_path / "t.jsonl"), "text_pair_column_name": "other", "classes": {"a": 0, "b": 1}}
+    examples = build("sequence_classification", "train", **options)
+    expected = [tokenizer(line["text"], line["other"]) for line in lines]
+    assert tokens_of(examples) == [found.input_ids for found in expected]
+    assert [examples[index]["labels"] for index in range(2)] == [0, 1]
+    types = [examples[index]["token_type_ids"].tolist() for index in range(2)]
+    assert types == [found.token_type_ids for found in expected]
+    batch = pad([{**examples[index], "index": index} for index in range(2)], 0)
+    assert batch["token_type_ids"].shape == batch["input_ids"].shape
+    assert batch["token_type_ids"].sum() == sum(map(sum, types)) > 0
 
 
 def test_dataset_folder(build, files: Path, tmp_path: Path) -> None:
@@ -134,3 +166,28 @@ def test_class_names_of_a_class_label_column() -> None:
     features = datasets.Features({"label": datasets.ClassLabel(names=["no", "yes"])})
     rows = datasets.Dataset.from_dict({"label": [1, 0]}, features=features)
     assert label_names(rows, "label") == ["yes", "no"]
+
+
+def test_tokens_are_kept_between_runs(
+    build, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Another text, another option or another tokenizer is tokenised anew; a half-written entry too."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    calls: list[int] = []
+    ids = data._fields
+    monkeypatch.setattr(data, "_fields", lambda *arguments: calls.append(1) or ids(*arguments))
+    train, valid = str(files / "train.jsonl"), str(files / "valid.jsonl")
+    first = tokens_of(build("embedding", "train", train_file=train))
+    assert calls == [1]
+    assert tokens_of(build("embedding", "train", train_file=train)) == first
+    assert calls == [1]
+    build("embedding", "train", train_file=valid)
+    build("embedding", "train", train_file=train, max_length=15)
+    assert len(calls) == 3
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["the"])
+    text = ["what the tokenizer knows"]
+    assert data._tokenize(text, tokenizer)[0].tolist() != data._tokenize(text, other)[0].tolist()
+    for path in (tmp_path / "cache" / "hf_linear_attention_tokens").glob("*.lengths.npy"):
+        path.unlink()
+    assert tokens_of(build("embedding", "train", train_file=train)) == first

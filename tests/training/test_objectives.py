@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
+from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from training.arguments import (
     DataArguments,
     ModelArguments,
@@ -19,7 +20,13 @@ from training.arguments import (
     Recipe,
     RunArguments,
 )
-from training.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
+from training.objectives import (
+    OBJECTIVES,
+    StudentWithObjectives,
+    absolute_head_error,
+    build_objectives,
+    map_cross_entropy,
+)
 from training.teacher import Teacher
 
 
@@ -50,7 +57,7 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
         "causal_lm": (LlamaForCausalLM, ("llama", "llama_teacher")),
     }[task]
     student, teacher = (model_class.from_pretrained(request.getfixturevalue(f)).eval() for f in fixtures)
-    if name == "attention_transfer":
+    if name.startswith("attention_"):
         student = convert(teacher, mechanism="linear")
     weights = {f"{other}_weight": float(other == name) for other in OBJECTIVES}
     objectives = build_objectives(recipe(task, **weights))
@@ -149,6 +156,44 @@ def test_attention_transfer_teaches_each_layer_by_itself(llama_teacher: str) -> 
         gradients.append(mechanisms[1].feature_map.query_projection.grad.clone())
     assert gradients[0].abs().sum() > 0
     assert torch.equal(*gradients)
+
+
+def observed(llama_teacher: str, batch, **settings) -> list[ObservedAttention]:
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), **settings).eval()
+    model.set_attn_implementation("eager")
+    seen: list[ObservedAttention] = []
+    with observe_attention(model, seen.append), torch.no_grad():
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return seen
+
+
+def test_the_absolute_error_is_the_mean_of_squares(llama_teacher: str) -> None:
+    batch = ragged_batch("causal_lm", 2, 0)
+    mask = batch["attention_mask"].bool()
+    for seen in observed(llama_teacher, batch, mechanism="linear", feature_map="hedgehog"):
+        errors = absolute_head_error(seen, mask)
+        difference = (seen.output - seen.softmax_output).double()
+        for row, length in enumerate(mask.sum(-1).tolist()):
+            expected = difference[row, :length].square().mean(dim=(0, 2))
+            torch.testing.assert_close(errors[row].double(), expected, rtol=1e-5, atol=0)  # float32
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "hybrid"])
+def test_the_map_loss_is_the_cross_entropy_of_the_weights(llama_teacher: str, mechanism: str) -> None:
+    batch = ragged_batch("causal_lm", 2, 0)
+    mask = batch["attention_mask"].bool()
+    for seen in observed(llama_teacher, batch, mechanism=mechanism):
+        assert seen.softmax_weights is not None
+        mine, yours = seen.weights().double(), seen.softmax_weights.double()
+        groups = mine.shape[1] // seen.value.shape[1]
+        again = (mine.float() @ seen.value.repeat_interleave(groups, dim=1)).transpose(1, 2)
+        torch.testing.assert_close(again[mask], seen.output[mask], rtol=1e-4, atol=1e-5)  # float32 sums of up to N
+        total = 0.0
+        for row, length in enumerate(mask.sum(-1).tolist()):
+            for query in range(length):
+                pair = yours[row, :, query, : query + 1], mine[row, :, query, : query + 1].clamp(min=1e-8).log()
+                total -= (pair[0] * pair[1]).sum(-1).mean().item()
+        assert map_cross_entropy(seen, mask).item() == pytest.approx(total, rel=1e-5)
 
 
 def test_every_objective_has_its_weight_option() -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
-from transformers import AutoTokenizer, LlamaForCausalLM
+from processes import finetune as finetune_process
+from processes import finish, start
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from training import presets
@@ -34,7 +40,8 @@ def data(files: Path) -> list[str]:
 def test_a_preset_is_whole(name: str) -> None:
     preset = load_preset(name)
     assert preset.version >= 1
-    assert {"causal", "bidirectional"} <= set(preset.settings)
+    directions = {"causal" if task == "causal_lm" else "bidirectional" for task in preset.stages}
+    assert directions == set(preset.settings)
     for stages in preset.stages.values():
         assert sum(stage.share for stage in stages) == pytest.approx(1)
 
@@ -60,6 +67,29 @@ def test_both_stages_are_run_and_told(finetune, converted: list[str], data: list
     assert "Run 1 of 1 before it" in card
     assert "attention_transfer_weight" in card
     assert (out / "stages" / "1-transfer" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
+def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), **load_preset(name).settings["causal"])
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
+    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
+    finetune("--preset", name, *models, "--task", "causal_lm", *data)
+    runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert len(runs) == len(load_preset(name).stages["causal_lm"])
+
+
+def test_the_linformer_preset_runs(finetune, masked_teacher: str, files: Path, tmp_path: Path) -> None:
+    settings = load_preset("cald-linformer").settings["bidirectional"]
+    model = convert(BertForMaskedLM.from_pretrained(masked_teacher), **settings, projection_size=16)
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(tmp_path / "student")
+    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", masked_teacher]
+    data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_tokens", 800]
+    finetune("--preset", "cald-linformer", *models, "--task", "masked_lm", *data)
+    (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert run["training"]["hidden_state_layers"] == "all"
 
 
 def test_a_killed_run_goes_on_with_the_stage_it_was_in(
@@ -93,6 +123,33 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(
     assert (tmp_path / names[0] / "model.safetensors").read_bytes() == (
         tmp_path / names[1] / "model.safetensors"
     ).read_bytes()
+
+
+def launched(store: int, cache: Path, options: list[Any]) -> int:
+    """`finetune.py` in a process of torchrun, whose store stays when the connection through it is closed."""
+    os.environ.update(MASTER_PORT=str(store), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
+    return finetune_process(cache, options)
+
+
+def test_two_processes_go_through_all_stages(
+    converted: list[str], data: list[str], tmp_path: Path, dataset_cache: Path
+) -> None:
+    """One output, and every stage starts from the one before it."""
+    out = tmp_path / "out"
+    options = ["--preset", "default", *converted, *data, "--output_dir", out]
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert finish(start(launched, store.port, dataset_cache, options, ranks=2), timeout=100) == [0, 0]
+    first, second = (run["training"] for run in json.loads((out / "training_report.json").read_text())["runs"])
+    assert (first["processes"], second["processes"]) == (2, 2)
+    assert second["model_name_or_path"] == str(out / "stages" / "1-transfer")
+    names = [path.parent.name for path in sorted(out.rglob("model.safetensors"))]
+    assert names == ["out", "1-transfer"]
+    start_, middle, end = (
+        load_file(folder / "model.safetensors") for folder in (Path(converted[1]), out / "stages" / "1-transfer", out)
+    )
+    projection = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(start_[projection], middle[projection])
+    assert not torch.equal(middle[projection], end[projection])
 
 
 def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str], converted: list[str]) -> None:

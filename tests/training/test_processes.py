@@ -31,7 +31,7 @@ def test_two_processes_equal_one(
     options = [*models, *data, *steps]
     one, two = tmp_path / "one", tmp_path / "two"
     expected = finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
-    config = ROOT / "training" / "configs" / "accelerate_cpu2.yaml"
+    config = ROOT / "training" / "launch" / "cpu2.yaml"
     launch = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(config)]
     split = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", "--checkpointing_steps", "3"]
     script = ["--main_process_port", "0", str(ROOT / "training" / "finetune.py")]

@@ -32,6 +32,22 @@ def nats(model, batch) -> float:
     return F.cross_entropy(logits, batch["labels"][:, 1:]).item()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("feature_map", ["exp", "hedgehog"])
+def test_an_untrained_hybrid_is_no_worse_than_its_window_alone(teacher, feature_map: str) -> None:
+    """The starting scale of the linear part bounds what it can spoil: no calibration is needed for that."""
+    student = convert(teacher, mechanism="hybrid", window_size=8, feature_map=feature_map)
+    ids = torch.randint(5, 300, (8, 100), generator=torch.Generator().manual_seed(0))
+
+    def divergence() -> float:
+        mine, yours = (model(ids).logits.log_softmax(-1) for model in (student, teacher))
+        return F.kl_div(mine, yours, log_target=True, reduction="none").sum(-1).mean().item()
+
+    with without_far(student):
+        alone = divergence()
+    assert 0 < divergence() < alone
+
+
 def test_a_language_model_against_its_teacher(teacher) -> None:
     settings = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 8}
     student = convert(teacher, **settings)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -32,9 +31,9 @@ from training.arguments import (
     Recipe,
     RunArguments,
 )
+from training.durable import write_checksums
 from training.errors import TrainingError
 from training.models import disable_dropout, parameter_groups
-from training.run import start_processes
 
 
 Events = list[dict[str, Any]]
@@ -171,6 +170,7 @@ def test_resuming_is_bit_exact_with_dropout(
     state = torch.load(parted / "checkpoint-3" / "rng-0.pt", weights_only=True)
     state["torch"] = torch.Generator().manual_seed(99).get_state()
     torch.save(state, parted / "checkpoint-3" / "rng-0.pt")
+    write_checksums(parted / "checkpoint-3")
     changed = tmp_path / "changed"
     finetune(*options, "--resume_from_checkpoint", parted / "checkpoint-3", output_dir=changed)
     assert largest_difference(changed, whole) > 0
@@ -245,6 +245,8 @@ def test_final_folder_loads_and_holds_sidecars(
     (source / "sentence_bert_config.json").write_text('{"max_seq_length": 64}', encoding="utf-8")
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text("{}", encoding="utf-8")
+    converted = {"base_model": "bert", "figures": {"weights": 3}, "quality": {"cosine": 0.123}}
+    (source / "conversion_report.json").write_text(json.dumps(converted), encoding="utf-8")
     models = ["--model_name_or_path", source, "--teacher_name_or_path", bert_teacher, "--task", "embedding"]
     data = ["--train_file", files / "train.txt", "--validation_file", files / "valid.txt"]
     events = finetune(*models, *data, "--max_train_steps", 30, "--learning_rate", "3e-3")
@@ -253,6 +255,8 @@ def test_final_folder_loads_and_holds_sidecars(
     out = tmp_path / "out"
     for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
+    del converted["quality"]  # of the model before this training
+    assert json.loads((out / "conversion_report.json").read_text(encoding="utf-8")) == converted
     assert not list(out.glob(".incomplete*"))
     card = (out / "README.md").read_text(encoding="utf-8")
     assert all(word in card for word in ("# out", "cosine", "train.txt", "hidden_state_weight", "max_train_steps"))
@@ -332,16 +336,6 @@ def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, 
     )
     finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=1)
     assert "`vocab_size` is 300 in the model and 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_processes_that_are_not_connected_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = (ModelArguments("m", "causal_lm"), DataArguments(), ObjectiveArguments(task_loss_weight=1.0))
-    recipe = Recipe(*groups, OptimizationArguments(), RunArguments("out"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    # what a script without cpu=True gets from accelerate on a machine without GPU
-    monkeypatch.setattr("training.run.Accelerator", lambda cpu, **options: Accelerator(cpu=False, **options))
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2.*connected 1.*accelerate_cpu2\.yaml"):
-        start_processes(recipe)
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], capsys) -> None:

@@ -1,0 +1,252 @@
+"""Time and memory of the causal kernel against N, beside what users would take instead (one thread, CPU time).
+
+    python benchmarks/speed_kernels.py --output_dir outputs/benchmarks
+
+B = 1, 12 heads of 64, float32, the feature map elu1 included. `C` is the kernel that is compiled on first use, `torch`
+the same without a compiler, `sdpa` torch's fused causal softmax, `performer-pytorch` its own causal kernel for CPUs (if
+installed), `exp`, `decay` and `hybrid` the other forms of the same kernel. All take turns in every round; ratios are
+medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's floor of
+4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new memory in units of one
+`[B, H, N, D]` tensor, in a process of its own. About ten minutes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import argument_parser, median_ratio, save_results, table, write
+from hf_linear_attention import causal_kernel, feature_maps
+from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.mechanisms import MECHANISMS
+
+
+HEADS, DIM = 12, 64
+OURS, PLAIN_TORCH, SDPA = "C", "torch", "sdpa"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exp": {"mechanism": "linear", "feature_map": "exp", "num_features": DIM},
+    "decay": {"mechanism": "linear", "feature_map": "elu1", "decay": "learned"},
+    "hybrid": {"mechanism": "hybrid", "num_features": DIM},
+}
+Call = Callable[..., torch.Tensor]
+# Beyond these lengths one round takes too long.
+LONGEST = {SDPA: 16384, "sdpa, backward": 4096, "performer-pytorch": 4096}
+
+
+def mechanism_call(is_causal: bool = True, max_length: int | None = None, **settings) -> Call:
+    """A mechanism as in a freshly converted model, `(query, key, value) -> [B, H, N, D]`."""
+    checked = LinearAttentionSettings(settings, is_causal=is_causal, model_type="benchmark", max_length=max_length)
+    mechanism = MECHANISMS[settings["mechanism"]](checked, LayerShape(HEADS, HEADS, DIM, 0, max_length)).eval()
+    mechanism.reset_parameters()
+
+    def call(query, key, value):
+        return mechanism(query, key, value, attention_mask=None, scaling=DIM**-0.5, is_causal=is_causal, state=None)[
+            0
+        ].transpose(1, 2)
+
+    return call
+
+
+def in_torch(call: Call) -> Call:
+    """`call` as on a machine without a C compiler."""
+
+    def without_compiler(*tensors):
+        return None
+
+    def run(*inputs):
+        with (
+            mock.patch.object(causal_kernel, "native_library", without_compiler),
+            mock.patch.object(feature_maps, "native_library", without_compiler),
+        ):
+            return call(*inputs)
+
+    return run
+
+
+def sdpa(query, key, value):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def performer_pytorch(query, key, value):
+    from performer_pytorch.performer_pytorch import causal_linear_attention_noncuda
+
+    return causal_linear_attention_noncuda(F.elu(query) + 1, F.elu(key) + 1, value)
+
+
+def calls() -> dict[str, Call]:
+    ours = mechanism_call(mechanism="linear", feature_map="elu1")
+    found = {OURS: ours, PLAIN_TORCH: in_torch(ours), SDPA: sdpa}
+    if importlib.util.find_spec("performer_pytorch"):
+        found["performer-pytorch"] = performer_pytorch
+    return found | {name: mechanism_call(**settings) for name, settings in VARIANTS.items()}
+
+
+def inputs(length: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, HEADS, length, DIM) for _ in range(3)]
+
+
+def attend(call: Call, tensors, with_backward: bool) -> None:
+    if not with_backward:
+        with torch.no_grad():
+            call(*tensors)
+        return
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = call(*tensors)
+    output.backward(torch.ones(1, 1, 1, DIM).expand_as(output).contiguous())
+
+
+def cpu_times(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """As `interleaved_times`, in CPU seconds: a shared machine's other work does not count."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(rounds + 1):
+        for name, function in functions.items():
+            start = time.process_time()
+            function()
+            if number:
+                times[name].append(time.process_time() - start)
+    return times
+
+
+def matrix_product_rate(rounds: int = 5) -> float:
+    """Multiply-adds per CPU second, times two, of a 1024 x 1024 product in float32."""
+    matrix = torch.randn(1024, 1024)
+    seconds = cpu_times({"product": lambda: matrix @ matrix}, rounds)["product"]
+    return 2 * 1024**3 / statistics.median(seconds)
+
+
+def measure(length: int, with_backward: bool, rounds: int, methods: dict[str, Call]) -> dict[str, Any]:
+    tensors = inputs(length)
+
+    def is_short_enough(name: str) -> bool:
+        limits = (LONGEST.get(name, length), LONGEST.get(f"{name}, backward", length) if with_backward else length)
+        return length <= min(limits)
+
+    chosen = {name: call for name, call in methods.items() if is_short_enough(name)}
+    times = cpu_times(
+        {name: lambda call=call: attend(call, tensors, with_backward) for name, call in chosen.items()}, rounds
+    )
+    flops = (14 if with_backward else 4) * DIM * DIM * HEADS * length
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    rate = matrix_product_rate()
+    return {
+        "seconds": seconds,
+        "over C": {name: median_ratio(values, times[OURS]) for name, values in times.items()},
+        "over torch": {name: median_ratio(values, times[PLAIN_TORCH]) for name, values in times.items()},
+        "share of sgemm": {name: flops / seconds[name] / rate for name in (OURS, PLAIN_TORCH)},
+        "sgemm": rate,
+    }
+
+
+def peak_tensors(name: str, length: int, with_backward: bool) -> float:
+    """New memory of one call at its peak, outputs included, in tensors `[B, H, N, D]`; in a process of its own."""
+    command = [sys.executable, __file__, "--peak_of", name, "--lengths", str(length)]
+    result = subprocess.run(
+        command + ["--with_backward"] * with_backward, capture_output=True, text=True, check=True, timeout=600
+    )
+    return float(result.stdout.split()[-1])
+
+
+def print_peak(name: str, length: int, with_backward: bool) -> None:
+    call, tensors = calls()[name], inputs(length)
+    attend(call, [tensor[:, :, :128] for tensor in tensors], with_backward)  # what only the first call takes
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak so far is forgotten
+    before = resident_bytes("VmRSS")
+    attend(call, tensors, with_backward)
+    peak = resident_bytes("VmHWM") - before
+    write(str(peak / (tensors[0].numel() * tensors[0].element_size())))
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def report(figures: dict[str, Any]) -> str:
+    parts = []
+    for mode in ("forward", "forward and backward"):
+        rows = []
+        names = list(figures[mode][figures["lengths"][0]]["seconds"])
+        for length in figures["lengths"]:
+            result = figures[mode][length]
+            rows.append(
+                [
+                    f"{length:,}",
+                    *(_milliseconds(result["seconds"].get(name)) for name in names),
+                    *(_ratio(result[f"over {name}"].get(SDPA)) for name in (OURS, PLAIN_TORCH)),
+                    *(f"{100 * result['share of sgemm'][name]:.0f} %" for name in (OURS, PLAIN_TORCH)),
+                ]
+            )
+        header = ["N", *names, "sdpa / C", "sdpa / torch", "C, of sgemm", "torch, of sgemm"]
+        parts.append(f"{mode}, CPU milliseconds\n\n{table(header, rows)}")
+    rows = [[name, *values] for name, values in figures["peak"].items()]
+    peaks = table(["", *figures["peak lengths"]], rows)
+    return "\n\n".join([*parts, f"peak of new memory in [B, H, N, D] tensors, outputs included\n\n{peaks}"])
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds * 1000:.1f}"
+
+
+def _ratio(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1f}x"
+
+
+def plot(plt, figures):
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
+    for axis, mode in zip(axes, ("forward", "forward and backward")):
+        for name in figures[mode][figures["lengths"][0]]["seconds"]:
+            points = [(n, figures[mode][n]["seconds"].get(name)) for n in figures["lengths"]]
+            points = [(n, value) for n, value in points if value is not None]
+            axis.plot(*zip(*points), marker="o", markersize=3, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=mode)
+    axes[0].set_ylabel("CPU seconds, one thread")
+    axes[1].legend()
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 4096, 16384, 65536])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peak_lengths", type=int, nargs="+", default=[16384, 65536])
+    parser.add_argument("--peak_of", choices=tuple(calls()), help="print the peak memory of this one and nothing else")
+    parser.add_argument("--with_backward", action="store_true", help="of --peak_of")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if arguments.peak_of:
+        print_peak(arguments.peak_of, arguments.lengths[0], arguments.with_backward)
+        return
+    if arguments.quick:
+        arguments.lengths, arguments.peak_lengths, arguments.rounds = [64, 128], [], 1
+    methods, figures = calls(), {"lengths": arguments.lengths, "peak lengths": arguments.peak_lengths}
+    for mode in ("forward", "forward and backward"):
+        figures[mode] = {
+            length: measure(length, mode != "forward", arguments.rounds if length <= 4096 else 2, methods)
+            for length in arguments.lengths
+        }
+    figures["peak"] = {
+        f"{name}, {mode}": [round(peak_tensors(name, n, mode != "forward"), 2) for n in arguments.peak_lengths]
+        for name in (OURS, PLAIN_TORCH)
+        for mode in ("forward", "forward and backward")
+    }
+    write(report(figures))
+    save_results(arguments, "speed_kernels", figures, plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""`--softmax_layers`: which layers keep their softmax, as a list or as `auto:K`, chosen by `training/layer_choice.py`.
+
+Without a preset the layers are ranked on the untrained student; with one, before its last stage, on what the stages
+before that have made of a student that is linear everywhere (KL-guided hybrid distillation, ICLR 2026, ranks after
+distillation too). `training` is imported where it is used, as in presets.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from conversion.arguments import ConversionArguments
+from conversion.card import REPORT
+from conversion.errors import UsageError
+from conversion.export import staging
+from conversion.inputs import RealInputs
+from conversion.logs import logger
+from conversion.plan import Plan, make_plan
+from conversion.source import Source
+from hf_linear_attention.configuration_linear_attention import parse_layers
+
+
+AUTO = "auto:"
+DEFAULT_TOKENS = 8192
+CHOICE = "softmax_layers"  # in conversion_report.json
+
+
+def is_automatic(arguments: ConversionArguments) -> bool:
+    return (arguments.softmax_layers or "").startswith(AUTO)
+
+
+def count_of(arguments: ConversionArguments) -> int:
+    """K of `auto:K`; 0 if that is no number."""
+    number = str(arguments.softmax_layers).removeprefix(AUTO)
+    return int(number) if number.isdecimal() else 0
+
+
+def ranking_file(arguments: ConversionArguments) -> str | None:
+    return arguments.calibration_file or arguments.train_file
+
+
+def check_softmax_layers(arguments: ConversionArguments, plan: Plan) -> None:
+    """Raises `UsageError` for an `auto:K` that cannot be done."""
+    if not is_automatic(arguments):
+        return
+    text, problems = arguments.softmax_layers, []
+    if not 1 <= count_of(arguments) < len(plan.layers):
+        problems.append(
+            f"`--softmax_layers {text}`: of {len(plan.layers)} layers to convert, K = 1 to {len(plan.layers) - 1} can "
+            "stay softmax"
+        )
+    if plan.stock_class.main_input_name != "input_ids" or plan.config.is_encoder_decoder:
+        problems.append(
+            f"`--softmax_layers {text}` ranks the layers of text models without a decoder of their own, and "
+            f"{plan.stock_class.__name__} is none; give a list such as 0,5"
+        )
+    elif ranking_file(arguments) is None:
+        problems.append(
+            f"`--softmax_layers {text}` ranks the layers on text: give a `--calibration_file` (or a `--train_file`)"
+        )
+    if problems:
+        raise UsageError(*problems)
+
+
+def listed_layers(text: str, plan: Plan) -> list[int]:
+    """The layers that `text` names.
+
+    Raises:
+        UsageError: if it is no list, or not one of layers that would be converted.
+    """
+    try:
+        layers = parse_layers(text)
+    except ValueError:
+        layers = text
+    converted = [layer.layer for layer in plan.layers]
+    if isinstance(layers, str):
+        raise UsageError(f"`--softmax_layers {text}`: give a list such as 0,5 or 2-4, or auto:K")
+    if wrong := sorted(set(layers) - set(converted)):
+        raise UsageError(f"`--softmax_layers {text}`: {wrong} are not among the layers to convert, {converted}")
+    return layers
+
+
+def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, layers: list[int]) -> Plan:
+    """The plan in which `layers` stay softmax."""
+    left = [layer.layer for layer in plan.layers if layer.layer not in layers]
+    settings = {**plan.settings, "layers": left or "none"}
+    return make_plan(source, settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+
+
+def rank(
+    model: PreTrainedModel, inputs: RealInputs, arguments: ConversionArguments, teacher: PreTrainedModel | None = None
+) -> dict[str, Any]:
+    """What the report says of the choice: `layers`, `ranking` (the most gain first), `inputs` and `tokens`."""
+    from training.layer_choice import rank_layers
+
+    logger.info("ranking the layers on %s", inputs.name)
+    batches = inputs.batches(arguments.calibration_tokens or DEFAULT_TOKENS)
+    models: list[Any] = [part for part in (model, teacher) if part is not None]
+    for part in models:
+        part.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    ranking = rank_layers(model, teacher, batches)
+    for part in models:
+        part.to("cpu")
+    return {
+        "layers": sorted(entry.layer for entry in ranking[: count_of(arguments)]),
+        "ranking": [vars(entry) for entry in ranking],
+        "inputs": inputs.name,
+        "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
+    }
+
+
+def choose_in(
+    folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs, teacher: str
+) -> None:
+    """Give the layers that gain most their softmax back in the model of `folder`, unless that has happened."""
+    from training.layer_choice import with_softmax_layers
+
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    if report.get(CHOICE) is not None:
+        return
+    model: Any = plan.linear_class.from_pretrained(folder)
+    original: Any = plan.stock_class.from_pretrained(teacher, dtype=model.dtype)
+    choice = rank(model, inputs, arguments, original)
+    report |= chosen_report(choice, plan_without(plan, source, arguments, choice["layers"]), report)
+    with staging(folder) as copy:
+        shutil.copytree(
+            folder, copy, ignore=shutil.ignore_patterns("*.safetensors*", "checkpoint-*"), dirs_exist_ok=True
+        )
+        with_softmax_layers(model, choice["layers"]).save_pretrained(copy)
+        (copy / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def chosen_report(choice: Mapping[str, Any], plan: Plan, report: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report says otherwise once the layers are chosen."""
+    return {**plan.to_dict(), CHOICE: dict(choice), "figures": {**report["figures"], **plan.figures}}
+
+
+def describe_ranking(choice: Mapping[str, Any]) -> list[str]:
+    """For the terminal, one line a layer."""
+    kept = set(choice["layers"])
+    lines = [f"Softmax given back to one layer alone, on {choice['tokens']:,} tokens ({choice['inputs']}):"]
+    for entry in choice["ranking"]:
+        stays = "  stays softmax" if entry["layer"] in kept else ""
+        lines.append(
+            f"  layer {entry['layer']:<4} divergence {entry['divergence']:.4g}, gain {entry['gain']:.4g}{stays}"
+        )
+    return lines

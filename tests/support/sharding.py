@@ -1,0 +1,79 @@
+"""What two gloo processes do with a converted model; started by `processes.start`. A failure ends with exit code 1."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+
+
+def shard_and_train(folder: str, results: Path) -> None:
+    """One SGD step of a model sharded layer by layer, and of a whole one on all rows; then its state dict and back."""
+    dist.init_process_group("gloo")
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sharded = _shard(copy.deepcopy(whole), mesh)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    local = sum(parameter.to_local().numel() for parameter in sharded.parameters())
+    rows = torch.randint(5, 300, (4, 48), generator=torch.Generator().manual_seed(0))
+    losses = [_step(whole, rows), _step(sharded, rows[2 * rank : 2 * rank + 2])]
+    full = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(sharded, options=full)
+    restored = _shard(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), mesh)
+    set_model_state_dict(restored, dict(state), options=full)  # a copy: it puts the shards into what it is given
+    again = get_model_state_dict(restored, options=full)
+    same_logits = torch.equal(restored.eval()(rows[:2]).logits, sharded.eval()(rows[:2]).logits)
+    if rank == 0:
+        found: dict[str, Any] = {
+            "losses": losses,
+            "whole": whole.state_dict(),
+            "sharded": state,
+            "restored": again,
+            "same_logits": same_logits,
+            "local": local,
+        }
+        torch.save(found, results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _shard(model: Any, mesh: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _step(model: nn.Module, rows: Tensor) -> float:
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logits = model(rows, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean.item() / 2
+
+
+def tensor_parallel(folder: str, results: Path) -> None:
+    """Logits and the gradient of the first layer's q_proj of a model split over two processes by its own plan."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto")
+    rows = torch.randint(5, 300, (2, 48), generator=torch.Generator().manual_seed(0))
+    logits = model(rows, use_cache=False).logits
+    split = [name for name, value in model.named_parameters() if isinstance(value, DTensor)]
+    if dist.get_rank() == 0:
+        torch.save({"logits": logits.detach(), "split": split}, results)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""LoRA and DoRA: what is trained, what is saved, and how a run with adapters goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from hf_linear_attention import convert
+from training.adapters import add_adapters, merged_state_dict
+from training.arguments import ModelArguments
+
+
+pytest.importorskip("peft")
+
+INPUTS = {"input_ids": torch.arange(5, 25)[None]}
+
+
+def converted(source: str):
+    return convert(LlamaForCausalLM.from_pretrained(source), mechanism="linear").eval()
+
+
+@pytest.fixture
+def causal(llama_teacher: str, files: Path, tmp_path: Path) -> list[Any]:
+    folder = tmp_path / "converted"
+    converted(llama_teacher).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(folder)
+    data = ["--train_file", files / "train.jsonl", "--validation_file", files / "valid.txt", "--max_eval_samples", 3]
+    sizes = ["--max_length", 32, "--learning_rate", "1e-2", "--use_peft", "--lora_target_modules", "attention"]
+    return ["--model_name_or_path", folder, "--task", "causal_lm", *data, *sizes]
+
+
+def changed(before: Path, after: Path) -> set[str]:
+    old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
+    assert old.keys() == new.keys()
+    return {name for name in old if not torch.equal(old[name], new[name])}
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_merging_keeps_the_function_and_leaves_the_model_alone(llama_teacher: str, use_dora: bool) -> None:
+    model = converted(llama_teacher)
+    add_adapters(model, ModelArguments("m", "causal_lm", lora_target_modules="attention", use_dora=use_dora))
+    before = model(**INPUTS).logits
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # starts as 0
+            parameter.data.normal_(std=0.05)
+    expected = model(**INPUTS).logits
+    assert (expected - before).abs().max() > 1e-3
+    merged = converted(llama_teacher)
+    merged.load_state_dict(merged_state_dict(model))
+    torch.testing.assert_close(merged(**INPUTS).logits, expected, rtol=1e-4, atol=1e-4)  # W x + B A x in another order
+    assert torch.equal(model(**INPUTS).logits, expected)
+
+
+def test_adapters_alone_change_the_projections_and_nothing_else(finetune, causal: list[Any], tmp_path: Path) -> None:
+    events = finetune(*causal, "--trainable", "adapter", "--max_train_steps", 20)
+    names = changed(tmp_path / "converted", tmp_path / "out")
+    projections = {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (0, 1) for p in "qkvo"}
+    assert names == projections
+    values = [event["eval_nats_per_token"] for event in events if "eval_nats_per_token" in event]
+    assert values[-1] < values[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(loaded).__name__ == "LinearLlamaForCausalLM"
+
+
+def test_mechanisms_are_trained_beside_adapters(finetune, causal: list[Any], tmp_path: Path) -> None:
+    finetune(*causal, "--mechanism_learning_rate", "1e-2", "--max_train_steps", 2)
+    names = changed(tmp_path / "converted", tmp_path / "out")
+    assert any(".linear_attention." in name for name in names)
+    assert not any("mlp" in name or "norm.weight" in name for name in names)
+
+
+def test_resuming_with_adapters_is_bit_exact(finetune, causal: list[Any], tmp_path: Path) -> None:
+    options = [*causal, "--lora_dropout", 0.2, "--max_train_steps", 4, "--checkpointing_steps", 2]
+    finetune(*options, output_dir=tmp_path / "whole")
+    parted = tmp_path / "parted"
+    parted.mkdir()
+    (tmp_path / "whole" / "checkpoint-2").rename(parted / "checkpoint-2")
+    finetune(*options, "--resume_from_checkpoint", "latest", output_dir=parted)
+    assert changed(tmp_path / "whole", parted) == set()
+
+
+def test_adapters_without_a_target_are_refused(finetune, causal: list[Any], capsys) -> None:
+    finetune(*causal, "--lora_target_modules", "nothing", expect=1)
+    assert "`--lora_target_modules`" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_options_of_adapters_need_adapters(finetune, causal: list[Any], capsys) -> None:
+    causal = [word for word in causal if word != "--use_peft"]
+    finetune(*causal, "--trainable", "adapter", expect=2)
+    error = capsys.readouterr().err
+    assert "`--trainable adapter` needs `--use_peft`" in error
+    assert "`--lora_target_modules` needs `--use_peft`" in error

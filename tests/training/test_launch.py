@@ -1,0 +1,104 @@
+"""Launch files, and launches that would train something else than they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+from training.arguments import (
+    DataArguments,
+    ModelArguments,
+    ObjectiveArguments,
+    OptimizationArguments,
+    Recipe,
+    RunArguments,
+)
+from training.command_line import build_parser
+from training.errors import TrainingError
+from training.launching import start_processes
+from training.presets import load_preset
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = sorted((ROOT / "training" / "launch").glob("*.yaml"))
+RECIPES = sorted((ROOT / "training" / "configs").glob("*.yaml"))
+PRESETS = sorted((ROOT / "training" / "preset_files").glob("*.yaml"))
+
+
+def test_no_yaml_of_the_project_is_left_out() -> None:
+    places = ("training", "conversion", "benchmarks", "hf_linear_attention", "model_cards")
+    found = sorted(path for place in places for path in (ROOT / place).rglob("*.y*ml"))
+    assert found == sorted([*LAUNCH, *RECIPES, *PRESETS])
+    assert (len(LAUNCH), len(RECIPES)) == (7, 4)
+    assert PRESETS
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
+def test_launch_files_are_what_accelerate_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by accelerate's loader and taken by its launcher, which ends up with what the file says."""
+    monkeypatch.setattr("accelerate.commands.launch.is_deepspeed_available", lambda: True)
+    text, content = path.read_text(encoding="utf-8"), yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = load_config_from_file(str(path))
+    assert config.num_processes == content["num_processes"]
+    assert f"accelerate launch --config_file training/launch/{path.name}" in text.split("compute_environment")[0]
+    for section in ("fsdp_config", "deepspeed_config"):
+        assert getattr(config, section) == content.get(section, {})
+    words = ["--config_file", str(path), "training/finetune.py"]
+    args, defaults, mixed_precision = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert defaults is not None
+    assert (args.num_processes, args.num_machines) == (content["num_processes"], content["num_machines"])
+    assert mixed_precision
+    kind = content["distributed_type"]
+    assert bool(args.use_fsdp) == (kind == "FSDP")
+    assert bool(args.use_deepspeed) == (kind == "DEEPSPEED")
+    assert bool(args.multi_gpu) == (kind == "MULTI_GPU")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_hold_options(path: Path) -> None:
+    known = {action.dest for action in build_parser()._actions}
+    assert set(yaml.safe_load(path.read_text(encoding="utf-8"))) <= known
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_are_read(path: Path) -> None:
+    assert load_preset(path.stem).stages
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    groups = (ModelArguments("m", "causal_lm"), DataArguments(), ObjectiveArguments(task_loss_weight=1.0))
+    return Recipe(*groups, OptimizationArguments(), RunArguments("out"))
+
+
+def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def apart(cpu: bool, **options: Any) -> Accelerator:
+        return Accelerator(cpu=False, **options)  # what a script without cpu=True gets on a machine without GPU
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("training.launching.Accelerator", apart)
+    with pytest.raises(TrainingError, match=r"WORLD_SIZE is 2.*connected 1.*launch/cpu2\.yaml"):
+        start_processes(recipe)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "word"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP, but finetune.py keeps a whole model.*make DDP of FSDP.*cpu2"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", r"fp8.*allowed are no, fp16 and bf16"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*ddp\.yaml.*Trainer"),
+    ],
+)
+def test_launches_that_are_not_what_they_say(
+    variable: str, value: str, word: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(TrainingError, match=word):
+        start_processes(recipe)

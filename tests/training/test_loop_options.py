@@ -1,0 +1,187 @@
+"""Options of the loop: recomputed activations, frozen and averaged weights, trackers, the plot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import accelerate.tracking
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+from hf_linear_attention import convert
+from training import run as run_module
+from training.averaging import WeightAverage
+from training.objectives import AttentionTransfer
+
+
+@pytest.fixture(scope="module")
+def converted(llama_teacher: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("converted")
+    convert(llama_teacher, mechanism="hybrid", window_size=4, num_features=8).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def causal(converted: str, files: Path) -> list[Any]:
+    data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", 4, "--logging_steps", 1]
+    return ["--model_name_or_path", converted, "--task", "causal_lm", *data, "--learning_rate", "1e-2"]
+
+
+DISTILLATION = ["--logits_kl_weight", 1, "--hidden_state_weight", 1, "--hidden_state_layers", "all"]
+TRANSFER = ["--attention_transfer_weight", 1, "--trainable", "mechanism"]
+
+
+@pytest.mark.parametrize("objectives", [DISTILLATION, TRANSFER], ids=["distillation", "transfer"])
+def test_recomputed_activations_change_nothing(
+    objectives: list[Any], finetune, causal: list[Any], llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, because recomputation does the same operations; and no layer is seen twice."""
+    observed: list[int] = []
+    total = AttentionTransfer.total
+
+    def counted(self: AttentionTransfer, batch: Any, student: Any, teacher: Any) -> torch.Tensor:
+        observed.append(len(student.attention))
+        return total(self, batch, student, teacher)
+
+    monkeypatch.setattr(AttentionTransfer, "total", counted)
+    teacher = ["--teacher_name_or_path", llama] if objectives is DISTILLATION else []
+    recomputed: list[int] = []
+    checkpointed = torch.utils.checkpoint.checkpoint
+    count = lambda *a, **k: recomputed.append(1) or checkpointed(*a, **k)  # noqa: E731 (one line of bookkeeping)
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", count)
+    plain = finetune(*causal, *objectives, *teacher, output_dir=tmp_path / "plain")
+    assert not recomputed
+    lean = finetune(*causal, *objectives, *teacher, "--gradient_checkpointing", output_dir=tmp_path / "lean")
+    assert len(recomputed) == 4 * 2  # steps x layers
+    for mine, yours in zip(lean, plain, strict=True):
+        assert {**mine, "tokens_per_second": 0} == {**yours, "tokens_per_second": 0}
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "lean"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert set(observed) <= {2}
+    assert bool(observed) == (objectives is TRANSFER)
+
+
+def test_frozen_parameters_stay(finetune, causal: list[Any], converted: str, tmp_path: Path, capsys) -> None:
+    finetune(*causal, "--freeze_pattern", r"embed_tokens|layers\.0\.")
+    trained, before = (load_file(Path(f) / "model.safetensors") for f in (tmp_path / "out", converted))
+    same = {name for name in before if torch.equal(trained[name], before[name])}
+    assert same == {name for name in before if "embed_tokens" in name or "layers.0." in name}
+    for pattern in ("nothing_like_it", "."):
+        finetune(*causal, "--freeze_pattern", pattern, output_dir=tmp_path / "refused", expect=1)
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "leave some and freeze some" in error
+        shutil.rmtree(tmp_path / "refused")
+
+
+def test_the_average_is_torchs_own() -> None:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    mine, yours = WeightAverage(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    yours.update_parameters(model)  # its first update copies
+    for _ in range(4):
+        with torch.no_grad():
+            model.weight += torch.randn(3, 5)
+        mine.update()
+        yours.update_parameters(model)
+    trained = model.weight.clone()
+    with mine.applied():
+        torch.testing.assert_close(model.weight, yours.module.weight)  # float32 rounding of two forms of one formula
+    assert torch.equal(model.weight, trained)
+
+
+def test_the_average_is_what_is_saved_and_goes_on_after_a_resumption(
+    finetune, causal: list[Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averages: list[WeightAverage] = []
+    build = lambda *a: averages.append(WeightAverage(*a)) or averages[-1]  # noqa: E731
+    monkeypatch.setattr(run_module, "WeightAverage", build)
+    options = [*causal, "--ema_decay", 0.5, "--checkpointing_steps", 2, "--validation_file", files / "valid.txt"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    expected = finetune(*options, "--max_eval_samples", 4, output_dir=whole)
+    saved = load_file(whole / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in averages[0].average.items() if name in saved)
+    last = load_file(whole / "checkpoint-4" / "model.safetensors")
+    assert not torch.equal(saved["model.norm.weight"], last["model.norm.weight"])
+    shutil.copytree(whole / "checkpoint-2", parted / "checkpoint-2")
+    more = ["--max_eval_samples", 4, "--resume_from_checkpoint", "latest"]
+    resumed = finetune(*options, *more, output_dir=parted)
+    again = load_file(parted / "model.safetensors")
+    assert all(torch.equal(again[name], saved[name]) for name in saved)
+    assert resumed[-1] == expected[-1]
+    only = ["--model_name_or_path", whole, "--task", "causal_lm", "--validation_file", files / "valid.txt"]
+    (figures,) = finetune(*only, "--max_length", 32, "--max_eval_samples", 4, output_dir=tmp_path / "evaluated")
+    assert figures["eval_nats_per_token"] == expected[-1]["eval_nats_per_token"]
+
+
+def test_the_average_of_the_best_step(
+    finetune, causal: list[Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = iter([9.0, 3.0, 1.0, 2.0, 2.0])  # the best is step 2
+    compute = lambda *_, **__: {"nats_per_token": next(values)}  # noqa: E731
+    monkeypatch.setattr("training.evaluation.TokenLoss._compute", compute)
+    evaluate = ["--validation_file", files / "valid.txt", "--max_eval_samples", 2, "--eval_steps", 1]
+    finetune(*causal, *evaluate, "--ema_decay", 0.5, "--load_best_model_at_end")
+    best = torch.load(tmp_path / "out" / "checkpoint-2" / "optimizer.pt", weights_only=True)["average"]
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in best.items() if name in saved)
+
+
+class Recorder(GeneralTracker):
+    """A tracker as the packages' own, which the tests do not have."""
+
+    name, requires_logging_directory = "tensorboard", True
+    events: ClassVar[list[Any]] = []
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, run_name: str, logging_dir: str, **options: Any) -> None:
+        super().__init__()
+
+    tracker = None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.settings.update(values)
+
+    def log(self, values: dict[str, Any], step: int | None, **options: Any) -> None:
+        self.events.append({"step": step, **values})
+
+
+def test_trackers(finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("training.trackers.get_available_trackers", list)
+    finetune(*causal, "--report_to", "tensorboard,paper", expect=2)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "`--report_to tensorboard` needs a package that is not installed: `pip install tensorboard`" in error
+    assert "`--report_to paper`: allowed are" in error
+    for place in ("training.trackers", "accelerate.tracking"):
+        monkeypatch.setattr(f"{place}.get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Recorder)
+    events = finetune(*causal, "--report_to", "tensorboard")
+    assert Recorder.events == events
+    assert Recorder.settings["learning_rate"] == 1e-2
+
+
+def test_the_losses_are_drawn(finetune, causal: list[Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    finetune(*causal)
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_cannot_recompute_says_so(
+    finetune, save: Callable[..., str], files: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
+    model = save(BertForSequenceClassification, BertConfig(vocab_size=300, **sizes, **names))
+    monkeypatch.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
+    options = ["--task", "sequence_classification", "--train_file", files / "train.tsv", "--gradient_checkpointing"]
+    finetune("--model_name_or_path", model, *options, expect=1)
+    assert "cannot do `--gradient_checkpointing`" in capsys.readouterr().err.splitlines()[-1]
