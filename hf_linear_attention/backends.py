@@ -65,13 +65,13 @@ def run(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         part(0, count)
         return
     bounds = [count * number // threads for number in range(threads + 1)]
-    list(_threads(threads).map(part, bounds[:-1], bounds[1:]))
+    list(_threads(threads, os.getpid()).map(part, bounds[:-1], bounds[1:]))
 
 
 def run_step(query, key, value, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[B, H, 1, D]` and new state of one token: `query [B, H, 1, F]`, `state [B, Hkv, F, D + 1]`."""
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-    output, new_state = query.new_empty(batch, heads, 1, width), torch.empty(state.shape)
+    output, new_state = query.new_empty(batch, heads, 1, width), state.new_empty(state.shape)
     dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in (query, key, value, state)]
     addresses = [tensor.data_ptr() for tensor in (*dense, output, new_state)]
     _library().one_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
@@ -99,7 +99,8 @@ def _described(*tensors: torch.Tensor | None) -> ctypes.Array:
 
 
 @functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    """A pool of its own for every process: threads do not survive a fork."""
     return ThreadPoolExecutor(count, thread_name_prefix="linear_attention")
 
 
