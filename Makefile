@@ -33,7 +33,7 @@ test: $(VENV)/.installed ## The test suite (about 4 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 .PHONY: test-architectures
-test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (9 minutes on 2 cores shared with other jobs)
+test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (2 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "architectures or not architectures" tests/architectures
 
 $(VENV)/.clients: $(VENV)/.installed
@@ -41,7 +41,7 @@ $(VENV)/.clients: $(VENV)/.installed
 	touch $@
 
 .PHONY: test-clients
-test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own common tests, downloaded (a quarter of an hour)
+test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own common tests, downloaded (a quarter of an hour on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
 
 $(VENV)/.bench: $(VENV)/.installed
