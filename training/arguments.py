@@ -48,6 +48,9 @@ class DataArguments:
     train_file: str | None = option(".txt, .jsonl, .csv or .tsv (tsv: no quoting). None: evaluate only.", None)
     validation_file: str | None = option("Like train_file; evaluated at the start, every eval_steps, at the end.", None)
     dataset_name: str | None = option("Instead of files: name or folder for datasets.load_dataset.", None)
+    join_documents: bool = option(
+        "Let the documents of a packed block see each other (causal_lm); else each is by itself.", False
+    )
     streaming: bool = option("Read training rows while they are needed; the length is --max_train_steps.", False)
     dataset_config_name: str | None = option("Configuration of dataset_name.", None)
     text_column_name: str = option("Column with the text.", "text")

@@ -42,7 +42,7 @@ HISTORY = "training_report.json"
 # A run cannot go on as the same run when one of these changes.
 FIXED = (
     *("task", "train_file", "dataset_name", "dataset_config_name", "text_column_name", "label_column_name"),
-    *("max_length", "mlm_probability", "seed", "model_name_or_path", "tokenizer_name", "trainable"),
+    *("max_length", "mlm_probability", "seed", "model_name_or_path", "tokenizer_name", "trainable", "join_documents"),
     *("freeze_pattern", "ema_decay", "text_pair_column_name", "on_bad_rows", "streaming_processes"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
     *("mixed_precision", "sequences_per_step", "train_examples"),

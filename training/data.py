@@ -6,7 +6,8 @@
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
 | sequence_classification | refused                                     | a row is a text with class, cut     |
 
-"Cut" is to max_length tokens; "packed" documents share a block of as many and do not see each other (`packing.py`).
+"Cut" is to max_length tokens; "packed" documents share a block of as many and do not see each other (`packing.py`), but
+for `--join_documents`.
 Paragraphs are what blank lines separate; in a .txt without blank lines every line is a text.
 A tokenizer without BOS gets its EOS after each text instead. Everything is tokenised at the start, and kept for later
 runs (`token_cache.py`).
@@ -51,7 +52,8 @@ def build_examples(
         rows = usable_rows(rows, data, split, labelled)
     texts = _texts(rows, data, running_text, data.max_eval_chars if split == "validation" else None)
     if task == "causal_lm":
-        examples = _causal_examples(texts, tokenizer, max_length, running_text, split == "train")
+        is_training = split == "train"
+        examples = _causal_examples(texts, tokenizer, max_length, running_text, is_training, data.join_documents)
     else:
         texts = paragraphs(texts[0]) if running_text else texts
         pairs = list(rows[data.text_pair_column_name]) if data.text_pair_column_name else None
@@ -93,7 +95,12 @@ def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
 
 
 def _causal_examples(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int, running_text: bool, training: bool
+    texts: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    running_text: bool,
+    training: bool,
+    join: bool,
 ) -> Examples:
     bos, end = _ends(tokenizer)
     if running_text:
@@ -101,7 +108,7 @@ def _causal_examples(
         return PackedBlocks([_joined(bos, stream)], max_length) if training else StreamWindows(stream, max_length, bos)
     documents = [_joined(bos, tokens, end) for tokens in _tokenize(texts, tokenizer, add_special_tokens=False)]
     if training:
-        return PackedBlocks(documents, max_length)
+        return PackedBlocks([np.concatenate(documents)] if join else documents, max_length)
     return Documents([document[:max_length] for document in documents], "tokens")
 
 

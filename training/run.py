@@ -189,7 +189,7 @@ def _train_inputs(parts: Parts, examples: Examples | StreamedExamples) -> TrainI
         examples.is_packed = examples.is_packed and _can_pack(parts)
         source = examples
     else:
-        if isinstance(examples, PackedBlocks) and not _can_pack(parts):
+        if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(parts):
             examples = examples.unpacked()
         source = stream_of(examples, recipe, tokenizer, shuffle=True)
     return TrainInputs(source, recipe, parts.accelerator, masking_of(recipe, tokenizer), parts.pad_token_id)

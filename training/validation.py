@@ -135,8 +135,12 @@ def _files(recipe: Recipe) -> Iterator[str]:
 
 
 def _streaming(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.join_documents and recipe.model.task != "causal_lm":
+        yield f"`--join_documents` does nothing for `--task {recipe.model.task}`; drop it"
     if not recipe.data.streaming:
         return
+    if recipe.data.join_documents:
+        yield "`--join_documents` and `--streaming` exclude each other; drop one"
     if recipe.model.task == "sequence_classification":
         yield "`--streaming` reads unlabelled text; drop it for sequence_classification"
     if (recipe.data.train_file or "").endswith(".txt"):

@@ -209,8 +209,8 @@ def test_evaluate_compares_embeddings(bert, texts, tmp_path):
 def test_a_dry_run_prints_the_stages(words, tmp_path):
     code, text, err = run(*words, "--output_dir", tmp_path / "out", "--dry_run")
     assert code == 0, err
-    assert "stage 1 of 2  transfer: 1,000 tokens; attention_transfer_weight=1.0" in text
-    assert "stage 2 of 2  distil: 3,000 tokens; logits_kl_weight=1.0" in text
+    assert "stage 1 of 2  transfer: 1,000 tokens; join_documents=True, attention_transfer_weight=1.0" in text
+    assert "stage 2 of 2  distil: 3,000 tokens; join_documents=True, logits_kl_weight=1.0" in text
     assert not list(tmp_path.iterdir())
     assert run(*words, "--dry_run")[0] == 0
 
