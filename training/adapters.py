@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from training.arguments import ModelArguments
 from training.errors import TrainingError
+from training.offloading import SHARD_SIZE, is_offloaded
 
 
 ADAPTER = ".lora_"  # in the name of every parameter that an adapter has
@@ -63,6 +64,8 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     """`save_pretrained`, with adapters merged into a copy of the weights that they belong to."""
     if any(ADAPTER in name for name, _ in model.named_parameters()):
         model.save_pretrained(folder, state_dict=merged_state_dict(model))
+    elif is_offloaded(model):
+        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     else:
         model.save_pretrained(folder)
 

@@ -40,7 +40,17 @@ class ModelArguments:
         None,
     )
     freeze_pattern: str | None = option("Freeze parameters in whose name this regular expression is found.", None)
+    offload_folder: str | None = option(
+        "Attention transfer for a model larger than memory: all but the mechanisms lies in this folder and is read "
+        "while it is used.",
+        None,
+    )
     use_dora: bool = option("DoRA: adapters that also learn the norm of each weight vector.", False)
+
+    @property
+    def trains_beside(self) -> bool:
+        """Whether what is trained lies beside weights that stay those of `model_name_or_path`."""
+        return self.use_peft or self.offload_folder is not None
 
 
 @dataclass
@@ -85,6 +95,12 @@ class ObjectiveArguments:
         "Weight of the cross-entropy between softmax attention weights and the mechanism's; otherwise like "
         "attention_transfer_weight, with which it may be combined.",
         0.0,
+    )
+    transfer_layers: str | None = option(
+        "Layers that learn from attention, as 0,2,4-7; those behind the last are not computed. Default: all.", None
+    )
+    layer_patience: int | None = option(
+        "A layer stops to learn from attention after so many log lines without a lower error of its own.", None
     )
     embedding_weight: float | None = option("Weight of 1 - cosine of the mean-pooled embeddings.", None)
     window_dropout: str | None = option(

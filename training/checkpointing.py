@@ -44,6 +44,7 @@ FIXED = (
     *("task", "train_file", "dataset_name", "dataset_config_name", "text_column_name", "label_column_name"),
     *("max_length", "mlm_probability", "seed", "model_name_or_path", "tokenizer_name", "trainable", "join_documents"),
     *("freeze_pattern", "ema_decay", "text_pair_column_name", "on_bad_rows", "streaming_processes"),
+    "transfer_layers",
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
     *("mixed_precision", "sequences_per_step", "train_examples"),
 )
@@ -51,7 +52,7 @@ FIXED = (
 WATCHED = (
     *("teacher_name_or_path", "attention_transfer_weight", "task_loss_weight", "logits_kl_weight"),
     *("hidden_state_weight", "embedding_weight", "disable_dropout", "attention_transfer_error"),
-    *("attention_map_weight", "lora_dropout", "window_dropout"),
+    *("attention_map_weight", "lora_dropout", "window_dropout", "layer_patience"),
     *("hidden_state_layers", "temperature", "learning_rate", "mechanism_learning_rate", "weight_decay"),
     *("max_grad_norm", "num_train_epochs", "max_train_steps", "max_train_tokens", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),

@@ -13,11 +13,12 @@ from transformers import HfArgumentParser
 
 from training.arguments import GROUPS, Recipe
 from training.errors import UsageError
-from training.presets import Preset, command_lines, load_preset, preset_names
+from training.presets import BLOCK_SIZE, Preset, command_lines, load_preset, preset_names
 from training.validation import fill_defaults, find_problems
 
 
 PRESET_HELP = f"Recipe of several stages: {', '.join(preset_names())}; max_train_tokens is shared out between them."
+BLOCK_HELP = "With --preset: attention transfer of K layers after the other, for models larger than memory."
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
 
 
@@ -37,6 +38,7 @@ def build_parser(description: str | None = None) -> Parser:
     )
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
     parser.add_argument("--preset", metavar="NAME", help=PRESET_HELP)
+    parser.add_argument(f"--{BLOCK_SIZE}", metavar="K", type=int, help=BLOCK_HELP)
     return parser
 
 
@@ -51,7 +53,9 @@ def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[P
     preset = load_preset(name)
     words, options = _words(argv)
     namespace = build_parser(description).parse_args(words)
-    given = {option: getattr(namespace, option) for option in _given(words) if option in options}
+    given = {option: getattr(namespace, option) for option in _given(words) if option in [*options, BLOCK_SIZE]}
+    if given.get(BLOCK_SIZE, 1) < 1:
+        raise UsageError([f"`--{BLOCK_SIZE} {given[BLOCK_SIZE]}`: allowed is 1 or more"])
     *before, last = [words for _, _, words in command_lines(preset, given)]
     for words in before:
         parse([*words, "--overwrite_output_dir=true"])
@@ -64,6 +68,8 @@ def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
     """The recipe that `argv` describes. Raises `UsageError` with all problems found."""
     argv, _ = _words(argv)
     namespace = build_parser(description).parse_args(argv)
+    if getattr(namespace, BLOCK_SIZE) is not None:
+        raise UsageError([f"`--{BLOCK_SIZE}` needs `--preset`; for one stage give `--transfer_layers`"])
     recipe = Recipe(*(_group(group, namespace) for group in GROUPS))
     recipe.given = frozenset(_given(argv))
     fill_defaults(recipe)
@@ -125,7 +131,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _refuse_unknown(argv: Sequence[str], options: Sequence[str]) -> None:
-    known = {*options, "config", "preset", "help"}
+    known = {*options, "config", "preset", BLOCK_SIZE, "help"}
     unknown = [name for name in _given(argv) if name not in known]
     if unknown:
         named = [f"`--{name}` is not an option{_suggestion(name, options)}" for name in unknown]

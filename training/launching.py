@@ -41,6 +41,8 @@ def start_processes(recipe: Recipe) -> Accelerator:
             f"train a model of its own. Launch with `{TWO_PROCESSES}` or `accelerate launch --multi_gpu "
             "--num_processes N training/finetune.py ...` (both also work without a GPU)"
         )
+    if launched > 1 and recipe.model.offload_folder is not None:
+        raise TrainingError("`--offload_folder` reads one model from disk; launch one process, or drop the option")
     logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
     return accelerator
 

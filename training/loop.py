@@ -27,6 +27,7 @@ from training.checkpointing import Checkpointer, TrainingState
 from training.errors import TerminatedError, TrainingError
 from training.evaluation import Evaluator
 from training.inputs import TrainInputs
+from training.layer_transfer import TransferLayers, layer_name
 from training.logs import MetricsFile
 from training.objectives import Objective
 from training.selection import Selection
@@ -92,6 +93,7 @@ class TrainingPlan:
     objectives: dict[str, tuple[float, Objective]]
     checkpointer: Checkpointer
     window_dropout: WindowDropout
+    transfer: TransferLayers
 
 
 class TrainingLoop:
@@ -110,8 +112,10 @@ class TrainingLoop:
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and random state."""
         found: dict[str, Any] = {"optimizer": self.plan.optimizer, "scheduler": self.plan.scheduler}
-        if self.parts.recipe.model.use_peft:
+        if self.parts.recipe.model.trains_beside:
             found["trained"] = TrainedParameters(self.parts.student)
+        if self.plan.transfer.patience is not None:
+            found["transfer"] = self.plan.transfer
         if self.parts.average is not None:
             found["average"] = self.parts.average
         return found if self.accelerator.scaler is None else {**found, "scaler": self.accelerator.scaler}
@@ -130,6 +134,9 @@ class TrainingLoop:
                 figures = self._after_step(progress) or figures
                 if self.selection.is_over(self.state):
                     logger.info("no better for %d evaluations: stopped early", self.state.evaluations_since_best)
+                    break
+                if self.plan.transfer.is_over:
+                    logger.info("no layer gets better: stopped early")
                     break
         return figures
 
@@ -231,6 +238,7 @@ class TrainingLoop:
         step, run, last = self.state.step, self.run, self.state.step == self.plan.total_steps
         if step % run.logging_steps == 0 or last:
             self._log(progress)
+        last = last or self.plan.transfer.is_over
         pause = time.perf_counter()
         figures = self.parts.evaluate(step, self.state.tokens) if last or _due(step, run.eval_steps) else {}
         is_best = bool(figures) and self.selection.note(self.state, figures)
@@ -249,7 +257,7 @@ class TrainingLoop:
         self._collect()
         means = {name: value / self.state.steps_in_sums for name, value in self.state.sums.items()}
         norm = means.pop("grad_norm")
-        loss = sum(self.objectives[name][0] * value for name, value in means.items())
+        loss = sum(weight * means[name] for name, (weight, _) in self.objectives.items())
         event = {
             "step": self.state.step,
             "tokens": self.state.tokens,
@@ -262,8 +270,17 @@ class TrainingLoop:
         }
         self.parts.record(event)
         progress.set_postfix(loss=f"{loss:.4g}", tokens_per_second=f"{event['tokens_per_second']:,.0f}")
+        self._note_layers(means)
         self.state.sums, self.state.steps_in_sums = {}, 0
         self._restart_clock()
+
+    def _note_layers(self, means: dict[str, float]) -> None:
+        errors = {
+            layer: sum(weight * means[layer_name(name, layer)] for name, (weight, _) in self.objectives.items())
+            for layer in self.plan.transfer.learning
+            if any(objective.observes_attention for _, objective in self.objectives.values())
+        }
+        self.plan.transfer.note(errors)
 
     def _restart_clock(self) -> None:
         self.started, self.tokens_at_start = time.perf_counter(), self.state.tokens

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from accelerate import PartialState, init_empty_weights
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -21,6 +22,7 @@ from transformers import (
 from training.adapters import ADAPTER, add_adapters
 from training.arguments import Recipe
 from training.errors import TrainingError
+from training.offloading import device_map
 
 
 logger = logging.getLogger(__name__)
@@ -90,12 +92,23 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
         same_numbers = len(classes) == len(known) and all(name == str(index) for name, index in classes.items())
         if not same_numbers and not set(classes) <= set(known):
             extra = {"label2id": classes, "id2label": {index: name for name, index in classes.items()}}
+    if recipe.model.offload_folder is not None:
+        empty = empty_model(recipe.model.task, path, recipe.model.trust_remote_code)
+        places = device_map(empty, PartialState().default_device, MECHANISM)
+        extra |= {"device_map": places, "offload_folder": recipe.model.offload_folder}
     model = _load(recipe, path, dtype=torch.float32, **extra)
     if model.config.pad_token_id is None and recipe.model.task == "sequence_classification":
         model.config.pad_token_id = pad_token_id(load_tokenizer(recipe))  # decoders classify at the last real token
     if recipe.model.use_peft:
         add_adapters(model, recipe.model)
     return model
+
+
+def empty_model(task: str, path: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a folder or hub name without its weights (on the device `meta`)."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with init_empty_weights():
+        return AUTO_CLASSES[task].from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool) -> PreTrainedModel:

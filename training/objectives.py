@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from hf_linear_attention.attention_observation import ObservedAttention, observe
 from training.arguments import Recipe
 from training.batches import Batch
 from training.divergence import LogitRows, chunked_kl
+from training.layer_transfer import LastLayerReachedError, TransferLayers, layer_name, layer_of
 from training.packing import IGNORED
 
 
@@ -58,7 +60,7 @@ class Objective(Protocol):
         ...
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
-        """Sum over the units, a scalar."""
+        """Sum over the units: a scalar, or one for each of `student.attention`, of which the mean counts."""
         ...
 
 
@@ -158,7 +160,7 @@ class AttentionTransfer(Objective):
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         mask = batch["attention_mask"].bool()
         errors = torch.stack([self.error(seen, mask) for seen in student.attention])  # [layers, B, H]
-        return (errors.mean(dim=(0, 2)) * mask.sum(-1)).sum()
+        return (errors.mean(dim=2) * mask.sum(-1)).sum(-1)
 
 
 def relative_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
@@ -196,7 +198,7 @@ class AttentionMap(Objective):
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         mask = batch["attention_mask"].bool()
-        return torch.stack([map_cross_entropy(seen, mask) for seen in student.attention]).mean()
+        return torch.stack([map_cross_entropy(seen, mask) for seen in student.attention])
 
 
 def map_cross_entropy(seen: ObservedAttention, mask: Tensor) -> Tensor:
@@ -266,9 +268,17 @@ class StudentWithObjectives(nn.Module):
     not reach the loss (a pooler, an unused head) are recognised as such, and mixed precision leaves logits in 16 bit.
     """
 
-    def __init__(self, student: Any, objectives: dict[str, tuple[float, Objective]], layers: str | None) -> None:
+    def __init__(
+        self,
+        student: Any,
+        objectives: dict[str, tuple[float, Objective]],
+        layers: str | None,
+        transfer: TransferLayers | None = None,
+    ) -> None:
+        """`transfer`: the layers that learn where attention is observed; by default all."""
         super().__init__()
         self.student, self.objectives, self.layers = student, objectives, layers
+        self.transfer = transfer or TransferLayers(student)
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
         if any(objective.needs_attention_weights for _, objective in objectives.values()):
             student.set_attn_implementation("eager")
@@ -276,18 +286,30 @@ class StudentWithObjectives(nn.Module):
     def forward(
         self, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and each objective's detached sum times its scale, unweighted."""
+        """The loss, and each objective's detached sum times its scale, unweighted; that of observed layers, too."""
+        student = self._observed(batch) if self.observes_attention else self._outputs(batch)
+        parts: dict[str, Tensor] = {}
+        losses = []
+        for name, (weight, objective) in self.objectives.items():
+            total = objective.total(batch, student, teacher) * scales[name]
+            parts[name] = total.detach().mean()
+            losses.append(weight * total.mean())
+            if total.dim():
+                errors = list(zip(map(layer_of, student.attention), total.detach(), strict=True))
+                for layer in self.transfer.learning:  # one that is called several times has several errors
+                    own = torch.stack([error for called, error in errors if called == layer])
+                    parts[layer_name(name, layer)] = own.mean()
+        return torch.stack(losses).sum(), parts
+
+    def _outputs(self, batch: Batch) -> StudentOutputs:
+        outputs = run_model(self.student, batch, self.layers)
+        return StudentOutputs(None, hidden_states_of(outputs, self.layers), getattr(outputs, "logits", None))
+
+    def _observed(self, batch: Batch) -> StudentOutputs:
         seen: list[ObservedAttention] = []
-        with observe_attention(self.student, seen.append) if self.observes_attention else nullcontext():
-            outputs = run_model(self.student, batch, self.layers)
-        hidden_states = hidden_states_of(outputs, self.layers)
-        student = StudentOutputs(None, hidden_states, getattr(outputs, "logits", None), tuple(seen))
-        parts = {
-            name: objective.total(batch, student, teacher) * scales[name]
-            for name, (_, objective) in self.objectives.items()
-        }
-        loss = torch.stack([self.objectives[name][0] * part for name, part in parts.items()]).sum()
-        return loss, {name: part.detach() for name, part in parts.items()}
+        with observe_attention(self.student, partial(self.transfer.observe, seen)), suppress(LastLayerReachedError):
+            run_model(self.student, batch, None)
+        return StudentOutputs(attention=tuple(seen))
 
 
 def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:

@@ -21,12 +21,15 @@ from training.arguments import Recipe
 from training.checkpointing import HISTORY, clean, latest_checkpoint
 from training.errors import UsageError
 from training.export import training_history
-from training.validation import TEACHER_WEIGHTS
+from training.layer_transfer import TransferLayers
+from training.models import empty_model
+from training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
 
 
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "preset_files"
+BLOCK_SIZE = "layers_per_block"
 STAGES = "stages"  # inside output_dir: the models between the stages
 
 
@@ -89,10 +92,38 @@ def stage_words(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
     options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
     trainable, is_embedding = stage.options.get("trainable", "all"), given.get("task") == "embedding"
     unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
+    if not is_transfer(stage):
+        unused = unused | TRANSFER_OPTIONS
     if not is_embedding and not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
         unused = unused | {"teacher_name_or_path"}
     options = {name: value for name, value in options.items() if name not in unused}
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def is_transfer(stage: Stage) -> bool:
+    return any(stage.options.get(name) for name in TRANSFER_WEIGHTS)
+
+
+def in_blocks(stages: list[Stage], converted: list[int], size: int) -> list[Stage]:
+    """The stages, those of attention transfer once for every `size` layers; each block gets the tokens of its stage."""
+    blocks = [converted[first : first + size] for first in range(0, len(converted), size)]
+    return [part for stage in stages for part in (_of_blocks(stage, blocks) if is_transfer(stage) else [stage])]
+
+
+def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
+    return [
+        Stage(
+            f"{stage.name}-{block[0]}-{block[-1]}",
+            stage.share,
+            {**stage.options, "transfer_layers": ",".join(map(str, block))},
+        )
+        for block in blocks
+    ]
+
+
+def _converted_layers(given: dict[str, Any]) -> list[int]:
+    model = empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
+    return TransferLayers(model).learning
 
 
 def run_stages(
@@ -132,9 +163,11 @@ def is_main_process() -> bool:
 def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Path, list[str]]]:
     """Each stage with its folder and its command line; a stage's model is the folder of the one before it."""
     own = ("max_train_tokens", "output_dir", "model_name_or_path", "resume_from_checkpoint", "overwrite_output_dir")
-    shared = {name: value for name, value in given.items() if name not in own}
+    shared = {name: value for name, value in given.items() if name not in (*own, BLOCK_SIZE)}
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
     stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
+    if (size := given.get(BLOCK_SIZE)) is not None:
+        stages = in_blocks(stages, _converted_layers(given), size)
     for number, stage in enumerate(stages, 1):
         folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
         words = stage_words(stage, shared, tokens)

@@ -26,6 +26,7 @@ from training.export import save_final
 from training.freezing import freeze
 from training.inputs import TrainInputs, load_data, masking_of, stream_of
 from training.launching import start_processes
+from training.layer_transfer import TransferLayers
 from training.logs import MetricsFile
 from training.loop import Parts, TrainingLoop, TrainingPlan
 from training.objectives import Objective, StudentWithObjectives, build_objectives
@@ -49,10 +50,11 @@ def run(recipe: Recipe) -> dict[str, float]:
     with accelerator.main_process_first():  # the others then find the data sets' cache filled
         data = load_data(recipe, tokenizer)
     objectives = build_objectives(recipe) if data.train is not None else {}
-    # adapters go beside the weights that they started from; a checkpoint holds merged ones
-    source = None if recipe.model.use_peft else checkpoint
+    # adapters go beside the weights that they started from; a checkpoint holds merged ones, and may be removed
+    source = None if recipe.model.trains_beside else checkpoint
     student = models.load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
-    student.to(accelerator.device)
+    if recipe.model.offload_folder is None:
+        student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
     parts = Parts(
         recipe,
@@ -167,8 +169,6 @@ def _train(
     loop = TrainingLoop(parts, plan, state)
     if checkpoint is not None:
         plan.checkpointer.restore(checkpoint, loop.stateful)
-        if not accelerator.is_main_process:
-            state.sums = {}
         logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
     figures = loop.train() or parts.evaluate(state.step, state.tokens)  # nothing was left to train: still say how good
     if recipe.run.load_best_model_at_end:
@@ -240,9 +240,10 @@ def _plan(parts: Parts, inputs: TrainInputs, objectives: dict[str, tuple[float, 
         freeze(parts.student, recipe.model.freeze_pattern)
     optimizer = torch.optim.AdamW(models.parameter_groups(parts.student, recipe))
     scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, total_steps)
-    module = StudentWithObjectives(parts.student, objectives, _hidden_layers(recipe, objectives))
-    # the scheduler is not prepared: accelerate would advance it once per process
-    module, optimizer = accelerator.prepare(module, optimizer)
+    transfer = TransferLayers(parts.student, recipe.objective.transfer_layers, recipe.objective.layer_patience)
+    module = StudentWithObjectives(parts.student, objectives, _hidden_layers(recipe, objectives), transfer)
+    # the scheduler is not prepared: accelerate would advance it once per process; the student is in its place already
+    module, optimizer = accelerator.prepare(module, optimizer, device_placement=[False, True])
     facts = _facts(recipe) | {
         **inputs.facts(),
         "world_size": accelerator.num_processes,
@@ -252,7 +253,7 @@ def _plan(parts: Parts, inputs: TrainInputs, objectives: dict[str, tuple[float, 
         accelerator, recipe.output_dir, facts, recipe.run.save_total_limit, recipe.run.load_best_model_at_end
     )
     dropout = WindowDropout(parts.student, parse_rates(recipe.objective.window_dropout), total_steps)
-    return TrainingPlan(inputs, total_steps, optimizer, scheduler, module, objectives, checkpointer, dropout)
+    return TrainingPlan(inputs, total_steps, optimizer, scheduler, module, objectives, checkpointer, dropout, transfer)
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:

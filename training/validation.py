@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from training.arguments import DataArguments, ObjectiveArguments, OptimizationArguments, Recipe, RunArguments
+from training.layer_transfer import parse_layer_numbers
 from training.metrics import SELECTING
 from training.trackers import tracker_problems
 from training.window_dropout import parse_rates
@@ -17,6 +18,7 @@ FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv")
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
 # The student computes softmax attention for these, and is its own teacher.
 TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
+TRANSFER_OPTIONS = {"transfer_layers", "layer_patience", "offload_folder"}
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 EVALUATION_OPTIONS = (
     *("eval_steps", "per_device_eval_batch_size", "max_eval_tokens", "max_eval_samples"),
@@ -93,6 +95,7 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
             "save_total_limit",
             "early_stopping_patience",
         ),
+        ObjectiveArguments: ("layer_patience",),
     }
     values = recipe.flat()
     for name in (name for names in at_least_one.values() for name in names):
@@ -220,6 +223,13 @@ def _transfer(recipe: Recipe, used: str, others: list[str]) -> Iterator[str]:
 def _unused_details(recipe: Recipe, weights: ObjectiveArguments) -> Iterator[str]:
     if "attention_transfer_error" in recipe.given and not weights.attention_transfer_weight:
         yield "`--attention_transfer_error` belongs to `--attention_transfer_weight`, which is 0; set it or drop this"
+    for name in sorted(recipe.given & TRANSFER_OPTIONS):
+        if not any(getattr(weights, weight) for weight in TRANSFER_WEIGHTS):
+            yield f"`--{name}` belongs to `--attention_transfer_weight`, which is 0; drop it or set the weight"
+    try:
+        parse_layer_numbers(weights.transfer_layers or "0")
+    except ValueError:
+        yield f"`--transfer_layers {weights.transfer_layers}`: allowed is a list such as 0,2,4-7"
     if "temperature" in recipe.given and not weights.logits_kl_weight:
         yield "`--temperature` belongs to `--logits_kl_weight`, which is 0; drop it or set the weight"
     if "hidden_state_layers" in recipe.given and not weights.hidden_state_weight:
