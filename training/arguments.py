@@ -40,6 +40,9 @@ class ModelArguments:
         None,
     )
     freeze_pattern: str | None = option("Freeze parameters in whose name this regular expression is found.", None)
+    untie_embeddings: Literal["keep", "retie"] | None = option(
+        "Train input and output embeddings that are one matrix apart; keep them so, or save their mean as one.", None
+    )
     offload_folder: str | None = option(
         "Attention transfer for a model larger than memory: all but the mechanisms lies in this folder and is read "
         "while it is used.",

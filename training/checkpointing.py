@@ -44,7 +44,7 @@ FIXED = (
     *("task", "train_file", "dataset_name", "dataset_config_name", "text_column_name", "label_column_name"),
     *("max_length", "mlm_probability", "seed", "model_name_or_path", "tokenizer_name", "trainable", "join_documents"),
     *("freeze_pattern", "ema_decay", "text_pair_column_name", "on_bad_rows", "streaming_processes"),
-    "transfer_layers",
+    *("transfer_layers", "untie_embeddings"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
     *("mixed_precision", "sequences_per_step", "train_examples"),
 )

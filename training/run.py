@@ -34,6 +34,7 @@ from training.packing import Examples, PackedBlocks
 from training.plots import plot_metrics
 from training.streaming import StreamedExamples
 from training.teacher import Teacher
+from training.tied_embeddings import retie, untie
 from training.trackers import start_trackers
 from training.window_dropout import WindowDropout, parse_rates
 
@@ -53,6 +54,8 @@ def run(recipe: Recipe) -> dict[str, float]:
     # adapters go beside the weights that they started from; a checkpoint holds merged ones, and may be removed
     source = None if recipe.model.trains_beside else checkpoint
     student = models.load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
+    if recipe.model.untie_embeddings is not None and source is None:
+        untie(student)
     if recipe.model.offload_folder is None:
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
@@ -173,10 +176,14 @@ def _train(
     figures = loop.train() or parts.evaluate(state.step, state.tokens)  # nothing was left to train: still say how good
     if recipe.run.load_best_model_at_end:
         figures = _load_best(parts, state)
-    if accelerator.is_main_process:
-        plot_metrics(recipe.output_dir)
-        done = {"steps": state.step, "tokens": state.tokens, "processes": accelerator.num_processes}
-        with parts.final_weights():
+    with parts.final_weights():
+        if recipe.model.untie_embeddings == "retie":
+            parts.average = None  # it is in the weights now
+            retie(parts.student)
+            figures = parts.evaluate(state.step, state.tokens)
+        if accelerator.is_main_process:
+            plot_metrics(recipe.output_dir)
+            done = {"steps": state.step, "tokens": state.tokens, "processes": accelerator.num_processes}
             save_final(recipe, parts.student, parts.tokenizer, recipe.summary() | done, figures)
     accelerator.wait_for_everyone()
     return figures

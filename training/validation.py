@@ -243,6 +243,8 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
             yield "`--use_peft` needs peft: `pip install peft`"
         if model.trainable == "mechanism":
             yield "`--use_peft` and `--trainable mechanism` exclude each other; use `--trainable all` or `adapter`"
+        if model.untie_embeddings is not None:
+            yield "`--use_peft` does not train the embeddings that `--untie_embeddings` takes apart; drop one"
         if model.lora_r < 1:
             yield f"`--lora_r {model.lora_r}`: allowed is 1 or more"
         if not 0 <= model.lora_dropout < 1:
@@ -262,6 +264,8 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
         yield "`--lr_scheduler_type constant` has no warmup; use constant_with_warmup or drop the warmup"
     if recipe.model.trainable == "adapter" and "mechanism_learning_rate" in recipe.given:
         yield "`--mechanism_learning_rate` does nothing with `--trainable adapter`; drop it"
+    if recipe.model.trainable == "mechanism" and recipe.model.untie_embeddings is not None:
+        yield "`--trainable mechanism` does not train the embeddings that `--untie_embeddings` takes apart; drop one"
     if recipe.model.trainable == "mechanism" and {"learning_rate", "mechanism_learning_rate"} <= recipe.given:
         yield "`--learning_rate` does nothing with `--trainable mechanism` and `--mechanism_learning_rate`; drop one"
 
