@@ -11,6 +11,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedModel
+
 from conversion.arguments import ConversionArguments, parse_tokens
 from conversion.errors import UsageError
 from conversion.plan import Plan, stock_config
@@ -95,7 +97,7 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     """
     with usage_errors():
         from training.command_line import parse_preset
-        from training.presets import load_preset
+        from training.presets import fit_to, load_preset
 
         _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
         # with --dry_run alone there is no name, and nothing is written
@@ -106,7 +108,15 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     if parsed is None:
         raise RuntimeError("the preset is named above")
     preset, given = parsed
+    preset = fit_to(preset, _empty(plan))
     return Training(preset, {"max_train_tokens": preset.tokens, **given}, output)
+
+
+def _empty(plan: Plan) -> PreTrainedModel:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        return plan.linear_class(plan.config)
 
 
 def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:

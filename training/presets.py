@@ -10,19 +10,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import PreTrainedModel
 
 from training.arguments import Recipe
 from training.checkpointing import HISTORY, clean, latest_checkpoint
 from training.errors import UsageError
 from training.export import training_history
 from training.layer_transfer import TransferLayers
-from training.models import empty_model
+from training.models import MECHANISM, empty_model
 from training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
 
 
@@ -121,9 +123,23 @@ def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
     ]
 
 
-def _converted_layers(given: dict[str, Any]) -> list[int]:
-    model = empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
-    return TransferLayers(model).learning
+def fit_to(preset: Preset, model: nn.Module) -> Preset:
+    """The preset for a model: without attention transfer, whose tokens go to the other stages, where the mechanism has
+    no parameters that could learn from it (`nystrom`, `performer`)."""
+    if any(MECHANISM in name for name, _ in model.named_parameters()):
+        return preset
+    stages = {task: _without_transfer(stages) for task, stages in preset.stages.items()}
+    return replace(preset, stages=stages)
+
+
+def _without_transfer(stages: list[Stage]) -> list[Stage]:
+    kept = [stage for stage in stages if not is_transfer(stage)]
+    total = sum(stage.share for stage in kept)
+    return [replace(stage, share=stage.share / total) for stage in kept]
+
+
+def _empty_model(given: dict[str, Any]) -> PreTrainedModel:
+    return empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
 
 
 def run_stages(
@@ -137,6 +153,7 @@ def run_stages(
     """
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}
+    preset = fit_to(preset, _empty_model(given))
     lines = command_lines(preset, given)
     if not is_resumed and is_main_process():  # a later resumption must not take an older run's stages for this one's
         for _, folder, _ in lines:
@@ -167,7 +184,7 @@ def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Pa
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
     stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
     if (size := given.get(BLOCK_SIZE)) is not None:
-        stages = in_blocks(stages, _converted_layers(given), size)
+        stages = in_blocks(stages, TransferLayers(_empty_model(given)).learning, size)
     for number, stage in enumerate(stages, 1):
         folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
         words = stage_words(stage, shared, tokens)

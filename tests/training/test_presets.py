@@ -212,3 +212,14 @@ def test_presets_are_listed_in_the_package_data() -> None:
     assert "*.yaml" in project["tool"]["setuptools"]["package-data"]["training.preset_files"]
     for path in FOLDER.glob("*.yaml"):
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["version"]
+
+
+def test_what_learns_nothing_from_transfer_goes_without(finetune, llama_teacher: str, data: list[str], tmp_path) -> None:
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="performer", num_features=16)
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
+    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
+    finetune("--preset", "default", *models, "--task", "causal_lm", *data)
+    (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert run["training"]["logits_kl_weight"] == 1
+    assert run["training"]["tokens"] >= 800
