@@ -58,6 +58,10 @@ class ConversionArguments:
     )
     train_file: str | None = option("text to train on with --preset: .txt, .jsonl, .csv or .tsv (column `text`)")
     validation_file: str | None = option("held-out text, in such a file, for the figures of --preset and --evaluate")
+    pairs_file: str | None = option(
+        "for an embedding model, pairs of texts with a score of their similarity, for Spearman's correlation in the "
+        "figures: .jsonl, .csv or .tsv with the columns sentence1, sentence2 and score, as STS-B has"
+    )
     tokens: str | None = option("to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)")
     max_eval_tokens: int = option("measure on about the first so many tokens of --validation_file", 50_000)
     checkpointing_steps: int = option("steps of training that a killed run repeats at most", 100)

@@ -23,6 +23,11 @@ from hf_linear_attention.configuration_linear_attention import is_causal_config,
 
 Batch = dict[str, torch.Tensor]
 BATCH_SIZE = 8
+PAIR_COLUMNS: dict[str, Any] = {
+    "text_column_name": "sentence1",
+    "text_pair_column_name": "sentence2",
+    "label_column_name": "score",
+}
 # Of a text file, windows are spread over so much: enough for any figure, and tokenised in a second.
 MAX_CHARACTERS = 1_000_000
 
@@ -79,6 +84,22 @@ def check_text_file(option: str, path: str) -> None:
 
     if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
         raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
+
+
+def check_pairs_file(path: str) -> None:
+    """Raises `UsageError` unless `path` is a file of scored pairs."""
+    from training.arguments import DataArguments  # as below
+    from training.errors import TrainingError
+    from training.rows import load_rows
+
+    check_text_file("pairs_file", path)
+    try:
+        rows = load_rows(DataArguments(validation_file=path, **PAIR_COLUMNS), "validation")
+    except TrainingError as error:
+        raise UsageError(f"`--pairs_file`: {error}") from error
+    if rows is None or not set(PAIR_COLUMNS.values()) <= set(rows.column_names):
+        columns = ", ".join(PAIR_COLUMNS.values())
+        raise UsageError(f"`--pairs_file` = {path!r} needs the columns {columns}")
 
 
 def data_recipe(model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any):

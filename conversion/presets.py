@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from conversion.arguments import ConversionArguments, parse_tokens
 from conversion.errors import UsageError
+from conversion.inputs import check_pairs_file
 from conversion.plan import Plan, stock_config
 from conversion.source import Source
 from hf_linear_attention.configuration_linear_attention import is_causal_config
@@ -58,15 +59,16 @@ def check_training_options(arguments: ConversionArguments) -> None:
     """Raises `UsageError` for options of training that are missing, or that nothing would look at."""
     changed, problems = changed_options(arguments), []
     if arguments.preset is None:
-        unused = [*TRAINING_OPTIONS, "validation_file", "max_eval_tokens"]
+        unused = [*TRAINING_OPTIONS, "validation_file", "max_eval_tokens", "pairs_file"]
         problems += [f"`--{name}` does nothing without `--preset`; leave it out" for name in unused if name in changed]
     else:
         if arguments.train_file is None:
             problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
         if arguments.output_dir is None and not arguments.dry_run:
             problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
-        if "max_eval_tokens" in changed and arguments.validation_file is None:
-            problems.append("`--max_eval_tokens` does nothing without a `--validation_file`; leave it out")
+        for name in ("max_eval_tokens", "pairs_file"):
+            if name in changed and arguments.validation_file is None:
+                problems.append(f"`--{name}` does nothing without a `--validation_file`; leave it out")
     if problems:
         raise UsageError(*problems)
 
@@ -103,6 +105,10 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         # with --dry_run alone there is no name, and nothing is written
         output = output_dir or Path("OUT")
         options = _options(arguments, source, str(plan.head.task), work_folder(output))
+        if arguments.pairs_file is not None:
+            if plan.head.task != "embedding":
+                raise UsageError("`--pairs_file` is for embedding models; leave it out")
+            check_pairs_file(arguments.pairs_file)
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
         parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:

@@ -15,7 +15,7 @@ from conversion.arguments import ConversionArguments, Request
 from conversion.card import REPORT, training_facts, word, write_model_card
 from conversion.errors import UsageError
 from conversion.heads import head_of
-from conversion.inputs import check_text_file, data_recipe
+from conversion.inputs import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
 from conversion.logs import logger
 from conversion.presets import changed_options
 from conversion.source import Source, open_source
@@ -35,23 +35,31 @@ LABELS = {
     "cosine": "cosine of embeddings",
     "cosine_min": "cosine of embeddings, lowest",
     "same_neighbour": "same nearest neighbour",
+    "spearman_teacher": "Spearman's correlation with the pairs' scores, the original",
+    "spearman": "Spearman's correlation with the pairs' scores",
 }
-EVALUATE_OPTIONS = {"output_dir", "evaluate", "validation_file", "max_eval_tokens", "trust_remote_code", "allow_pickle"}
+EVALUATE_OPTIONS = {
+    *("output_dir", "evaluate", "validation_file", "max_eval_tokens", "pairs_file", "trust_remote_code"),
+    "allow_pickle",
+}
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A validation file and how much of it to use."""
+    """A validation file and how much of it to use; for embedding models, scored pairs of texts."""
 
     path: str
     max_tokens: int
     trust_remote_code: bool
+    pairs: str | None = None
 
 
 def held_out(arguments: ConversionArguments) -> HeldOut | None:
     if arguments.validation_file is None:
         return None
-    return HeldOut(arguments.validation_file, arguments.max_eval_tokens, arguments.trust_remote_code)
+    return HeldOut(
+        arguments.validation_file, arguments.max_eval_tokens, arguments.trust_remote_code, arguments.pairs_file
+    )
 
 
 def evaluate(request: Request) -> str:
@@ -71,10 +79,14 @@ def evaluate(request: Request) -> str:
     if data is None or arguments.output_dir is None:
         raise UsageError("`--evaluate` needs the converted model in `--output_dir`, and a `--validation_file`")
     check_text_file("validation_file", data.path)
+    if data.pairs is not None:
+        check_pairs_file(data.pairs)
     if data.max_tokens < 1:
         raise UsageError(f"`--max_eval_tokens` = {data.max_tokens}; it must be at least 1")
     folder = Path(arguments.output_dir).expanduser().resolve()
     task = _task_of(folder)
+    if data.pairs is not None and task != "embedding":
+        raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     quality = measure(folder, source, task, data)
     record(folder, source, quality, folder.name)
@@ -100,9 +112,10 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str,
     """
     # Here and not at the top: training imports `datasets`, which most conversions can do without.
     from training.models import load_student, load_teacher
-    from training.quality import compare, compare_embeddings, embed
+    from training.quality import compare, compare_embeddings, compare_pairs, embed
 
-    recipe, batches = _recipe_and_batches(folder, source, task, data)
+    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
+    recipe, batches = _recipe_and_batches(folder, source, task, data.trust_remote_code, files)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     student: Any = load_student(recipe, str(folder), None)
     teacher: Any = load_teacher(recipe, student, False)
@@ -112,18 +125,21 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str,
         figures = compare(teacher, student, batches)
     else:
         figures = compare_embeddings(*(embed(model, batches) for model in (student, teacher)))
+        if data.pairs is not None:
+            files = {"validation_file": data.pairs, **PAIR_COLUMNS}
+            _, batches = _recipe_and_batches(folder, source, task, data.trust_remote_code, files)
+            figures |= compare_pairs(student, teacher, batches)
     return {"validation_file": Path(data.path).name, "max_tokens": data.max_tokens, **_finite(figures)}
 
 
-def _recipe_and_batches(folder: Path, source: Source, task: str, data: HeldOut):
+def _recipe_and_batches(folder: Path, source: Source, task: str, trust_remote_code: bool, files: dict[str, Any]):
     from tqdm.auto import tqdm
 
     from training.batches import EvaluationBatches, Stream, loader
     from training.inputs import load_data
     from training.models import load_tokenizer, pad_token_id
 
-    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
-    recipe = data_recipe(str(folder), task, source.loadable, data.trust_remote_code, **files)
+    recipe = data_recipe(str(folder), task, source.loadable, trust_remote_code, **files)
     tokenizer = load_tokenizer(recipe)
     examples: Any = load_data(recipe, tokenizer).validation
     plan = EvaluationBatches(len(examples), recipe.optimization.per_device_eval_batch_size, 0, 1)

@@ -31,7 +31,7 @@ from conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_with
 REQUEST, FINAL = "request.json", "final"
 # The result is the same whatever these are.
 FREE_OPTIONS = {"overwrite", "dry_run", "trust_remote_code", "allow_pickle", "checkpointing_steps"}
-FILES = ("train_file", "validation_file", "calibration_file", "output_dir")
+FILES = ("train_file", "validation_file", "pairs_file", "calibration_file", "output_dir")
 
 
 def run_training(job: Job, training: Training) -> str:

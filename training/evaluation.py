@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from training.batches import Batch
-from training.metrics import Classification, Spearman, TeacherCosine, TokenLoss
+from training.metrics import Classification, TeacherCosine, TokenLoss, pair_similarity
 from training.objectives import aligned_labels, embedding_cosine, hidden_states_of, mean_pooled, run_model
 from training.packing import IGNORED
 from training.teacher import Teacher
@@ -94,9 +94,6 @@ def _similarity(scored: list[tuple[int, float, list[float]]]) -> dict[str, float
     """
     if not scored:
         return {}
-    firsts, seconds = scored[0::2], scored[1::2]
-    mine, yours = (torch.tensor([row[2] for row in part]) for part in (firsts[: len(seconds)], seconds))
-    cosines = F.cosine_similarity(mine, yours, dim=-1).tolist()
-    scores = [row[1] for row in seconds]
-    found = Spearman(keep_in_memory=True).compute(predictions=cosines, references=scores) or {}
-    return {"spearman": found["spearman"]}
+    whole = scored[: len(scored) // 2 * 2]
+    embeddings = torch.tensor([row[2] for row in whole])
+    return {"spearman": pair_similarity(embeddings, [row[1] for row in whole[::2]])}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import datasets
 import evaluate
 import numpy as np
 import numpy.typing as npt
+import torch.nn.functional as F
+from torch import Tensor
 
 
 CITATION = ""  # plain means: nothing to cite
@@ -85,6 +88,13 @@ class Spearman(evaluate.Metric):
         mine, yours = mine - mine.mean(), yours - yours.mean()
         scale = math.sqrt(float(mine @ mine) * float(yours @ yours))
         return {"spearman": float(mine @ yours) / scale if scale else math.nan, "samples": len(mine)}
+
+
+def pair_similarity(embeddings: Tensor, scores: Sequence[float]) -> float:
+    """Spearman's correlation of cosine and score over pairs; rows 2 i and 2 i + 1 of `[texts, D]` are one pair."""
+    cosines = F.cosine_similarity(embeddings[0::2], embeddings[1::2], dim=-1).tolist()
+    found = Spearman(keep_in_memory=True).compute(predictions=cosines, references=scores) or {}
+    return found["spearman"]
 
 
 def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

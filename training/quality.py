@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention import convert
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from training.batches import Batch
+from training.metrics import pair_similarity
 from training.objectives import aligned_labels, mean_pooled, run_model
 from training.packing import IGNORED
 
@@ -126,6 +127,13 @@ def embed(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
         for batch in ({name: value.to(model.device) for name, value in batch.items()} for batch in batches)
     ]
     return F.normalize(torch.cat(rows), dim=-1)
+
+
+def compare_pairs(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, float]:
+    """Spearman's correlation of both models with the scores of pairs of texts (one after the other, score in both)."""
+    scores = torch.cat([batch["labels"] for batch in batches]).tolist()[::2]
+    found = {"spearman": student, "spearman_teacher": teacher}
+    return {name: pair_similarity(embed(model, batches), scores) for name, model in found.items()}
 
 
 def compare_embeddings(mine: Tensor, yours: Tensor) -> dict[str, float]:

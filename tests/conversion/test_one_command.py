@@ -206,6 +206,40 @@ def test_evaluate_compares_embeddings(bert, texts, tmp_path):
     assert "same nearest neighbour" in text
 
 
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    """Scored as the numbers of common words, which embeddings of random weights have something to do with."""
+    rows = [("a cat sat there", "a cat sat here", 3), ("a cat sat there", "nobody knows", 0), ("one", "one", 5)]
+    lines = [json.dumps(dict(zip(("sentence1", "sentence2", "score"), row))) for row in rows]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    return tmp_path / "pairs.jsonl"
+
+
+def test_evaluate_correlates_with_the_scores_of_pairs(bert, texts, pairs, tmp_path):
+    save_twin(tmp_path / "bert", "bert", "AutoModel")
+    where = ("--model_name_or_path", tmp_path / "bert", "--output_dir", tmp_path / "out")
+    assert run(*where, "--layers", "none")[0] == 0
+    code, text, err = run(*where, "--evaluate", "--validation_file", texts / "valid.txt", "--pairs_file", pairs)
+    assert code == 0, err
+    quality = report_of(tmp_path / "out")["quality"]
+    assert quality["spearman"] == quality["spearman_teacher"] == pytest.approx(1)
+    assert "Spearman's correlation with the pairs' scores, the original" in text
+    assert "Spearman's correlation" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_pairs_that_cannot_be_used_are_refused_before_training(words, llama, bert, texts, pairs, tmp_path):
+    code, _, err = run(*words, "--output_dir", tmp_path / "out", "--pairs_file", pairs)
+    assert code == 2
+    assert "`--pairs_file` is for embedding models" in err
+    save_twin(tmp_path / "bert", "bert", "AutoModel")
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}')
+    command = ["--model_name_or_path", tmp_path / "bert", *words[2:-4], "--output_dir", tmp_path / "out"]
+    code, _, err = run(*command, "--pairs_file", tmp_path / "other.jsonl")
+    assert code == 2
+    assert "needs the columns sentence1, sentence2, score" in err
+    assert not (tmp_path / "out.unfinished").exists()
+
+
 def test_a_dry_run_prints_the_stages(words, tmp_path):
     code, text, err = run(*words, "--output_dir", tmp_path / "out", "--dry_run")
     assert code == 0, err
