@@ -3,6 +3,11 @@
     python benchmarks/conversion_quality.py --teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt \\
         --recipes default lolcats --tokens 1000000 --seeds 0 1 2
 
+And of an embedding model, from unlabelled sentences, measured on scored pairs (columns sentence1, sentence2, score):
+
+    python benchmarks/conversion_quality.py --task embedding --teacher SRC --train_file SENTENCES.jsonl \\
+        --validation_file STSB_DEV.tsv --recipes default performer:preset=default,mechanism=performer
+
 Each recipe is a preset of training/preset_files. `--settings` are settings of `linear_attention` that all of them share
 (such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
 a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
@@ -14,6 +19,7 @@ are those of the decoding state per sequence.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import statistics
 import sys
@@ -33,16 +39,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import argument_parser, save_results, table, write
+from conversion.inputs import PAIR_COLUMNS
 from conversion.plan import state_bytes
+from conversion.quality import HeldOut
+from conversion.quality import measure as measure_folder
+from conversion.source import open_source
 from hf_linear_attention import convert
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from training.arguments import DataArguments
 from training.batches import EvaluationBatches, Stream, loader
 from training.command_line import parse
 from training.logs import read_metrics
+from training.models import AUTO_CLASSES
 from training.packing import StreamWindows
 from training.presets import STAGES, Preset, load_preset, run_stages
 from training.quality import compare
+from training.rows import load_rows
 from training.run import run
 
 
@@ -56,33 +69,36 @@ class Recipe:
     options: dict[str, Any]
 
 
-def parse_recipe(text: str, shared: dict[str, Any]) -> Recipe:
+DIRECTIONS = {"causal_lm": "causal", "embedding": "bidirectional"}
+
+
+def parse_recipe(text: str, shared: dict[str, Any], task: str = "causal_lm") -> Recipe:
     """`default` or `name:preset=default,num_features=128,distil.learning_rate=1e-4`."""
     name, _, rest = text.partition(":")
     own = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in rest.split(",")) if key}
     preset = own.pop("preset", name)
     options = {key: own.pop(key) for key in list(own) if "." in key}
-    base = {} if "mechanism" in own else load_preset(preset).settings["causal"]
+    base = {} if "mechanism" in own else load_preset(preset).settings[DIRECTIONS[task]]
     known = {"mechanism", *MECHANISMS[{**base, **own}["mechanism"]].options}
     shared = {key: value for key, value in shared.items() if key in known}
     return Recipe(name, preset, {**base, **shared, **own}, options)
 
 
-def preset_of(recipe: Recipe) -> Preset:
+def preset_of(recipe: Recipe, task: str = "causal_lm") -> Preset:
     """Its preset with the recipe's options in the stages.
 
     Raises:
         ValueError: if an option names no stage.
     """
     preset = load_preset(recipe.preset)
-    stages = {stage.name: stage for stage in preset.stages["causal_lm"]}
+    stages = {stage.name: stage for stage in preset.stages[task]}
     for key, value in recipe.options.items():
         stage, _, option = key.partition(".")
         if stage not in stages:
             raise ValueError(f"`{key}` of recipe {recipe.name}: `{recipe.preset}` has the stages {', '.join(stages)}")
         field = {"share": value} if option == "share" else {"options": {**stages[stage].options, option: value}}
         stages[stage] = dataclasses.replace(stages[stage], **field)
-    return dataclasses.replace(preset, stages={"causal_lm": list(stages.values())})
+    return dataclasses.replace(preset, stages={task: list(stages.values())})
 
 
 def student_folder(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
@@ -94,23 +110,24 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
     folder = student_folder(arguments, recipe, seed)
     converted = folder.with_name(folder.name + "-converted")
     if not (converted / "config.json").is_file():
-        teacher, settings = AutoModelForCausalLM.from_pretrained(arguments.teacher), dict(recipe.settings)
+        teacher, settings = AUTO_CLASSES[arguments.task].from_pretrained(arguments.teacher), dict(recipe.settings)
         torch.manual_seed(seed)
         convert(teacher, **settings).save_pretrained(converted)
         AutoTokenizer.from_pretrained(arguments.teacher).save_pretrained(converted)
-    preset = preset_of(recipe)
+    preset = preset_of(recipe, arguments.task)
+    is_causal = arguments.task == "causal_lm"
     steps = max(1, arguments.tokens // 10 // arguments.tokens_per_step)
     given = {
-        "task": "causal_lm",
+        "task": arguments.task,
         "model_name_or_path": str(converted),
         "teacher_name_or_path": arguments.teacher,
         "train_file": arguments.train_file,
-        "validation_file": arguments.validation_file,
-        "max_eval_chars": arguments.max_eval_chars,
+        "validation_file": arguments.validation_file if is_causal else None,
+        "max_eval_chars": arguments.max_eval_chars if is_causal else None,
         "max_train_tokens": arguments.tokens,
         "max_length": arguments.max_length,
-        "per_device_train_batch_size": max(1, arguments.tokens_per_step // arguments.max_length),
-        "eval_steps": steps,
+        "per_device_train_batch_size": max(1, arguments.tokens_per_step // arguments.max_length) if is_causal else None,
+        "eval_steps": steps if is_causal else None,
         "checkpointing_steps": steps,
         "save_total_limit": 1,
         "seed": seed,
@@ -141,12 +158,44 @@ def held_out(arguments: Namespace, max_length: int) -> Iterator[dict[str, torch.
 
 
 def measure(arguments: Namespace, folder: Path) -> dict[str, Any]:
+    if arguments.task == "embedding":
+        return measure_embeddings(arguments, folder)
     teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher).eval()
     student = AutoModelForCausalLM.from_pretrained(folder).eval()
     modules = linear_attention_modules(student).values()
     figures = compare(teacher, student, held_out(arguments, arguments.max_length or _context(teacher)))
     trained = student.num_parameters() - teacher.num_parameters()
     return {**figures, "state_bytes": sum(state_bytes(m) or 0 for m in modules), "new_parameters": trained}
+
+
+def measure_embeddings(arguments: Namespace, folder: Path) -> dict[str, Any]:
+    """On the distinct sentences of the pairs, and on the pairs."""
+    rows = load_rows(DataArguments(validation_file=arguments.validation_file, **PAIR_COLUMNS), "validation")
+    sentences = list(dict.fromkeys([*rows["sentence1"], *rows["sentence2"]]))
+    file = arguments.work_dir / "sentences.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences), encoding="utf-8")
+    data = HeldOut(str(file), sys.maxsize, False, arguments.validation_file)
+    source = open_source(arguments.teacher, False)
+    untrained = folder.with_name(folder.name + "-converted")
+    return {
+        "untrained": measure_folder(untrained, source, "embedding", data),
+        **measure_folder(folder, source, "embedding", data),
+    }
+
+
+def report_embeddings(figures: dict[str, Any]) -> str:
+    names = ("cosine", "cosine_min", "same_neighbour", "spearman")
+    rows = []
+    for name, content in figures["recipes"].items():
+        runs = content["runs"]
+        for label, parts in ((f"{name}, untrained", [part["untrained"] for part in runs]), (name, runs)):
+            rows.append([label, *(statistics.mean(part[key] for part in parts) for key in names)])
+    first = next(iter(figures["recipes"].values()))["runs"][0]
+    header = ["recipe", *(key.replace("_", " ") for key in names)]
+    return (
+        f"{figures['teacher']}: {figures['tokens']:,} tokens of training, {figures['seeds']} seed(s); Spearman of the "
+        f"teacher {first['spearman_teacher']:.4f}\n\n{table(header, rows)}"
+    )
 
 
 def _context(model) -> int:
@@ -181,6 +230,8 @@ def report(figures: dict[str, Any]) -> str:
 
 
 def plot(plt, figures):
+    if "curves" not in next(iter(figures["recipes"].values())):
+        return plot_embeddings(plt, figures)
     figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
     for number, (name, content) in enumerate(figures["recipes"].items()):
         for index, points in enumerate(content["curves"]):
@@ -199,11 +250,22 @@ def plot(plt, figures):
     return figure
 
 
+def plot_embeddings(plt, figures):
+    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    for name, content in figures["recipes"].items():
+        for run_ in content["runs"]:
+            axis.plot([run_["untrained"]["cosine"], run_["cosine"]], ["untrained", "trained"], "o-", label=name)
+    axis.set(xlabel="mean cosine to the teacher", title=figures["teacher"])
+    axis.legend()
+    return figure
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
+    parser.add_argument("--task", choices=sorted(DIRECTIONS), default="causal_lm")
     parser.add_argument("--teacher", required=True, help="folder of the softmax model")
     parser.add_argument("--train_file", required=True)
-    parser.add_argument("--validation_file", required=True, help="held-out running text (.txt)")
+    parser.add_argument("--validation_file", required=True, help="held-out running text (.txt), or scored pairs")
     parser.add_argument("--recipes", nargs="+", default=["default"], metavar="NAME[:KEY=VALUE,...]")
     parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of all recipes that know them")
     parser.add_argument("--tokens", type=int, default=1_000_000)
@@ -229,14 +291,15 @@ def main(argv: list[str] | None = None) -> None:
         "seeds": len(arguments.seeds),
         "recipes": {},
     }
-    for recipe in (parse_recipe(text, shared) for text in arguments.recipes):
+    is_causal = arguments.task == "causal_lm"
+    for recipe in (parse_recipe(text, shared, arguments.task) for text in arguments.recipes):
         folders = [train(arguments, recipe, seed) for seed in arguments.seeds]
         figures["recipes"][recipe.name] = {
             **dataclasses.asdict(recipe),
             "runs": [measure(arguments, folder) for folder in folders],
-            "curves": [curve(folder) for folder in folders],
+            **({"curves": [curve(folder) for folder in folders]} if is_causal else {}),
         }
-        write(report(figures) + "\n")
+        write((report if is_causal else report_embeddings)(figures) + "\n")
     save_results(arguments, "conversion_quality", figures, plot)
 
 

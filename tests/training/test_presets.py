@@ -214,7 +214,9 @@ def test_presets_are_listed_in_the_package_data() -> None:
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["version"]
 
 
-def test_what_learns_nothing_from_transfer_goes_without(finetune, llama_teacher: str, data: list[str], tmp_path) -> None:
+def test_what_learns_nothing_from_transfer_goes_without(
+    finetune, llama_teacher: str, data: list[str], tmp_path
+) -> None:
     model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="performer", num_features=16)
     model.save_pretrained(tmp_path / "student")
     AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
