@@ -93,12 +93,13 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert quality["student"] == pytest.approx(runs[-1]["metrics"]["eval_nats_per_token"], rel=1e-6)
     assert quality["student"] != pytest.approx(runs[0]["metrics"]["eval_nats_per_token"], rel=1e-6)
     assert {"window_alone", "without_far", "agreement", "kl", "gap"} <= quality.keys()
-    for text in (f"| nats per token, the original | {quality['teacher']:.4g} |", "| preset | default (version 1) |"):
+    for text in (f"| nats per token, the original | {quality['teacher']:.4g} |", "| preset | default (version 2) |"):
         assert text in card
     assert ".unfinished" not in card + trained["stdout"]
     assert re.search(rf"KL\(original, this model\), nats per token +{quality['kl']:.4g}\n", trained["stdout"])
     settings = json.loads((whole / "config.json").read_text())["linear_attention"]
     assert (settings["mechanism"], settings["window_size"], settings["num_sinks"]) == ("hybrid", 4, 4)
+    assert settings["decay"] == "learned"
 
 
 def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
@@ -243,8 +244,8 @@ def test_pairs_that_cannot_be_used_are_refused_before_training(words, llama, ber
 def test_a_dry_run_prints_the_stages(words, tmp_path):
     code, text, err = run(*words, "--output_dir", tmp_path / "out", "--dry_run")
     assert code == 0, err
-    assert "stage 1 of 2  transfer: 1,000 tokens; join_documents=True, attention_transfer_weight=1.0" in text
-    assert "stage 2 of 2  distil: 3,000 tokens; join_documents=True, logits_kl_weight=1.0" in text
+    assert "stage 1 of 2  transfer: 2,000 tokens; join_documents=True, attention_transfer_weight=1.0" in text
+    assert "stage 2 of 2  distil: 2,000 tokens; join_documents=True, logits_kl_weight=1.0" in text
     assert not list(tmp_path.iterdir())
     assert run(*words, "--dry_run")[0] == 0
 
