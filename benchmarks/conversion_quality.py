@@ -148,6 +148,17 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     return points
 
 
+def minutes(folder: Path) -> float:
+    """Of training in all stages, evaluations not counted."""
+    total = 0.0
+    for stage in [*sorted((folder / STAGES).glob("*")), folder]:
+        before = 0
+        for event in (event for event in read_metrics(stage / "metrics.jsonl") if "tokens_per_second" in event):
+            total += (event["tokens"] - before) / event["tokens_per_second"] / 60
+            before = event["tokens"]
+    return total
+
+
 def held_out(arguments: Namespace, max_length: int) -> Iterator[dict[str, torch.Tensor]]:
     """Protocol S (training/packing.py) over the first `max_eval_chars` characters."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
@@ -203,14 +214,15 @@ def _context(model) -> int:
 
 
 def report(figures: dict[str, Any]) -> str:
-    names = ("teacher", "window_alone", "student", "gap", "gap_closed", "linear_share", "agreement", "kl")
+    names = ("teacher", "window_alone", "student", "gap", "gap_closed", "linear_share", "agreement", "kl", "minutes")
     rows = []
     for name, content in figures["recipes"].items():
         runs = content["runs"]
         means = [statistics.mean(run[key] for run in runs) if key in runs[0] else None for key in names]
         spread = max(run["student"] for run in runs) - min(run["student"] for run in runs)
-        rows.append([name, *means, f"{spread:.4f}", f"{runs[0]['state_bytes']:,}"])
-    header = ["recipe", *(key.replace("_", " ") for key in names), "spread", "state bytes"]
+        sizes = [f"{runs[0][key]:,}" for key in ("state_bytes", "new_parameters")]
+        rows.append([name, *means, f"{spread:.4f}", *sizes])
+    header = ["recipe", *(key.replace("_", " ") for key in names), "spread", "state bytes", "new parameters"]
     positions = next(iter(figures["recipes"].values()))["runs"][0]["by_position"]
     by_position = [
         [
@@ -296,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
         folders = [train(arguments, recipe, seed) for seed in arguments.seeds]
         figures["recipes"][recipe.name] = {
             **dataclasses.asdict(recipe),
-            "runs": [measure(arguments, folder) for folder in folders],
+            "runs": [{**measure(arguments, folder), "minutes": minutes(folder)} for folder in folders],
             **({"curves": [curve(folder) for folder in folders]} if is_causal else {}),
         }
         write((report if is_causal else report_embeddings)(figures) + "\n")

@@ -51,7 +51,9 @@ def test_language_models(benchmark, files, tmp_path, capsys):
     data += ["--validation_file", files / "valid.txt", "--settings", "window_size=4", "num_features=8"]
     found = run(benchmark, tmp_path, *data, "--recipes", "default")
     assert found["default"]["settings"]["window_size"] == 4
-    assert {"gap", "gap_closed", "linear_share", "agreement", "kl", "state_bytes"} <= set(found["default"]["runs"][0])
+    assert {"gap", "gap_closed", "linear_share", "agreement", "kl", "state_bytes", "minutes"} <= set(
+        found["default"]["runs"][0]
+    )
     assert found["default"]["curves"][0][0][0] == 0
     before = (tmp_path / "work" / "llama-default-2000-0" / "model.safetensors").stat().st_mtime_ns
     again = run(benchmark, tmp_path, *data, "--recipes", "default")
