@@ -12,6 +12,7 @@ import yaml
 
 import model_cards
 from conversion.heads import head_of
+from training.plots import PLOT
 
 
 TEMPLATE = Path(str(model_cards.__file__)).with_name("template.md")
@@ -71,6 +72,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
         metrics=_rows(facts.get("metrics") or {}),
         dataset=facts.get("dataset"),
+        plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 

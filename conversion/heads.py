@@ -26,7 +26,12 @@ HEADS = {
     "ForTokenClassification": Head("AutoModelForTokenClassification", "token-classification"),
     "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", "question-answering"),
     "ForMultipleChoice": Head("AutoModelForMultipleChoice", "multiple-choice"),
-    "ForImageClassification": Head("AutoModelForImageClassification", "image-classification"),
+    "ForImageClassification": Head(
+        "AutoModelForImageClassification",
+        "image-classification",
+        "image_classification",
+        "distil_image_classifier.yaml",
+    ),
     "ForMaskedImageModeling": Head("AutoModelForMaskedImageModeling", "image-feature-extraction"),
     "WhisperForConditionalGeneration": Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
     "Speech2TextForConditionalGeneration": Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),

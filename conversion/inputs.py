@@ -153,7 +153,7 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int):
-        from training.data import build_examples
+        from training.data import build_examples, usable_texts
         from training.errors import TrainingError
         from training.models import sequence_length
         from training.packing import shorten
@@ -163,6 +163,7 @@ class TextFile:
         # A row has a token at least, so no more rows are needed than tokens.
         rows = rows.select(range(min(len(rows), max_tokens)))
         try:
+            rows = usable_texts(recipe, rows, "train")
             examples = build_examples(recipe, rows, self.tokenizer, length, None, "train")
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error

@@ -152,10 +152,11 @@ def _healing_command(plan: Plan, source: Source, output_dir: str) -> str | None:
     if plan.head.task is None:
         return None
     config = Path(__file__).resolve().parents[1] / "training" / "configs" / str(plan.head.recipe)
+    data = "IMAGES.jsonl" if plan.head.task == "image_classification" else "TEXT.jsonl"
     return (
         f"  accelerate launch {config.parents[1] / 'finetune.py'} --config {config} \\\n"
         f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.name} \\\n"
-        f"    --train_file TEXT.jsonl --output_dir {output_dir}-healed"
+        f"    --train_file {data} --output_dir {output_dir}-healed"
     )
 
 

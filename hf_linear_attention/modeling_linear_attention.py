@@ -68,7 +68,8 @@ class LinearAttentionModelMixin:
         super().__init__(config, *args, **kwargs)
         if not linear_attention_modules(self):
             linearize(self)
-        if not any(parameter.is_meta for parameter in self.parameters()):
+        # On `meta` there is nothing to fill yet, nor in DeepSpeed's ZeRO-3: `ds_id` marks what has been moved away.
+        if not any(parameter.is_meta or hasattr(parameter, "ds_id") for parameter in self.parameters()):
             reset_mechanisms(self)
 
     def initialize_weights(self):

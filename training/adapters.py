@@ -15,6 +15,7 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 from training.arguments import ModelArguments
 from training.errors import TrainingError
 from training.offloading import SHARD_SIZE, is_offloaded
+from training.sharding import is_sharded, whole, without_sharding_class
 
 
 ADAPTER = ".lora_"  # in the name of every parameter that an adapter has
@@ -60,14 +61,30 @@ def attention_projections(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """`save_pretrained`, with adapters merged into a copy of the weights that they belong to."""
-    if any(ADAPTER in name for name, _ in model.named_parameters()):
+def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """`save_pretrained`, with adapters merged into a copy of the weights that they belong to.
+
+    Args:
+        weights: where those of the model are in shards, the whole ones (`sharding.whole`).
+    """
+    if weights is not None:
+        with without_sharding_class(model):
+            model.save_pretrained(folder, state_dict=weights)
+    elif any(ADAPTER in name for name, _ in model.named_parameters()):
         model.save_pretrained(folder, state_dict=merged_state_dict(model))
     elif is_offloaded(model):
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     else:
         model.save_pretrained(folder)
+
+
+def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:
+    """`weights` for `save_model`; all processes call it together, and those that do not `keep` them get no tensors."""
+    if not is_sharded(model):
+        return None
+    # whole, they would no longer be seen to be one
+    own = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    return whole(own, keep)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 
-TASKS = ("causal_lm", "masked_lm", "sequence_classification", "embedding")
+CLASSIFICATION = ("sequence_classification", "image_classification")
 
 
 def option(text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -22,7 +22,9 @@ def option(text: str, default: Any = dataclasses.MISSING) -> Any:
 @dataclass
 class ModelArguments:
     model_name_or_path: str = option("Model to train: a folder (such as a converted checkpoint) or a hub name.")
-    task: Literal["causal_lm", "masked_lm", "sequence_classification", "embedding"] = option("What the model is for.")
+    task: Literal["causal_lm", "masked_lm", "sequence_classification", "embedding", "image_classification"] = option(
+        "What the model is for."
+    )
     teacher_name_or_path: str | None = option("Model to learn from, usually the unconverted original.", None)
     tokenizer_name: str | None = option("Tokenizer, when it is not that of the model.", None)
     trust_remote_code: bool = option("Run the Python code that the model folders carry.", False)
@@ -58,22 +60,29 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    train_file: str | None = option(".txt, .jsonl, .csv or .tsv (tsv: no quoting). None: evaluate only.", None)
+    train_file: str | None = option(".txt, .jsonl, .csv, .tsv (no quoting) or .parquet. None: evaluate only.", None)
     validation_file: str | None = option("Like train_file; evaluated at the start, every eval_steps, at the end.", None)
-    dataset_name: str | None = option("Instead of files: name or folder for datasets.load_dataset.", None)
+    dataset_name: str | None = option(
+        "Instead of files: name or folder (of images, too) for datasets.load_dataset.", None
+    )
     join_documents: bool = option(
         "Let the documents of a packed block see each other (causal_lm); else each is by itself.", False
     )
     streaming: bool = option("Read training rows while they are needed; the length is --max_train_steps.", False)
     dataset_config_name: str | None = option("Configuration of dataset_name.", None)
     text_column_name: str = option("Column with the text.", "text")
+    image_column_name: str = option(
+        "Column with the image (image_classification): itself, or its path from the folder of the file.", "image"
+    )
     text_pair_column_name: str | None = option(
         "Column with a second text: one input with the first (sequence_classification), or, in the validation data of "
         "an embedding model, the text whose similarity the label scores.",
         None,
     )
     label_column_name: str = option("Column with the class.", "label")
-    on_bad_rows: Literal["raise", "skip"] = option("Stop at rows without text or label, or leave them out.", "raise")
+    on_bad_rows: Literal["raise", "skip"] = option(
+        "Stop at rows without text, image or label, or leave them out.", "raise"
+    )
     max_length: int | None = option("Tokens in a sequence or block; default: 512, or less if the model says so.", None)
     mlm_probability: float = option("Share of tokens masked (masked_lm).", 0.15)
     max_eval_tokens: int | None = option("Evaluate on about the first so many tokens.", None)
@@ -169,6 +178,15 @@ class Recipe:
     @property
     def has_training(self) -> bool:
         return self.data.train_file is not None or self.data.dataset_name is not None
+
+    @property
+    def is_classification(self) -> bool:
+        return self.model.task in CLASSIFICATION
+
+    @property
+    def unit(self) -> str:
+        """What the amount of training is counted in."""
+        return "images" if self.model.task == "image_classification" else "tokens"
 
     @property
     def output_dir(self) -> Path:

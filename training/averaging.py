@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from training.sharding import load_whole
+
 
 class WeightAverage:
     """Starts at the weights of `model` that require gradients, beside which it takes as much memory again."""
@@ -42,7 +44,5 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Tensor]:
         return self.average
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, value in self.average.items():
-            value.copy_(state[name])
+        load_whole(self.average, state)

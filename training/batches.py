@@ -96,6 +96,13 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
     return batch
 
 
+def stack(examples: list[Example]) -> Batch:
+    """Images of one size: pixel_values [B, C, H, W], index [B] and, where there are classes, labels [B]."""
+    batch = {"pixel_values": torch.stack([example["pixel_values"] for example in examples])}
+    names = [name for name in ("index", "labels") if name in examples[0]]
+    return batch | {name: torch.tensor([example[name] for example in examples]) for name in names}
+
+
 def _positions(example: Example, length: int) -> Tensor:
     count = len(example["input_ids"])
     own = example.get("position_ids", np.arange(count))
@@ -123,17 +130,22 @@ class TrainBatches:
 
 
 class EvaluationBatches:
-    """Every `world_size`-th example belongs to one process: nothing is padded up or seen twice."""
+    """Every `world_size`-th example belongs to one process.
+
+    All processes have as many batches as the first, because one with shards of a model cannot compute alone: instead
+    of none they take example 0, which the evaluator counts once.
+    """
 
     def __init__(self, count: int, batch_size: int, rank: int, world_size: int) -> None:
         self.mine, self.batch_size = range(rank, count, world_size), batch_size
+        self.most = len(range(0, count, world_size))
 
     def __len__(self) -> int:
-        return -(-len(self.mine) // self.batch_size)
+        return -(-self.most // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.mine), self.batch_size):
-            yield list(self.mine[start : start + self.batch_size])
+        for start in range(0, self.most, self.batch_size):
+            yield list(self.mine[start : start + self.batch_size]) or [0]
 
 
 def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_id: int) -> DataLoader[Batch]:
@@ -141,7 +153,7 @@ def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_
     return DataLoader(
         stream,
         batch_sampler=batches,
-        collate_fn=lambda examples: pad(examples, pad_token_id),
+        collate_fn=lambda examples: stack(examples) if "pixel_values" in examples[0] else pad(examples, pad_token_id),
         generator=torch.Generator().manual_seed(stream.seed),
     )
 

@@ -27,11 +27,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from training import durable
-from training.adapters import save_model
+from training.adapters import save_model, whole_weights
 from training.errors import TrainingError
+from training.models import Processor
+from training.sharding import shard_optimizer_state, whole
 
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,16 @@ HISTORY = "training_report.json"
 # A run cannot go on as the same run when one of these changes.
 FIXED = (
     *("task", "train_file", "dataset_name", "dataset_config_name", "text_column_name", "label_column_name"),
-    *("max_length", "mlm_probability", "seed", "model_name_or_path", "tokenizer_name", "trainable", "join_documents"),
+    *(
+        "image_column_name",
+        "max_length",
+        "mlm_probability",
+        "seed",
+        "model_name_or_path",
+        "tokenizer_name",
+        "trainable",
+        "join_documents",
+    ),
     *("freeze_pattern", "ema_decay", "text_pair_column_name", "on_bad_rows", "streaming_processes"),
     *("transfer_layers", "untie_embeddings"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
@@ -124,7 +135,7 @@ class Checkpointer:
         self,
         state: TrainingState,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        processor: Processor,
         parts: dict[str, Any],
     ) -> Path:
         """Write `checkpoint-<step>`; `parts` are the objects with a state_dict. Called by all processes.
@@ -134,8 +145,19 @@ class Checkpointer:
         """
         final = self.output_dir / f"checkpoint-{state.step}"
         folder = self.output_dir / f"{durable.TEMPORARY}{final.name}"
-        rng = folder / f"rng-{self.accelerator.process_index}.pt"
-        self._do(lambda: self._write(folder, state, model, tokenizer, parts), folder)
+        rng, keep = folder / f"rng-{self.accelerator.process_index}.pt", self.accelerator.is_main_process
+        weights = whole_weights(model, keep)
+        states = whole({name: part.state_dict() for name, part in parts.items()}, keep)
+
+        def write() -> None:
+            folder.mkdir(parents=True)
+            save_model(model, folder, weights)
+            processor.save_pretrained(folder)
+            durable.save_tensors(states, folder / "optimizer.pt")
+            text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
+            (folder / STATE_FILE).write_text(text, encoding="utf-8")
+
+        self._do(write, folder)
         self._do(lambda: durable.save_tensors(random_state(), rng), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
         return final
@@ -167,21 +189,6 @@ class Checkpointer:
             return "there is no checkpoint to go on from"
         return f"the last good checkpoint is {last}; `--resume_from_checkpoint latest` goes on from there"
 
-    def _write(
-        self,
-        folder: Path,
-        state: TrainingState,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        parts: dict[str, Any],
-    ) -> None:
-        folder.mkdir(parents=True)
-        save_model(model, folder)
-        tokenizer.save_pretrained(folder)
-        durable.save_tensors({name: part.state_dict() for name, part in parts.items()}, folder / "optimizer.pt")
-        text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
-        (folder / STATE_FILE).write_text(text, encoding="utf-8")
-
     def _finish(self, folder: Path, final: Path, state: TrainingState) -> None:
         """Give it its name, then remove the oldest ones beyond the limit, but never the best."""
         durable.commit(folder, final)
@@ -199,6 +206,7 @@ class Checkpointer:
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
         """Load optimizer, schedule, scaler and random state. (The weights were loaded from the folder as a model.)"""
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         path = checkpoint / f"rng-{self.accelerator.process_index}.pt"

@@ -5,6 +5,7 @@
 | causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
 | sequence_classification | refused                                     | a row is a text with class, cut     |
+| image_classification    | refused                                     | a row is an image with class        |
 
 "Cut" is to max_length tokens; "packed" documents share a block of as many and do not see each other (`packing.py`), but
 for `--join_documents`.
@@ -21,10 +22,11 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from training.arguments import DataArguments, Recipe
 from training.errors import TrainingError
+from training.images import Images
 from training.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
 from training.rows import path_of, usable_rows
 from training.token_cache import cached
@@ -35,6 +37,18 @@ logger = logging.getLogger(__name__)
 BATCH = 1000  # texts in one call of the tokenizer
 
 
+def usable_texts(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+    """The rows that `build_examples` takes: a .txt as it is, of others those that are not bad (`rows.usable_rows`)."""
+    if _is_running_text(recipe, split):
+        return rows
+    column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
+    return usable_rows(rows, recipe.data, split, labelled and column in rows.column_names)
+
+
+def _is_running_text(recipe: Recipe, split: str) -> bool:
+    return (path_of(recipe.data, split) or "").endswith(".txt")
+
+
 def build_examples(
     recipe: Recipe,
     rows: datasets.Dataset,
@@ -43,13 +57,8 @@ def build_examples(
     classes: dict[str, int] | None,
     split: str,
 ) -> Examples:
-    """Examples of one split; `classes` maps the labels of the data to class indices (classification only)."""
-    data, task = recipe.data, recipe.model.task
-    path = path_of(data, split)
-    running_text = path is not None and path.endswith(".txt")
-    if not running_text:
-        labelled = task == "sequence_classification" and data.label_column_name in rows.column_names
-        rows = usable_rows(rows, data, split, labelled)
+    """Examples of usable rows of one split; `classes` maps their labels to class indices (classification only)."""
+    data, task, running_text = recipe.data, recipe.model.task, _is_running_text(recipe, split)
     texts = _texts(rows, data, running_text, data.max_eval_chars if split == "validation" else None)
     if task == "causal_lm":
         is_training = split == "train"
@@ -74,6 +83,20 @@ def build_examples(
     if len(examples) == 0:
         raise TrainingError(f"the {split} data holds no text")
     logger.info("%s: %d examples, %d tokens", split, len(examples), examples.lengths.sum())
+    return examples
+
+
+def image_examples(
+    recipe: Recipe, rows: datasets.Dataset, processor: BaseImageProcessor, classes: dict[str, int] | None, split: str
+) -> Examples:
+    """Images of one split, of `rows` that are usable."""
+    labels = _labels(rows, recipe, classes, split)
+    examples: Examples = Images(rows, recipe.data, split, processor, labels)
+    if split == "validation":
+        examples = shorten(examples, recipe.data.max_eval_samples, None)
+    if len(examples) == 0:
+        raise TrainingError(f"the {split} data holds no image")
+    logger.info("%s: %d images", split, len(examples))
     return examples
 
 

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from training.arguments import CLASSIFICATION
 from training.batches import Batch
 from training.metrics import Classification, TeacherCosine, TokenLoss, pair_similarity
 from training.objectives import aligned_labels, embedding_cosine, hidden_states_of, mean_pooled, run_model
@@ -48,11 +49,12 @@ class Evaluator:
             "masked_lm": TokenLoss,
             "sequence_classification": Classification,
             "embedding": TeacherCosine,
+            "image_classification": Classification,
         }
         return metrics[self.task](keep_in_memory=True)  # the default is a file in the home folder
 
     def figures(self, batch: Batch, outputs: Any) -> Figures:
-        if self.task == "sequence_classification":
+        if self.task in CLASSIFICATION:
             return _classes(batch, outputs)
         if self.task != "embedding":
             return token_nats(batch, outputs, self.task)
@@ -80,10 +82,17 @@ class Evaluator:
                 pooled = mean_pooled(hidden_states_of(outputs, self.layers)[-1], batch["attention_mask"])
                 scored += zip(index, batch["labels"].tolist(), pooled.tolist(), strict=True)
         model.train(was_training)
-        rows = sorted(gather_object(rows))  # by example: sums do not depend on the number of processes
+        rows = _each_once(gather_object(rows))
         result = self.metric().compute(predictions=[row[1] for row in rows], references=[row[2] for row in rows])
-        result = {**(result or {}), **_similarity(sorted(gather_object(scored)))}
+        result = {**(result or {}), **_similarity(_each_once(gather_object(scored)))}
         return {f"eval_{name}": value for name, value in result.items()}
+
+
+def _each_once(rows: list[Any]) -> list[Any]:
+    """Rows by the example that they begin with, so that sums do not depend on the number of processes; one for each,
+    where several have it (`batches.EvaluationBatches`) that of the first process, whose it is."""
+    found = {row[0]: row for row in reversed(rows)}
+    return [found[number] for number in sorted(found)]
 
 
 def _similarity(scored: list[tuple[int, float, list[float]]]) -> dict[str, float]:

@@ -8,13 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from training import durable
 from training.adapters import save_model
 from training.arguments import Recipe
 from training.checkpointing import HISTORY
+from training.models import Processor
+from training.plots import plot_metrics
 
 
 logger = logging.getLogger(__name__)
@@ -27,17 +30,22 @@ TEMPORARY = ".incomplete-model"
 def save_final(
     recipe: Recipe,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor,
     training: dict[str, Any],
     metrics: dict[str, float],
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model, code, tokenizer, sidecars and card into output_dir; each file appears only when complete."""
+    """Write model, code, tokenizer, sidecars and card into output_dir; each file appears only when complete.
+
+    Args:
+        weights: as for `adapters.save_model`.
+    """
     from conversion.card import training_facts, write_model_card  # only needed here, and conversion imports much
 
     folder = recipe.output_dir / TEMPORARY
     folder.mkdir(parents=True)
-    save_model(model, folder)
-    tokenizer.save_pretrained(folder)
+    save_model(model, folder, weights)
+    processor.save_pretrained(folder)
     copy_sidecars(recipe.model.model_name_or_path, folder)
     earlier = training_history(recipe.model.model_name_or_path)
     dataset = recipe.data.dataset_name or Path(str(recipe.data.train_file)).name
@@ -48,6 +56,7 @@ def save_final(
         "settings": getattr(model.config, "linear_attention", None),
         **training_facts([*earlier, this]),
     }
+    plot_metrics(recipe.output_dir, folder)
     write_model_card(folder, facts, name=recipe.output_dir.name)
     _move_into(folder, recipe.output_dir)
     logger.info("saved %s", recipe.output_dir)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import datasets
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from training import models
 from training.arguments import Recipe
 from training.batches import Batch, Masking, Stream, TrainBatches, loader, steps_for_tokens
-from training.data import build_examples, label_names
+from training.data import build_examples, image_examples, label_names, usable_texts
+from training.images import usable_images
 from training.packing import Examples
-from training.rows import load_rows, usable_rows
+from training.rows import count_skipped, load_rows
 from training.streaming import StreamedExamples
 
 
@@ -24,44 +26,71 @@ DEFAULT_EPOCHS = 3.0
 
 @dataclass
 class Data:
-    """The examples of both splits, and the class indices that their labels became."""
+    """The examples of both splits, the class indices that their labels became, and the bad rows that were left out."""
 
     train: Examples | StreamedExamples | None
     validation: Examples | None
     classes: dict[str, int] | None
+    skipped: dict[str, int]
 
 
-def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
+def _load_images(recipe: Recipe, processor: BaseImageProcessor) -> Data:
+    labels = recipe.data.label_column_name
+    rows, skipped = _read(
+        recipe,
+        ("train", "validation"),
+        lambda part, split: usable_images(part, recipe.data, split, labelled=labels in part.column_names),
+    )
+    classes = _classes(recipe, rows)
+    examples = {split: image_examples(recipe, part, processor, classes, split) for split, part in rows.items()}
+    return Data(examples.get("train"), examples.get("validation"), classes, skipped)
+
+
+def _read(
+    recipe: Recipe, splits: Sequence[str], usable: Callable[[datasets.Dataset, str], datasets.Dataset]
+) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
+    """Usable rows of the splits that there are, and how many were left out."""
+    found = {split: rows for split in splits if (rows := load_rows(recipe.data, split)) is not None}
+    kept = {split: usable(rows, split) for split, rows in found.items()}
+    skipped = {split: count_skipped(rows, kept[split], recipe.data, split) for split, rows in found.items()}
+    return kept, {split: count for split, count in skipped.items() if count}
+
+
+def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int] | None:
+    """By the first labelled split; classes in the other that it does not have are an error."""
+    column = recipe.data.label_column_name
+    labelled = [part for part in rows.values() if column in part.column_names]
+    return models.class_mapping(models.load_config(recipe), label_names(labelled[0], column)) if labelled else None
+
+
+def load_data(recipe: Recipe, processor: models.Processor) -> Data:
     """Both splits as examples."""
-    config = models.load_config(recipe)
-    max_length = models.sequence_length(recipe, tokenizer, config)
+    if isinstance(processor, BaseImageProcessor):
+        return _load_images(recipe, processor)
+    return _load_texts(recipe, processor)
+
+
+def _load_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
+    max_length = models.sequence_length(recipe, tokenizer, models.load_config(recipe))
     read_now = ("validation",) if recipe.data.streaming else ("train", "validation")
-    rows = {split: load_rows(recipe.data, split) for split in read_now}
-    classes = None
-    if recipe.model.task == "sequence_classification":
-        column = recipe.data.label_column_name
-        # the first labelled split decides; unknown classes in the other are an error
-        for split, found in rows.items():
-            if classes is None and found is not None and column in found.column_names:
-                labels = label_names(usable_rows(found, recipe.data, split, labelled=True), column)
-                classes = models.class_mapping(config, labels)
+    rows, skipped = _read(recipe, read_now, lambda part, split: usable_texts(recipe, part, split))
+    classes = _classes(recipe, rows) if recipe.model.task == "sequence_classification" else None
     examples = {
-        split: None if found is None else build_examples(recipe, found, tokenizer, max_length, classes, split)
-        for split, found in rows.items()
+        split: build_examples(recipe, part, tokenizer, max_length, classes, split) for split, part in rows.items()
     }
-    train = StreamedExamples(recipe, tokenizer, max_length) if recipe.data.streaming else examples["train"]
-    return Data(train, examples["validation"], classes)
+    train = StreamedExamples(recipe, tokenizer, max_length) if recipe.data.streaming else examples.get("train")
+    return Data(train, examples.get("validation"), classes, skipped)
 
 
-def masking_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
-    if recipe.model.task != "masked_lm":
+def masking_of(recipe: Recipe, processor: models.Processor) -> Masking | None:
+    if recipe.model.task != "masked_lm" or isinstance(processor, BaseImageProcessor):
         return None
-    special = tuple(tokenizer.all_special_ids)
-    return Masking(recipe.data.mlm_probability, tokenizer.mask_token_id, len(tokenizer), special)
+    special = tuple(processor.all_special_ids)
+    return Masking(recipe.data.mlm_probability, processor.mask_token_id, len(processor), special)
 
 
-def stream_of(examples: Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, shuffle: bool) -> Stream:
-    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, tokenizer))
+def stream_of(examples: Examples, recipe: Recipe, processor: models.Processor, shuffle: bool) -> Stream:
+    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor))
 
 
 @dataclass

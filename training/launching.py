@@ -49,20 +49,51 @@ def start_processes(recipe: Recipe) -> Accelerator:
 
 def _refuse_before(recipe: Recipe) -> None:
     """What accelerate itself would fail over, or go on with, without saying what to do."""
-    if recipe.run.mixed_precision is None and os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+    if _precision(recipe) == "fp8":
         raise TrainingError(
             "the launch file asks for mixed precision fp8, which this loop does not do (a linear attention state in 8 "
             "bit would be wrong after a few tokens); allowed are no, fp16 and bf16: set `mixed_precision: bf16` there"
         )
-    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if _is_on(variable):
-            silent = "; without a GPU, accelerate would silently make DDP of FSDP"
-            silent = "" if torch.cuda.is_available() else silent
-            raise TrainingError(
-                f"the launch file asks for {name}, but finetune.py keeps a whole model on every process (its teacher, "
-                f"evaluation and checkpoints need one){silent}: launch with training/launch/ddp.yaml or "
-                "cpu2.yaml, or train the converted model by transformers' Trainer or trl with this launch file"
-            )
+    if _is_on("ACCELERATE_USE_DEEPSPEED"):
+        raise TrainingError(
+            "the launch file asks for DeepSpeed, which takes the optimizer step, clipping and checkpoints over from "
+            "finetune.py: launch with training/launch/fsdp2.yaml, which shards as ZeRO-3 does, or ddp.yaml, or train "
+            "the converted model by transformers' Trainer or trl with this launch file"
+        )
+    if _is_on("ACCELERATE_USE_FSDP"):
+        _refuse_shards(recipe)
+
+
+def _refuse_shards(recipe: Recipe) -> None:
+    """What would not be what the launch file or the recipe says, with FSDP."""
+    if not torch.cuda.is_available():
+        raise TrainingError(
+            "the launch file asks for FSDP; without a GPU, accelerate would silently make DDP of it: launch with "
+            "training/launch/cpu2.yaml"
+        )
+    transfer = any((recipe.objective.attention_transfer_weight, recipe.objective.attention_map_weight))
+    wrong = [
+        *(
+            ["`fsdp_version: 1` in the launch file (allowed is 2)"]
+            if os.environ.get("FSDP_VERSION", "1") != "2"
+            else []
+        ),
+        # the other processes would have a teacher without weights
+        *(["`fsdp_cpu_ram_efficient_loading: true` there"] if _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING") else []),
+        *(["mixed precision fp16 (allowed are no, bf16)"] if _precision(recipe) == "fp16" else []),
+        *(["attention transfer, which trains the mechanisms alone"] if transfer else []),
+        *(["`--use_peft`"] if recipe.model.use_peft else []),
+        *(["`--untie_embeddings`"] if recipe.model.untie_embeddings is not None else []),
+    ]
+    if wrong:
+        raise TrainingError(
+            f"the launch file asks for FSDP, and shards do not go with {'; '.join(wrong)}: change that, or launch with "
+            "training/launch/ddp.yaml, which has a whole model on every process"
+        )
+
+
+def _precision(recipe: Recipe) -> str | None:
+    return recipe.run.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
 
 
 def _is_on(variable: str) -> bool:

@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from training.adapters import TrainedParameters
 from training.arguments import Recipe
@@ -29,7 +30,8 @@ from training.evaluation import Evaluator
 from training.inputs import TrainInputs
 from training.layer_transfer import TransferLayers, layer_name
 from training.logs import MetricsFile
-from training.objectives import Objective
+from training.models import Processor
+from training.objectives import Objective, count_units
 from training.selection import Selection
 from training.teacher import Teacher
 from training.termination import Termination
@@ -45,7 +47,7 @@ class Parts:
 
     recipe: Recipe
     accelerator: Accelerator
-    tokenizer: PreTrainedTokenizerBase
+    processor: Processor
     student: PreTrainedModel
     teacher: Teacher | None
     pad_token_id: int
@@ -71,7 +73,7 @@ class Parts:
         evaluator = Evaluator(accelerator, self.recipe.model.task, self.teacher)
         with self.final_weights():
             figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
-        self.record({"step": step, "tokens": tokens, **figures})
+        self.record({"step": step, self.recipe.unit: tokens, **figures})
         logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
         return figures
 
@@ -89,7 +91,8 @@ class TrainingPlan:
     total_steps: int
     optimizer: AcceleratedOptimizer
     scheduler: LambdaLR
-    module: torch.nn.Module  # StudentWithObjectives, wrapped by accelerate
+    module: torch.nn.Module  # StudentWithObjectives; wrapped by accelerate, or around a student that is
+    synchronized: torch.nn.Module  # what accelerate has wrapped
     objectives: dict[str, tuple[float, Objective]]
     checkpointer: Checkpointer
     window_dropout: WindowDropout
@@ -161,7 +164,7 @@ class TrainingLoop:
         losses: list[Tensor] = []
         for number, batch in enumerate(window, 1):
             last = number == len(window)
-            synchronization = nullcontext() if last else self.accelerator.no_sync(self.plan.module)
+            synchronization = nullcontext() if last else self.accelerator.no_sync(self.plan.synchronized)
             with synchronization, self.plan.window_dropout.drawn(self.state.step):
                 targets = self.parts.teacher(batch) if self._uses_teacher() and self.parts.teacher else None
                 loss, parts = self.plan.module(batch, targets, scales)
@@ -182,7 +185,7 @@ class TrainingLoop:
     def _global_counts(self, window: list[Batch]) -> dict[str, Tensor]:
         """Tokens, units of every objective, and processes that got SIGTERM, in the whole step."""
         rows = [
-            torch.stack([batch["attention_mask"].sum(), *(o.units(batch) for _, o in self.objectives.values())])
+            torch.stack([count_units(batch), *(o.units(batch) for _, o in self.objectives.values())])
             for batch in window
         ]
         mine = torch.cat([torch.stack(rows).sum(0), rows[0].new_tensor([self.termination.requested])])
@@ -193,7 +196,8 @@ class TrainingLoop:
         """Clip the gradients; their norm before, the same on all processes."""
         limit = self.parts.recipe.optimization.max_grad_norm
         parameters = [parameter for parameter in self.plan.module.parameters() if parameter.requires_grad]
-        return self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)
+        norm = self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _refuse_what_is_not_finite(self, window: list[Batch], losses: Tensor, norm: Tensor) -> None:
         """Stop before it gets into the weights. (A gradient scaler skips steps of infinite gradients by itself.)"""
@@ -249,7 +253,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._collect()
-        saved = self.plan.checkpointer.save(self.state, self.parts.student, self.parts.tokenizer, self.stateful)
+        saved = self.plan.checkpointer.save(self.state, self.parts.student, self.parts.processor, self.stateful)
         if self.is_terminated:
             raise TerminatedError(f"SIGTERM: {saved} was written; `--resume_from_checkpoint latest` goes on from there")
 
@@ -258,18 +262,20 @@ class TrainingLoop:
         means = {name: value / self.state.steps_in_sums for name, value in self.state.sums.items()}
         norm = means.pop("grad_norm")
         loss = sum(weight * means[name] for name, (weight, _) in self.objectives.items())
+        unit = self.parts.recipe.unit
         event = {
             "step": self.state.step,
-            "tokens": self.state.tokens,
+            unit: self.state.tokens,
             "loss": loss,
             **means,
             "grad_norm": norm,
             "learning_rate": self.rates.get(False, self.rates.get(True)),
             **({"mechanism_learning_rate": self.rates[True]} if len(self.rates) > 1 else {}),
-            "tokens_per_second": (self.state.tokens - self.tokens_at_start) / (time.perf_counter() - self.started),
+            f"{unit}_per_second": (self.state.tokens - self.tokens_at_start) / (time.perf_counter() - self.started),
         }
         self.parts.record(event)
-        progress.set_postfix(loss=f"{loss:.4g}", tokens_per_second=f"{event['tokens_per_second']:,.0f}")
+        speed = f"{unit}_per_second"
+        progress.set_postfix({"loss": f"{loss:.4g}", speed: f"{event[speed]:,.0f}"})
         self._note_layers(means)
         self.state.sums, self.state.steps_in_sums = {}, 0
         self._restart_clock()

@@ -29,6 +29,7 @@ SELECTING = {
     "masked_lm": ("nats_per_token", "perplexity"),
     "sequence_classification": ("accuracy", "f1"),
     "embedding": ("cosine", "cosine_min", "spearman"),
+    "image_classification": ("accuracy", "f1"),
 }
 
 

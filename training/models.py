@@ -9,11 +9,14 @@ import torch
 from accelerate import PartialState, init_empty_weights
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BaseImageProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,9 +35,19 @@ AUTO_CLASSES: dict[str, Any] = {
     "masked_lm": AutoModelForMaskedLM,
     "sequence_classification": AutoModelForSequenceClassification,
     "embedding": AutoModel,
+    "image_classification": AutoModelForImageClassification,
 }
+Processor = PreTrainedTokenizerBase | BaseImageProcessor
 MECHANISM = ".linear_attention."  # the child that conversion puts into every converted attention module
 DEFAULT_MAX_LENGTH = 512
+
+
+def load_processor(recipe: Recipe) -> Processor:
+    """What makes a model's inputs of the data, and belongs into its folder."""
+    if recipe.model.task != "image_classification":
+        return load_tokenizer(recipe)
+    path = recipe.model.model_name_or_path
+    return AutoImageProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -45,9 +58,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Padding is masked everywhere, so any id will do where the tokenizer has none."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+def pad_token_id(processor: Processor) -> int:
+    """Padding is masked everywhere, so any id will do where the tokenizer has none; images are not padded."""
+    candidates = (getattr(processor, "pad_token_id", None), getattr(processor, "eos_token_id", None), 0)
     return int(next(token for token in candidates if token is not None))
 
 
@@ -73,7 +86,9 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
     numeric = all(name.isdigit() for name in unique)
     if numeric and max(map(int, unique)) < len(known):
         return {str(index): index for index in range(len(known))}
-    if any("ForSequenceClassification" in name for name in config.architectures or ()):
+    if any(
+        name.endswith(("ForSequenceClassification", "ForImageClassification")) for name in config.architectures or ()
+    ):
         raise TrainingError(
             f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}"
         )
@@ -97,7 +112,7 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
         places = device_map(empty, PartialState().default_device, MECHANISM)
         extra |= {"device_map": places, "offload_folder": recipe.model.offload_folder}
     model = _load(recipe, path, dtype=torch.float32, **extra)
-    if model.config.pad_token_id is None and recipe.model.task == "sequence_classification":
+    if recipe.model.task == "sequence_classification" and model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id(load_tokenizer(recipe))  # decoders classify at the last real token
     if recipe.model.use_peft:
         add_adapters(model, recipe.model)
@@ -115,7 +130,8 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     """The teacher; with mixed precision in the dtype of its checkpoint, otherwise in float32."""
     path = str(recipe.model.teacher_name_or_path)
     teacher = _load(recipe, path, dtype="auto" if mixed_precision else torch.float32)
-    teacher.config.pad_token_id = student.config.pad_token_id
+    if recipe.model.task == "sequence_classification":
+        teacher.config.pad_token_id = student.config.pad_token_id
     for name, used in _must_agree(recipe).items():
         mine, yours = getattr(student.config, name, None), getattr(teacher.config, name, None)
         if used and mine != yours:
@@ -128,8 +144,8 @@ def _must_agree(recipe: Recipe) -> dict[str, bool]:
     weights, task = recipe.objective, recipe.model.task
     hidden = bool(weights.hidden_state_weight or weights.embedding_weight)
     return {
-        "vocab_size": bool(weights.logits_kl_weight) and task != "sequence_classification",
-        "label2id": bool(weights.logits_kl_weight) and task == "sequence_classification",
+        "vocab_size": bool(weights.logits_kl_weight) and not recipe.is_classification,
+        "label2id": bool(weights.logits_kl_weight) and recipe.is_classification,
         "hidden_size": hidden or task == "embedding",
         "num_hidden_layers": bool(weights.hidden_state_weight) and weights.hidden_state_layers == "all",
     }

@@ -86,11 +86,11 @@ class LogitsKL(Objective):
     needs_logits, needs_hidden_states, needs_teacher = True, False, True
 
     def __init__(self, recipe: Recipe) -> None:
-        self.per_sequence = recipe.model.task == "sequence_classification"
+        self.per_sequence = recipe.is_classification
         self.temperature = recipe.objective.temperature
 
     def _mask(self, batch: Batch) -> Tensor:
-        mask = batch["attention_mask"].bool()
+        mask = token_weights(batch, 1) > 0
         return mask.any(-1) if self.per_sequence else mask
 
     def units(self, batch: Batch) -> Tensor:
@@ -115,12 +115,13 @@ class HiddenState(Objective):
         pass
 
     def units(self, batch: Batch) -> Tensor:
-        return batch["attention_mask"].sum()
+        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
-        mask = batch["attention_mask"].bool()
         pairs = _hidden_pairs(student, teacher)
-        return torch.stack([_relative_error(mine[mask], yours[mask]) for mine, yours in pairs]).mean()
+        weights = token_weights(batch, pairs[0][0].shape[1])
+        mask = weights > 0
+        return torch.stack([(_relative_errors(a[mask], b[mask]) * weights[mask]).sum() for a, b in pairs]).mean()
 
 
 class Embedding(Objective):
@@ -155,12 +156,12 @@ class AttentionTransfer(Objective):
         self.error = relative_head_error if is_relative else absolute_head_error
 
     def units(self, batch: Batch) -> Tensor:
-        return batch["attention_mask"].sum()
+        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
-        mask = batch["attention_mask"].bool()
-        errors = torch.stack([self.error(seen, mask) for seen in student.attention])  # [layers, B, H]
-        return (errors.mean(dim=2) * mask.sum(-1)).sum(-1)
+        weights = token_weights(batch, student.attention[0].softmax_output.shape[1])
+        errors = torch.stack([self.error(seen, weights > 0) for seen in student.attention])  # [layers, B, H]
+        return (errors.mean(dim=2) * weights.sum(-1)).sum(-1)
 
 
 def relative_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
@@ -194,20 +195,21 @@ class AttentionMap(Objective):
         pass
 
     def units(self, batch: Batch) -> Tensor:
-        return batch["attention_mask"].sum()
+        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
-        mask = batch["attention_mask"].bool()
-        return torch.stack([map_cross_entropy(seen, mask) for seen in student.attention])
+        weights = token_weights(batch, student.attention[0].softmax_output.shape[1])
+        return torch.stack([map_cross_entropy(seen, weights) for seen in student.attention])
 
 
-def map_cross_entropy(seen: ObservedAttention, mask: Tensor) -> Tensor:
-    """Sum over the tokens where `mask` [B, N], mean over heads."""
+def map_cross_entropy(seen: ObservedAttention, counts: Tensor) -> Tensor:
+    """Sum over the tokens, each times `counts` [B, N], mean over heads."""
     if seen.softmax_weights is None:
         raise RuntimeError("the softmax weights are wanted, but the attention that ran shows none")
     # A weight of exactly 0, such as a window's beyond its edge, would cost infinitely much.
     weights = seen.weights().float().clamp(min=1e-8)
-    return -(seen.softmax_weights.float() * weights.log()).sum(-1).mean(1)[mask].sum()
+    real = counts > 0
+    return -((seen.softmax_weights.float() * weights.log()).sum(-1).mean(1)[real] * counts[real]).sum()
 
 
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
@@ -243,10 +245,25 @@ def embedding_cosine(mine: Tensor, yours: Tensor, attention_mask: Tensor) -> Ten
     return F.cosine_similarity(mean_pooled(mine, attention_mask), mean_pooled(yours, attention_mask), dim=-1)
 
 
-def _relative_error(mine: Tensor, yours: Tensor) -> Tensor:
-    """Sum over tokens of the relative squared error of [T, D]."""
+def _relative_errors(mine: Tensor, yours: Tensor) -> Tensor:
+    """Relative squared error [T] of the tokens of [T, D]."""
     mine, yours = mine.float(), yours.float()
-    return ((mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)).sum()
+    return (mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)
+
+
+def count_units(batch: Batch) -> Tensor:
+    """Real tokens of a batch, or its images: a long scalar."""
+    if "pixel_values" in batch:
+        return torch.tensor(len(batch["pixel_values"]), device=batch["pixel_values"].device)
+    return batch["attention_mask"].sum()
+
+
+def token_weights(batch: Batch, length: int) -> Tensor:
+    """What each of the N positions of a batch counts, [B, N]: a token 1, padding 0; those of an image share 1."""
+    if "pixel_values" in batch:
+        images = batch["pixel_values"]
+        return torch.full((len(images), length), 1 / length, device=images.device)
+    return batch["attention_mask"].float()
 
 
 def _logits(student: StudentOutputs) -> Tensor:
@@ -315,6 +332,8 @@ class StudentWithObjectives(nn.Module):
 def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
     """The model's outputs, with the hidden states that `layers` ("last", "all" or None) asks for."""
     keywords: dict[str, Any] = {"output_hidden_states": True} if layers else {}
+    if "pixel_values" in batch:
+        return model(pixel_values=batch["pixel_values"], **keywords)
     accepted = inspect.signature(model.forward).parameters
     if "use_cache" in accepted:
         keywords["use_cache"] = False  # a decoder would fill a cache that nobody reads

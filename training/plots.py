@@ -11,8 +11,8 @@ from training.logs import NAME, read_metrics
 PLOT = "loss.png"
 
 
-def plot_metrics(output_dir: Path) -> None:
-    """Draw `loss.png`; without matplotlib or without a logged step, nothing."""
+def plot_metrics(output_dir: Path, folder: Path) -> None:
+    """The metrics.jsonl of `output_dir` as `loss.png` in `folder`; without matplotlib or a logged step, nothing."""
     events = read_metrics(output_dir / NAME)
     if importlib.util.find_spec("matplotlib") is None or not any("loss" in event for event in events):
         return
@@ -20,11 +20,12 @@ def plot_metrics(output_dir: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
+    unit = "images" if "images" in events[0] else "tokens"
     names = ["loss", *sorted({name for event in events for name in event if name in ("eval_nats_per_token",)})]
     for name in names:
-        points = [(event["tokens"], event[name]) for event in events if name in event]
+        points = [(event[unit], event[name]) for event in events if name in event]
         axes.plot(*zip(*points, strict=True), label=name, marker="." if name != "loss" else None)
-    axes.set(xlabel="tokens", ylabel="loss")
+    axes.set(xlabel=unit, ylabel="loss")
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(output_dir / PLOT, dpi=120)
+    figure.savefig(folder / PLOT, dpi=120)

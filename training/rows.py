@@ -24,6 +24,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".csv": ("csv", {"keep_default_na": False}),
     ".tsv": ("csv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}),
+    ".parquet": ("parquet", {}),
 }
 SHOWN = 5  # bad rows by line in a message; the rest are counted
 
@@ -92,8 +93,7 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
     """
     columns = [name for name in (data.text_column_name, data.text_pair_column_name) if name is not None]
     for option, name in zip(("text_column_name", "text_pair_column_name"), columns):
-        if name not in rows.column_names:
-            raise TrainingError(f"`--{option} {name}` is not a column; the data has {', '.join(rows.column_names)}")
+        require_column(rows, option, name)
     labels = list(rows[data.label_column_name]) if labelled else None
     bad: dict[int, str] = {}
     for name in columns:
@@ -105,12 +105,30 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
     for number, label in enumerate(labels or ()):
         if label is None:
             bad.setdefault(number, f"`{data.label_column_name}` is missing")
+    return without_bad(rows, bad, data, split)
+
+
+def require_column(rows: datasets.Dataset, option: str, name: str) -> None:
+    if name not in rows.column_names:
+        raise TrainingError(f"`--{option} {name}` is not a column; the data has {', '.join(rows.column_names)}")
+
+
+def without_bad(rows: datasets.Dataset, bad: dict[int, str], data: DataArguments, split: str) -> datasets.Dataset:
+    """`rows` without those that are `bad`, by number with what is wrong; refuses them if they may not be skipped."""
     if not bad:
         return rows
     source = path_of(data, split) or f"{data.dataset_name}, {split}"
     places = dict(zip(sorted(bad), _places(path_of(data, split), sorted(bad)), strict=True))
     report([f"{places[number]}: {bad[number]}" for number in sorted(bad)], source, data)
     return rows.select([number for number in range(len(rows)) if number not in bad])
+
+
+def count_skipped(rows: datasets.Dataset, usable: datasets.Dataset, data: DataArguments, split: str) -> int:
+    """How many of what `load_rows` has read, or could not read as rows, are not among the `usable` ones."""
+    path = path_of(data, split)
+    if data.on_bad_rows == "skip" and path is not None and path.endswith(".jsonl"):
+        return sum(1 for _ in _lines(path)) - len(usable)
+    return len(rows) - len(usable)
 
 
 def bad_text(column: str, value: Any) -> str:
@@ -129,7 +147,7 @@ def report(bad: list[str], source: str, data: DataArguments) -> None:
 
 def _places(path: str | None, rows: list[int]) -> list[str]:
     """Where rows, by number from 0, are in their file: `line 7`."""
-    if path is None:
+    if path is None or path.endswith(".parquet"):
         return [f"row {row}" for row in rows]
     wanted, lines = set(rows), {}
     for row, line in enumerate(_lines(path)):

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel, get_scheduler
 
 from training import checkpointing, durable, models
-from training.adapters import TrainedParameters
+from training.adapters import TrainedParameters, whole_weights
 from training.arguments import Recipe
 from training.averaging import WeightAverage
 from training.batches import Stream
@@ -31,7 +31,7 @@ from training.logs import MetricsFile
 from training.loop import Parts, TrainingLoop, TrainingPlan
 from training.objectives import Objective, StudentWithObjectives, build_objectives
 from training.packing import Examples, PackedBlocks
-from training.plots import plot_metrics
+from training.sharding import load_whole
 from training.streaming import StreamedExamples
 from training.teacher import Teacher
 from training.tied_embeddings import retie, untie
@@ -47,33 +47,34 @@ def run(recipe: Recipe) -> dict[str, float]:
     accelerator = start_processes(recipe)
     set_seed(recipe.run.seed)
     checkpoint = _prepare_folder(recipe, accelerator)
-    tokenizer = models.load_tokenizer(recipe)
+    processor = models.load_processor(recipe)
     with accelerator.main_process_first():  # the others then find the data sets' cache filled
-        data = load_data(recipe, tokenizer)
+        data = load_data(recipe, processor)
     objectives = build_objectives(recipe) if data.train is not None else {}
     # adapters go beside the weights that they started from; a checkpoint holds merged ones, and may be removed
     source = None if recipe.model.trains_beside else checkpoint
     student = models.load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
     if recipe.model.untie_embeddings is not None and source is None:
         untie(student)
-    if recipe.model.offload_folder is None:
+    shards = accelerator.is_fsdp2 and data.train is not None
+    if recipe.model.offload_folder is None and not shards:  # shards go there when there are some
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
     parts = Parts(
         recipe,
         accelerator,
-        tokenizer,
+        processor,
         student,
         _teacher(recipe, accelerator, student, objectives),
-        models.pad_token_id(tokenizer),
-        None if data.validation is None else stream_of(data.validation, recipe, tokenizer, shuffle=False),
+        models.pad_token_id(processor),
+        None if data.validation is None else stream_of(data.validation, recipe, processor, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
     )
     start_trackers(recipe, accelerator)
     with ending(accelerator):
         if data.train is None:
             return parts.evaluate(0, 0)
-        return _train(parts, data.train, objectives, checkpoint)
+        return _train(parts, data.train, objectives, checkpoint, data.skipped)
 
 
 @contextmanager
@@ -155,6 +156,7 @@ def _train(
     examples: Examples | StreamedExamples,
     objectives: dict[str, tuple[float, Objective]],
     checkpoint: Path | None,
+    skipped: dict[str, int],
 ) -> dict[str, float]:
     recipe, accelerator = parts.recipe, parts.accelerator
     inputs = _train_inputs(parts, examples)
@@ -181,16 +183,17 @@ def _train(
             parts.average = None  # it is in the weights now
             retie(parts.student)
             figures = parts.evaluate(state.step, state.tokens)
+        weights = whole_weights(parts.student, keep=accelerator.is_main_process)
         if accelerator.is_main_process:
-            plot_metrics(recipe.output_dir)
-            done = {"steps": state.step, "tokens": state.tokens, "processes": accelerator.num_processes}
-            save_final(recipe, parts.student, parts.tokenizer, recipe.summary() | done, figures)
+            done = {"steps": state.step, recipe.unit: state.tokens, "processes": accelerator.num_processes}
+            done |= {"skipped_rows": skipped} if skipped else {}
+            save_final(recipe, parts.student, parts.processor, recipe.summary() | done, figures, weights)
     accelerator.wait_for_everyone()
     return figures
 
 
 def _train_inputs(parts: Parts, examples: Examples | StreamedExamples) -> TrainInputs:
-    recipe, tokenizer = parts.recipe, parts.tokenizer
+    recipe, processor = parts.recipe, parts.processor
     source: Stream | StreamedExamples
     if isinstance(examples, StreamedExamples):
         examples.is_packed = examples.is_packed and _can_pack(parts)
@@ -198,8 +201,8 @@ def _train_inputs(parts: Parts, examples: Examples | StreamedExamples) -> TrainI
     else:
         if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(parts):
             examples = examples.unpacked()
-        source = stream_of(examples, recipe, tokenizer, shuffle=True)
-    return TrainInputs(source, recipe, parts.accelerator, masking_of(recipe, tokenizer), parts.pad_token_id)
+        source = stream_of(examples, recipe, processor, shuffle=True)
+    return TrainInputs(source, recipe, parts.accelerator, masking_of(recipe, processor), parts.pad_token_id)
 
 
 def _can_pack(parts: Parts) -> bool:
@@ -232,7 +235,7 @@ def _load_best(parts: Parts, state: TrainingState) -> dict[str, float]:
             TrainedParameters(parts.student).load_state_dict(saved["trained"])
         else:
             best = models.load_student(parts.recipe, str(checkpoint), None)
-            parts.student.load_state_dict(best.state_dict())
+            load_whole(parts.student.state_dict(), best.state_dict())
         if parts.average is not None:
             parts.average.load_state_dict(saved["average"])
         logger.info("best model: step %d of %d", step, state.step)
@@ -250,7 +253,11 @@ def _plan(parts: Parts, inputs: TrainInputs, objectives: dict[str, tuple[float, 
     transfer = TransferLayers(parts.student, recipe.objective.transfer_layers, recipe.objective.layer_patience)
     module = StudentWithObjectives(parts.student, objectives, _hidden_layers(recipe, objectives), transfer)
     # the scheduler is not prepared: accelerate would advance it once per process; the student is in its place already
-    module, optimizer = accelerator.prepare(module, optimizer, device_placement=[False, True])
+    wrapped, optimizer = accelerator.prepare(
+        parts.student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
+    )
+    if not accelerator.is_fsdp2:  # which shards the student in its place
+        module = wrapped
     facts = _facts(recipe) | {
         **inputs.facts(),
         "world_size": accelerator.num_processes,
@@ -260,7 +267,9 @@ def _plan(parts: Parts, inputs: TrainInputs, objectives: dict[str, tuple[float, 
         accelerator, recipe.output_dir, facts, recipe.run.save_total_limit, recipe.run.load_best_model_at_end
     )
     dropout = WindowDropout(parts.student, parse_rates(recipe.objective.window_dropout), total_steps)
-    return TrainingPlan(inputs, total_steps, optimizer, scheduler, module, objectives, checkpointer, dropout, transfer)
+    return TrainingPlan(
+        inputs, total_steps, optimizer, scheduler, module, wrapped, objectives, checkpointer, dropout, transfer
+    )
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:

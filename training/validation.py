@@ -14,12 +14,17 @@ from training.trackers import tracker_problems
 from training.window_dropout import parse_rates
 
 
-FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv")
+FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
 # The student computes softmax attention for these, and is its own teacher.
 TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
 TRANSFER_OPTIONS = {"transfer_layers", "layer_patience", "offload_folder"}
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
+# Images are counted in steps, epochs and samples.
+TEXT_OPTIONS = {
+    *("tokenizer_name", "text_column_name", "max_length", "max_train_tokens", "max_eval_tokens", "untie_embeddings"),
+    "embedding_weight",
+}
 EVALUATION_OPTIONS = (
     *("eval_steps", "per_device_eval_batch_size", "max_eval_tokens", "max_eval_samples"),
     *("load_best_model_at_end", "early_stopping_patience"),
@@ -31,6 +36,7 @@ EVALUATION_ONLY = {
         "validation_file",
         "text_column_name",
         "text_pair_column_name",
+        "image_column_name",
         "on_bad_rows",
         "label_column_name",
         "max_length",
@@ -127,8 +133,8 @@ def _files(recipe: Recipe) -> Iterator[str]:
             yield f"`--{name} {path}`: allowed are files named {', '.join('*' + kind for kind in FILE_TYPES)}"
         elif not Path(path).is_file():
             yield f"`--{name} {path}`: there is no such file"
-        elif Path(path).suffix == ".txt" and recipe.model.task == "sequence_classification":
-            yield f"`--{name} {path}`: a .txt has no classes; use .jsonl, .csv or .tsv with a label column"
+        elif Path(path).suffix == ".txt" and recipe.is_classification:
+            yield f"`--{name} {path}`: a .txt has no classes; use .jsonl, .csv, .tsv or .parquet with a label column"
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give one"
     if data.dataset_config_name is not None and data.dataset_name is None:
@@ -144,8 +150,8 @@ def _streaming(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.data.join_documents:
         yield "`--join_documents` and `--streaming` exclude each other; drop one"
-    if recipe.model.task == "sequence_classification":
-        yield "`--streaming` reads unlabelled text; drop it for sequence_classification"
+    if recipe.is_classification:
+        yield f"`--streaming` reads unlabelled text; drop it for {recipe.model.task}"
     if (recipe.data.train_file or "").endswith(".txt"):
         yield f"`--streaming`: {recipe.data.train_file} is one text; use .jsonl, .csv, .tsv or `--dataset_name`"
     limits = {"num_train_epochs", "max_train_tokens"} & recipe.given
@@ -159,7 +165,7 @@ def _columns(recipe: Recipe) -> Iterator[str]:
     if "text_column_name" in given and only_txt and data.dataset_name is None:
         yield "`--text_column_name` does nothing for .txt files; drop it"
     has_scores = task == "embedding" and data.text_pair_column_name is not None
-    if "label_column_name" in given and task != "sequence_classification" and not has_scores:
+    if "label_column_name" in given and not recipe.is_classification and not has_scores:
         yield f"`--label_column_name` does nothing for `--task {task}`; drop it or use sequence_classification"
     if data.text_pair_column_name is not None and task not in ("sequence_classification", "embedding"):
         yield f"`--text_pair_column_name` does nothing for `--task {task}`; drop it"
@@ -167,6 +173,11 @@ def _columns(recipe: Recipe) -> Iterator[str]:
         yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
     if "mlm_probability" in given and task != "masked_lm":
         yield f"`--mlm_probability` does nothing for `--task {task}`; drop it or use masked_lm"
+    if task != "image_classification" and "image_column_name" in given:
+        yield f"`--image_column_name` does nothing for `--task {task}`; drop it or use image_classification"
+    if task == "image_classification":
+        for name in sorted(given & TEXT_OPTIONS):
+            yield f"`--{name}` is about text and does nothing for `--task {task}`; drop it"
 
 
 def _evaluation(recipe: Recipe) -> Iterator[str]:

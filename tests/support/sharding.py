@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import processes
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -77,3 +78,28 @@ def tensor_parallel(folder: str, results: Path) -> None:
         torch.save({"logits": logits.detach(), "split": split}, results)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def sharded_finetune(cache: Path, options: list[Any]) -> int:
+    """`finetune.py` under accelerate's FSDP2 on two CPU processes.
+
+    accelerate makes DDP of FSDP on a CPU, and nothing of it needs a GPU but that choice, which is made here for it.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    from training import launching
+
+    def accelerator(**keywords: Any) -> Accelerator:
+        made = Accelerator(**keywords)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+        if made.mixed_precision != "no":
+            plugin.set_mixed_precision(made.mixed_precision)
+        made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        return made
+
+    launching.Accelerator = accelerator
+    return processes.finetune(cache, options)

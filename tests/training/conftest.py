@@ -11,9 +11,12 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from checkpoints import save_twin
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     BertConfig,
@@ -137,6 +140,15 @@ def classifier(save: Callable[..., str]) -> str:
 
 
 @pytest.fixture(scope="session")
+def named_classifier(save: Callable[..., str]) -> str:
+    """Its classes are those of `files`; with dropout, so that resuming it exactly needs the random state."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
+    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=128, **sizes, **names)
+    return save(BertForSequenceClassification, config)
+
+
+@pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
     """A folder: train and valid as .txt (paragraphs), .jsonl and labelled .tsv and .csv."""
     folder = tmp_path_factory.mktemp("files")
@@ -150,6 +162,30 @@ def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
         with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows([("text", "label"), *rows])
     return folder
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder: <split>/<class>/<number>.png, dark and bright, and <split>.jsonl with their paths."""
+    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for split, count in (("train", 12), ("valid", 7)):
+        rows = []
+        for number in range(count):
+            name, low = [("bright", 100), ("dark", 0)][number % 2]
+            path = folder / split / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(low, low + 150, (16, 16), dtype=np.uint8)).save(path)
+            rows.append({"image": str(path.relative_to(folder)), "label": name})
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vision_teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("vit")
+    names = {"id2label": {0: "bright", 1: "dark"}, "label2id": {"bright": 0, "dark": 1}}
+    save_twin(folder, "vit", "AutoModelForImageClassification", **names)
+    return str(folder)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,21 @@ def test_resuming_with_adapters_is_bit_exact(finetune, causal: list[Any], tmp_pa
     (tmp_path / "whole" / "checkpoint-2").rename(parted / "checkpoint-2")
     finetune(*options, "--resume_from_checkpoint", "latest", output_dir=parted)
     assert changed(tmp_path / "whole", parted) == set()
+
+
+def test_the_best_adapters_are_what_is_saved(
+    finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures are replaced, the weights are the run's own: step 2 of 3 is best, and its checkpoint is merged."""
+    figures = iter([9.0, 3.0, 1.0, 2.0])
+    compute = lambda *_, **__: {"nats_per_token": next(figures)}  # noqa: E731 (one line of bookkeeping)
+    monkeypatch.setattr("training.evaluation.TokenLoss._compute", compute)
+    finetune(*causal, "--max_train_steps", 3, "--eval_steps", 1, "--load_best_model_at_end")
+    out = tmp_path / "out"
+    assert changed(out / "checkpoint-2", out) == set()
+    assert changed(out / "checkpoint-1", out)
+    report = json.loads((out / "training_report.json").read_text(encoding="utf-8"))
+    assert report["runs"][-1]["metrics"] == {"eval_nats_per_token": 1.0}
 
 
 def test_adapters_without_a_target_are_refused(finetune, causal: list[Any], capsys) -> None:

@@ -9,19 +9,13 @@ from typing import Any
 
 import datasets
 import pytest
+from recipes import recipe_of
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from training import data
-from training.arguments import (
-    DataArguments,
-    ModelArguments,
-    ObjectiveArguments,
-    OptimizationArguments,
-    Recipe,
-    RunArguments,
-)
+from training.arguments import DataArguments
 from training.batches import pad
-from training.data import build_examples, label_names, paragraphs
+from training.data import build_examples, label_names, paragraphs, usable_texts
 from training.errors import TrainingError
 from training.models import class_mapping
 from training.packing import Examples
@@ -31,11 +25,10 @@ from training.rows import load_rows
 @pytest.fixture
 def build(tokenizer: PreTrainedTokenizerFast):
     def examples(task: str, split: str, max_length: int = 16, classes: Any = None, **data: Any) -> Examples:
-        groups = (ObjectiveArguments(task_loss_weight=1.0), OptimizationArguments(), RunArguments("out"))
-        recipe = Recipe(ModelArguments("m", task), DataArguments(**data), *groups)
+        recipe = recipe_of(task, task_loss_weight=1.0, **data)
         rows = load_rows(recipe.data, split)
         assert rows is not None
-        return build_examples(recipe, rows, tokenizer, max_length, classes, split)
+        return build_examples(recipe, usable_texts(recipe, rows, split), tokenizer, max_length, classes, split)
 
     return examples
 

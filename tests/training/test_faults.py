@@ -43,14 +43,8 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def options(save: Callable[..., str], files: Path) -> list[Any]:
-    """A tiny classifier with dropout: resuming it exactly needs the random state."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=300, max_position_embeddings=128, **sizes, **names)
-    model = ["--model_name_or_path", save(BertForSequenceClassification, config), "--task", "sequence_classification"]
+def options(named_classifier: str, files: Path) -> list[Any]:
+    model = ["--model_name_or_path", named_classifier, "--task", "sequence_classification"]
     data = ["--train_file", files / "train.tsv", "--max_length", 32, "--learning_rate", "1e-3"]
     steps = ["--max_train_steps", STEPS, "--checkpointing_steps", 2, "--logging_steps", 1]
     return [*model, *data, *steps, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2]

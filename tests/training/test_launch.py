@@ -10,15 +10,9 @@ import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from recipes import recipe_of
 
-from training.arguments import (
-    DataArguments,
-    ModelArguments,
-    ObjectiveArguments,
-    OptimizationArguments,
-    Recipe,
-    RunArguments,
-)
+from training.arguments import Recipe
 from training.command_line import build_parser
 from training.errors import TrainingError
 from training.launching import start_processes
@@ -35,7 +29,7 @@ def test_no_yaml_of_the_project_is_left_out() -> None:
     places = ("training", "conversion", "benchmarks", "hf_linear_attention", "model_cards")
     found = sorted(path for place in places for path in (ROOT / place).rglob("*.y*ml"))
     assert found == sorted([*LAUNCH, *RECIPES, *PRESETS])
-    assert (len(LAUNCH), len(RECIPES)) == (7, 4)
+    assert (len(LAUNCH), len(RECIPES)) == (7, 5)
     assert PRESETS
 
 
@@ -73,8 +67,7 @@ def test_presets_are_read(path: Path) -> None:
 
 @pytest.fixture
 def recipe() -> Recipe:
-    groups = (ModelArguments("m", "causal_lm"), DataArguments(), ObjectiveArguments(task_loss_weight=1.0))
-    return Recipe(*groups, OptimizationArguments(), RunArguments("out"))
+    return recipe_of(task_loss_weight=1.0)
 
 
 def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +83,9 @@ def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("variable", "value", "word"),
     [
-        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP, but finetune.py keeps a whole model.*make DDP of FSDP.*cpu2"),
+        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP; without a GPU.*silently make DDP.*launch/cpu2\.yaml"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", r"fp8.*allowed are no, fp16 and bf16"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*ddp\.yaml.*Trainer"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*fsdp2\.yaml.*ddp\.yaml.*Trainer"),
     ],
 )
 def test_launches_that_are_not_what_they_say(
@@ -101,4 +94,21 @@ def test_launches_that_are_not_what_they_say(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv(variable, value)
     with pytest.raises(TrainingError, match=word):
+        start_processes(recipe)
+
+
+def test_shards_and_what_does_not_go_with_them(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    environment = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    recipe.model.use_peft, recipe.model.untie_embeddings = True, "retie"
+    recipe.objective.attention_map_weight = 1.0
+    words = ("fsdp_version: 1", "efficient_loading", "fp16", "attention transfer", "--use_peft", "--untie_embeddings")
+    with pytest.raises(TrainingError, match=".*".join(words) + r".*ddp\.yaml"):
         start_processes(recipe)

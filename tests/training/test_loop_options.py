@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import sys
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import AutoTokenizer, BertForSequenceClassification
 
 from hf_linear_attention import convert
 from training import run as run_module
@@ -169,19 +170,34 @@ def test_trackers(finetune, causal: list[Any], tmp_path: Path, monkeypatch: pyte
     assert Recorder.settings["learning_rate"] == 1e-2
 
 
+def test_trackio(finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's own tracker, on a module with the four things of trackio that it calls."""
+    runs, logged, settings, finished = [], [], {}, []
+    module = types.ModuleType("trackio")
+    module.config = types.SimpleNamespace(update=lambda values, allow_val_change: settings.update(values))
+    run = types.SimpleNamespace(
+        log=lambda values, step=None: logged.append({"step": step, **values}), finish=lambda: finished.append(True)
+    )
+    module.init = lambda project: runs.append(project) or run
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    for place in ("training.trackers", "accelerate.tracking"):
+        monkeypatch.setattr(f"{place}.get_available_trackers", lambda: [LoggerType.TRACKIO])
+    events = finetune(*causal, "--report_to", "trackio")
+    assert logged == events
+    assert (runs, finished, settings["max_length"]) == (["out"], [True], 32)
+
+
 def test_the_losses_are_drawn(finetune, causal: list[Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     finetune(*causal)
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "![Loss by tokens](loss.png)" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_model_that_cannot_recompute_says_so(
-    finetune, save: Callable[..., str], files: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    finetune, named_classifier: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
-    model = save(BertForSequenceClassification, BertConfig(vocab_size=300, **sizes, **names))
     monkeypatch.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
     options = ["--task", "sequence_classification", "--train_file", files / "train.tsv", "--gradient_checkpointing"]
-    finetune("--model_name_or_path", model, *options, expect=1)
+    finetune("--model_name_or_path", named_classifier, *options, expect=1)
     assert "cannot do `--gradient_checkpointing`" in capsys.readouterr().err.splitlines()[-1]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from training.logs import read_metrics
 from training.metrics import Classification, Spearman
 
 
@@ -36,14 +39,52 @@ def test_spearman_is_scipys_with_ties() -> None:
     assert np.isnan(constant["spearman"])
 
 
+def write_pairs(texts: list[str], path: Path) -> list[dict[str, object]]:
+    """Five pairs of texts, each with a score."""
+    scores = [3, 0.5, 4, 1, 2]
+    rows = [{"text": texts[i], "other": texts[-1 - i], "label": score} for i, score in enumerate(scores)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows
+
+
+@pytest.mark.parametrize(("task", "ranks"), [("causal_lm", 2), ("sequence_classification", 2), ("embedding", 3)])
+def test_figures_are_the_same_on_several_processes(
+    task: str, ranks: int, finetune, request: pytest.FixtureRequest, files: Path, tmp_path: Path, dataset_cache: Path
+) -> None:
+    """Bit by bit: 21 texts on 2 processes and 10 on 3, so that a sampler would have to repeat some.
+
+    One text a batch, because texts that are padded together with others are rounded differently.
+    """
+    name = {"causal_lm": "llama", "sequence_classification": "named_classifier", "embedding": "bert"}[task]
+    data = files / ("valid.tsv" if task == "sequence_classification" else "valid.jsonl")
+    teacher: list[Any] = []
+    if task == "embedding":
+        data = tmp_path / "pairs.jsonl"
+        write_pairs(request.getfixturevalue("texts"), data)
+        teacher = [
+            "--teacher_name_or_path",
+            request.getfixturevalue("bert_teacher"),
+            "--text_pair_column_name",
+            "other",
+        ]
+    options = ["--model_name_or_path", request.getfixturevalue(name), "--task", task, *teacher]
+    options += ["--validation_file", data, "--max_length", 64, "--per_device_eval_batch_size", 1]
+    (one,) = finetune(*options)
+    words = [*options, "--output_dir", tmp_path / "several"]
+    run = processes.start(processes.finetune, dataset_cache, words, ranks=ranks, stderr=tmp_path / "stderr")
+    assert processes.finish(run) == [0] * ranks, (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]
+    assert read_metrics(tmp_path / "several" / "metrics.jsonl") == [one]
+    figures = {"causal_lm": {"perplexity"}, "sequence_classification": {"accuracy", "f1"}, "embedding": {"spearman"}}
+    assert {f"eval_{figure}" for figure in figures[task]} <= one.keys()
+    assert one.get("eval_samples", 21) == {"embedding": 10}.get(task, 21)
+
+
 @torch.no_grad()
 def test_pairs_of_an_embedding_model_are_scored(
     finetune, bert: str, bert_teacher: str, texts: list[str], tmp_path: Path
 ) -> None:
     stats = pytest.importorskip("scipy.stats")
-    scores = [3, 0.5, 4, 1, 2]
-    rows = [{"text": texts[i], "other": texts[-1 - i], "label": score} for i, score in enumerate(scores)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = write_pairs(texts, tmp_path / "pairs.jsonl")
     options = ["--teacher_name_or_path", bert_teacher, "--text_pair_column_name", "other"]
     data = ["--validation_file", tmp_path / "pairs.jsonl", "--max_length", 64, "--per_device_eval_batch_size", 3]
     (figures,) = finetune("--model_name_or_path", bert, "--task", "embedding", *options, *data)
@@ -54,5 +95,7 @@ def test_pairs_of_an_embedding_model_are_scored(
         return model(**inputs).last_hidden_state[0].mean(0)
 
     cosines = [torch.cosine_similarity(embedded(row["text"]), embedded(row["other"]), dim=0) for row in rows]
-    assert figures["eval_spearman"] == pytest.approx(stats.spearmanr(cosines, scores).statistic, abs=1e-12)
+    assert figures["eval_spearman"] == pytest.approx(
+        stats.spearmanr(cosines, [row["label"] for row in rows]).statistic, abs=1e-12
+    )
     assert figures["eval_samples"] == 10

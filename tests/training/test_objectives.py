@@ -7,19 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from recipes import recipe_of
 from torch import Tensor
 from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from training.arguments import (
-    DataArguments,
-    ModelArguments,
-    ObjectiveArguments,
-    OptimizationArguments,
-    Recipe,
-    RunArguments,
-)
+from training.arguments import ObjectiveArguments, Recipe
 from training.objectives import (
     OBJECTIVES,
     StudentWithObjectives,
@@ -32,8 +26,7 @@ from training.teacher import Teacher
 
 def recipe(task: str, **objective: object) -> Recipe:
     weights = {f"{name}_weight": 1.0 for name in OBJECTIVES} | {"hidden_state_layers": "all"} | objective
-    groups = (DataArguments(), ObjectiveArguments(**weights), OptimizationArguments(), RunArguments("out"))
-    return Recipe(ModelArguments("model", task), *groups)
+    return recipe_of(task, **weights)
 
 
 def ragged_batch(task: str, extra: int, fill: int) -> dict[str, Tensor]:

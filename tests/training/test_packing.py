@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from recipes import recipe_of
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -20,14 +21,6 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from training.arguments import (
-    DataArguments,
-    ModelArguments,
-    ObjectiveArguments,
-    OptimizationArguments,
-    Recipe,
-    RunArguments,
-)
 from training.batches import EvaluationBatches, Stream, loader, pad
 from training.boundaries import keeps_documents_apart
 from training.evaluation import Evaluator
@@ -146,8 +139,7 @@ def test_packed_documents_cost_what_they_cost_apart(family: str, mechanism: str)
     assert keeps_documents_apart(student)
     random = np.random.default_rng(0)
     documents = [random.integers(5, 300, length) for length in (3, 17, 2, 9, 14)]
-    arguments = ModelArguments("m", "causal_lm"), DataArguments(), ObjectiveArguments(1.0, 1.0)
-    recipe = Recipe(*arguments, OptimizationArguments(), RunArguments("out"))
+    recipe = recipe_of(task_loss_weight=1.0, logits_kl_weight=1.0)
     module = StudentWithObjectives(student, build_objectives(recipe), None)
     packed, apart = PackedBlocks(documents, 64), Documents(documents, "tokens")
     results = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertForSequenceClassification
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from hf_linear_attention import convert
 from training.logs import read_metrics
@@ -22,35 +22,34 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "training" / "configs").
 
 
 @pytest.fixture
-def originals(request: pytest.FixtureRequest, save: Callable[..., str]) -> Callable[[str], tuple[str, str]]:
-    """An original for a task, and the suffix of its data files."""
+def originals(request: pytest.FixtureRequest, files: Path) -> Callable[[str], tuple[str, Path, str]]:
+    """An original for a task, and the folder and suffix of its data files."""
 
-    def original(task: str) -> tuple[str, str]:
+    def original(task: str) -> tuple[str, Path, str]:
+        if task == "image_classification":
+            return request.getfixturevalue("vision_teacher"), request.getfixturevalue("pictures"), "jsonl"
         if task == "sequence_classification":
-            from transformers import BertConfig
-
-            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-            names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
-            config = BertConfig(vocab_size=300, max_position_embeddings=128, **sizes, **names)
-            return save(BertForSequenceClassification, config), "tsv"
+            return request.getfixturevalue("named_classifier"), files, "tsv"
         names = {"causal_lm": "llama_teacher", "masked_lm": "masked_teacher", "embedding": "bert_teacher"}
-        return request.getfixturevalue(names[task]), "jsonl"
+        return request.getfixturevalue(names[task]), files, "jsonl"
 
     return original
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_trains_on_two_processes(
-    recipe: Path, originals: Callable[[str], tuple[str, str]], files: Path, tmp_path: Path, dataset_cache: Path
+    recipe: Path, originals: Callable[[str], tuple[str, Path, str]], tmp_path: Path, dataset_cache: Path
 ) -> None:
-    original, suffix = originals(yaml.safe_load(recipe.read_text(encoding="utf-8"))["task"])
+    task = yaml.safe_load(recipe.read_text(encoding="utf-8"))["task"]
+    original, files, suffix = originals(task)
     converted, out = tmp_path / "converted", tmp_path / "out"
     convert(original, mechanism="linear", feature_map="exp").save_pretrained(converted)
-    AutoTokenizer.from_pretrained(original).save_pretrained(converted)
+    processor = AutoImageProcessor if task == "image_classification" else AutoTokenizer
+    processor.from_pretrained(original).save_pretrained(converted)
     options: list[Any] = ["--config", recipe, "--model_name_or_path", converted, "--teacher_name_or_path", original]
     options += ["--train_file", files / f"train.{suffix}", "--validation_file", files / f"valid.{suffix}"]
-    options += ["--output_dir", out, "--max_length", 64, "--max_train_steps", 4, "--logging_steps", 1]
-    options += ["--per_device_train_batch_size", 4]
+    options += ["--output_dir", out, "--max_train_steps", 4, "--logging_steps", 1]
+    options += ["--per_device_train_batch_size", 4, *([] if task == "image_classification" else ["--max_length", 64])]
     log = tmp_path / "stderr"
     run = processes.start(processes.finetune, dataset_cache, options, ranks=2, stderr=log)
     assert processes.finish(run) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import recipe_of
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -23,14 +24,6 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from training.arguments import (
-    DataArguments,
-    ModelArguments,
-    ObjectiveArguments,
-    OptimizationArguments,
-    Recipe,
-    RunArguments,
-)
 from training.durable import write_checksums
 from training.errors import TrainingError
 from training.models import disable_dropout, parameter_groups
@@ -135,17 +128,6 @@ def dropout_options(classifier: str, files: Path) -> list[Any]:
     steps = ["--max_train_steps", 6, "--checkpointing_steps", 3, "--logging_steps", 2, "--eval_steps", 3]
     split = ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--learning_rate", "1e-3"]
     return ["--model_name_or_path", classifier, "--task", "sequence_classification", *data, *steps, *split]
-
-
-@pytest.fixture
-def named_classifier(save, request) -> str:
-    from transformers import BertConfig
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
-    return save(
-        BertForSequenceClassification, BertConfig(vocab_size=300, max_position_embeddings=128, **sizes, **names)
-    )
 
 
 def test_resuming_is_bit_exact_with_dropout(
@@ -298,11 +280,8 @@ def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama
     def groups(**options: Any) -> list[dict[str, Any]]:
         model = LlamaForCausalLM.from_pretrained(llama)
         model.model.layers[0].self_attn.linear_attention = nn.Linear(4, 4)
-        plan = OptimizationArguments(learning_rate=1e-4, mechanism_learning_rate=1e-2, weight_decay=0.1)
-        arguments = ModelArguments(llama, "causal_lm", **options)
-        found = parameter_groups(
-            model, Recipe(arguments, DataArguments(), ObjectiveArguments(), plan, RunArguments("o"))
-        )
+        plan = {"learning_rate": 1e-4, "mechanism_learning_rate": 1e-2, "weight_decay": 0.1}
+        found = parameter_groups(model, recipe_of(**plan, **options))
         assert sum(len(group["params"]) for group in found) == sum(p.requires_grad for p in model.parameters())
         return found
 
@@ -348,3 +327,18 @@ def test_errors_of_data_are_one_line(finetune, causal: list[str], capsys) -> Non
     assert "`--text_column_name body` is not a column" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(TrainingError):
         raise TrainingError("x")
+
+
+def test_skipped_rows_are_counted_in_report_and_card(finetune, llama: str, texts: list[str], tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}) for text in texts[:9]]
+    bad = ["not JSON", json.dumps({"text": None}), ""]  # an empty line is no row
+    (tmp_path / "some.jsonl").write_text("\n".join([*lines, *bad]), encoding="utf-8")
+    (tmp_path / "valid.csv").write_text("label,text\n1,one text\n2,another\n", encoding="utf-8")
+    options = ["--train_file", tmp_path / "some.jsonl", "--validation_file", tmp_path / "valid.csv"]
+    finetune(
+        *["--model_name_or_path", llama, "--task", "causal_lm", *options, "--on_bad_rows", "skip"],
+        *["--max_train_steps", 1, "--max_length", 32],
+    )
+    report = json.loads((tmp_path / "out" / "training_report.json").read_text(encoding="utf-8"))
+    assert report["runs"][-1]["training"]["skipped_rows"] == {"train": 2}
+    assert "| skipped_rows.train | 2 |" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

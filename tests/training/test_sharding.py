@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import processes
 import pytest
 import sharding
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
+from training.logs import read_metrics
 
 
 Converted = Callable[..., str]
@@ -87,3 +90,65 @@ def test_tensor_parallel_by_the_plan_of_the_base_model(
     rows = torch.randint(5, 300, (2, 48), generator=torch.Generator().manual_seed(0))
     expected = AutoModelForCausalLM.from_pretrained(folder)(rows, use_cache=False).logits
     torch.testing.assert_close(found["logits"], expected, rtol=1e-5, atol=2e-5)
+
+
+def test_parameters_that_zero3_has_moved_away_are_not_initialised(
+    converted: Converted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ZeRO-3 they are empty while the model is built, and marked like this."""
+    config = AutoConfig.from_pretrained(converted("linear"))
+    calls: list[Any] = []
+    monkeypatch.setattr("hf_linear_attention.modeling_linear_attention.reset_mechanisms", calls.append)
+    model_class = type(AutoModelForCausalLM.from_config(config))
+    calls.clear()
+    monkeypatch.setattr(model_class, "initialize_weights", lambda model: None)  # which transformers gathers them for
+    model_class(config)
+    assert len(calls) == 1
+    monkeypatch.setattr(torch.nn.Parameter, "ds_id", 0, raising=False)
+    model_class(config)
+    assert len(calls) == 1
+
+
+def test_finetune_in_shards(finetune, llama_teacher: str, files: Path, tmp_path: Path, dataset_cache: Path) -> None:
+    """Accumulation, averaged weights, evaluation of 21 texts on 2 processes, a checkpoint and what goes on from it.
+
+    Tolerance: AdamW turns rounding in tiny gradients into up to lr = 1e-3 a step; a gradient of one process alone would
+    be off in the second digit.
+    """
+    source = tmp_path / "source"
+    convert(llama_teacher, mechanism="hybrid", window_size=8, num_features=8).save_pretrained(source)
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(source)
+    options = ["--model_name_or_path", source, "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
+    options += ["--train_file", files / "train.jsonl", "--validation_file", files / "valid.jsonl", "--max_length", 32]
+    options += ["--logits_kl_weight", 1, "--hidden_state_weight", 1, "--max_train_steps", 4, "--learning_rate", "1e-3"]
+    options += ["--logging_steps", 1, "--eval_steps", 2, "--checkpointing_steps", 2, "--ema_decay", 0.5]
+    one, two, again, alone = (tmp_path / name for name in ("one", "two", "again", "alone"))
+    expected = finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
+    split = [*options, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2]
+
+    def sharded(*more: Any) -> None:
+        words = [*split, *more]
+        group = processes.start(sharding.sharded_finetune, dataset_cache, words, ranks=2, stderr=tmp_path / "stderr")
+        assert processes.finish(group) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-3000:]
+
+    sharded("--output_dir", two)
+    found = read_metrics(two / "metrics.jsonl")
+    assert len(found) == len(expected) == 7
+    for mine, yours in zip(found, expected, strict=True):
+        assert {**mine, "tokens_per_second": 0} == pytest.approx({**yours, "tokens_per_second": 0}, rel=1e-4)
+    saved, whole = (load_file(folder / "model.safetensors") for folder in (two, one))
+    assert saved.keys() == whole.keys()
+    assert max((saved[name] - whole[name]).abs().max() for name in whole) < 5e-5
+    loaded = AutoModelForCausalLM.from_pretrained(two, trust_remote_code=True)
+    assert type(loaded).__name__ == "LinearLlamaForCausalLM"
+    assert sorted(path.name for path in two.glob("*.py")) == sorted(path.name for path in one.glob("*.py"))
+
+    shutil.copytree(two / "checkpoint-2", alone / "checkpoint-2")
+    finetune(*options, "--per_device_train_batch_size", 4, "--resume_from_checkpoint", "latest", output_dir=alone)
+    resumed = load_file(alone / "model.safetensors")  # on one process, without shards
+    assert max((resumed[name] - whole[name]).abs().max() for name in whole) < 5e-5
+
+    shutil.copytree(two / "checkpoint-2", again / "checkpoint-2")
+    sharded("--output_dir", again, "--resume_from_checkpoint", "latest")
+    resumed = load_file(again / "model.safetensors")
+    assert all(torch.equal(resumed[name], saved[name]) for name in saved)

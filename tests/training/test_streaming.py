@@ -12,17 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recipes import recipe_of
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from training.arguments import (
-    DataArguments,
-    ModelArguments,
-    ObjectiveArguments,
-    OptimizationArguments,
-    Recipe,
-    RunArguments,
-)
 from training.errors import TrainingError
 from training.packing import PackedBlocks
 from training.streaming import StreamedExamples, packed
@@ -34,9 +27,7 @@ Make = Callable[..., StreamedExamples]
 @pytest.fixture
 def make(tokenizer: PreTrainedTokenizerFast) -> Make:
     def streamed(path: Path, task: str = "embedding", **data: Any) -> StreamedExamples:
-        arguments = DataArguments(train_file=str(path), streaming=True, **data)
-        groups = (ObjectiveArguments(), OptimizationArguments(), RunArguments("out"))
-        return StreamedExamples(Recipe(ModelArguments("m", task), arguments, *groups), tokenizer, 64)
+        return StreamedExamples(recipe_of(task, train_file=str(path), streaming=True, **data), tokenizer, 64)
 
     return streamed
 

@@ -1,0 +1,17 @@
+"""Recipes without a command line and its checks and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training.arguments import GROUPS, Recipe
+
+
+def recipe_of(task: str = "causal_lm", **options: Any) -> Recipe:
+    """A recipe with these options; what an option is left at by default, and an objective's weight None, stays so."""
+    values = {"model_name_or_path": "model", "task": task, "output_dir": "out", **options}
+    parts = [
+        group(**{name: values.pop(name) for name in group.__dataclass_fields__ if name in values}) for group in GROUPS
+    ]
+    assert not values, f"no options: {sorted(values)}"
+    return Recipe(*parts)
