@@ -46,7 +46,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     metadata = {
         **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
         "library_name": "transformers",
-        **({"base_model": base_model} if not Path(base_model).exists() and base_model.count("/") <= 1 else {}),
+        **({"base_model": base_model} if _is_hub_name(base_model) else {}),
         "pipeline_tag": "sentence-similarity" if is_sentence_model else head.pipeline_tag,
         "tags": _tags(facts.get("settings"), is_sentence_model),
     }
@@ -60,7 +60,9 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).strip(),
         name=name or folder.name,
-        base_model=base_model,
+        source=f"[{base_model}](https://huggingface.co/{base_model})"
+        if _is_hub_name(base_model)
+        else f"`{base_model}`",
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder),
@@ -75,6 +77,10 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def _is_hub_name(name: str) -> bool:
+    return not Path(name).exists() and name.count("/") <= 1
 
 
 def training_facts(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

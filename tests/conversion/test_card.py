@@ -79,6 +79,7 @@ def test_the_usage_line_fits_the_head(tmp_path, architecture, auto_class, tag):
     assert f"from transformers import {auto_class}\n" in text
     assert "trust_remote_code" not in text  # there is no code beside this one
     assert (metadata["pipeline_tag"], metadata["base_model"]) == (tag, "someone/model")
+    assert "[someone/model](https://huggingface.co/someone/model)" in (tmp_path / "README.md").read_text()
     assert sections(text) == ["Use"]
     auto_map = {"AutoModelForPreTraining": f"m.Linear{architecture}", auto_class: f"m.Linear{architecture}"}
     config = {"architectures": [f"Linear{architecture}"], "auto_map": auto_map}
