@@ -6,7 +6,7 @@ EXTRAS ?= dev
 WORKERS ?= 2
 # In benchmarks/; the timed ones last.
 PAPERS := performer_error attention_spectrum training_free_swap copy_task linformer_plus_linear peers autoregressive_images
-SPEED := speed_break_even speed_kernels speed_models
+SPEED := speed_break_even speed_kernels speed_decoding speed_models speed_conversion
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -53,7 +53,7 @@ bench-papers: $(VENV)/.bench ## The papers' results, into outputs/benchmarks (ab
 	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: bench
-bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (a quarter of an hour on one free core)
+bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (half an hour on one free core)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: lint

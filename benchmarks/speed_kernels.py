@@ -2,12 +2,12 @@
 
     python benchmarks/speed_kernels.py --output_dir outputs/benchmarks
 
-B = 1, 12 heads of 64, float32, the feature map elu1 included. `C` is the kernel that is compiled on first use, `torch`
-the same without a compiler, `sdpa` torch's fused causal softmax, `performer-pytorch` its own causal kernel for CPUs (if
-installed), `exp`, `decay` and `hybrid` the other forms of the same kernel. All take turns in every round; ratios are
-medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's floor of
-4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new memory in units of one
-`[B, H, N, D]` tensor, in a process of its own. About ten minutes.
+B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that is compiled on first
+use, `torch` the same without a compiler, `sdpa` torch's fused causal softmax, `performer-pytorch` its own causal kernel
+for CPUs (if installed), `exp`, `decay` and `hybrid` the other forms of the same kernel. All take turns in every round;
+ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's
+floor of 4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new memory in units of a
+`[B, H, N, D]` tensor, without the incoming gradient, in a process of its own. About ten minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from hf_linear_attention import causal_kernel, feature_maps
+from hf_linear_attention import backends
 from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -64,14 +64,8 @@ def mechanism_call(is_causal: bool = True, max_length: int | None = None, **sett
 def in_torch(call: Call) -> Call:
     """`call` as on a machine without a C compiler."""
 
-    def without_compiler(*tensors):
-        return None
-
     def run(*inputs):
-        with (
-            mock.patch.object(causal_kernel, "native_library", without_compiler),
-            mock.patch.object(feature_maps, "native_library", without_compiler),
-        ):
+        with mock.patch.object(backends, "_library", return_value=None):
             return call(*inputs)
 
     return run
@@ -95,19 +89,18 @@ def calls() -> dict[str, Call]:
     return found | {name: mechanism_call(**settings) for name, settings in VARIANTS.items()}
 
 
-def inputs(length: int) -> list[torch.Tensor]:
+def inputs(length: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(1, HEADS, length, DIM) for _ in range(3)]
+    return [torch.randn(1, HEADS, length, DIM).to(dtype) for _ in range(3)]
 
 
-def attend(call: Call, tensors, with_backward: bool) -> None:
-    if not with_backward:
+def attend(call: Call, tensors, gradient: torch.Tensor | None) -> None:
+    if gradient is None:
         with torch.no_grad():
             call(*tensors)
         return
     tensors = [tensor.detach().requires_grad_() for tensor in tensors]
-    output = call(*tensors)
-    output.backward(torch.ones(1, 1, 1, DIM).expand_as(output).contiguous())
+    call(*tensors).backward(gradient)
 
 
 def cpu_times(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -129,8 +122,11 @@ def matrix_product_rate(rounds: int = 5) -> float:
     return 2 * 1024**3 / statistics.median(seconds)
 
 
-def measure(length: int, with_backward: bool, rounds: int, methods: dict[str, Call]) -> dict[str, Any]:
-    tensors = inputs(length)
+def measure(
+    length: int, with_backward: bool, rounds: int, methods: dict[str, Call], dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    tensors = inputs(length, dtype)
+    gradient = torch.ones_like(tensors[0]) if with_backward else None
 
     def is_short_enough(name: str) -> bool:
         limits = (LONGEST.get(name, length), LONGEST.get(f"{name}, backward", length) if with_backward else length)
@@ -138,18 +134,15 @@ def measure(length: int, with_backward: bool, rounds: int, methods: dict[str, Ca
 
     chosen = {name: call for name, call in methods.items() if is_short_enough(name)}
     times = cpu_times(
-        {name: lambda call=call: attend(call, tensors, with_backward) for name, call in chosen.items()}, rounds
+        {name: lambda call=call: attend(call, tensors, gradient) for name, call in chosen.items()}, rounds
     )
     flops = (14 if with_backward else 4) * DIM * DIM * HEADS * length
     seconds = {name: statistics.median(values) for name, values in times.items()}
     rate = matrix_product_rate()
-    return {
-        "seconds": seconds,
-        "over C": {name: median_ratio(values, times[OURS]) for name, values in times.items()},
-        "over torch": {name: median_ratio(values, times[PLAIN_TORCH]) for name, values in times.items()},
-        "share of sgemm": {name: flops / seconds[name] / rate for name in (OURS, PLAIN_TORCH)},
-        "sgemm": rate,
-    }
+    ours = [name for name in (OURS, PLAIN_TORCH) if name in times]
+    over = {f"over {our}": {name: median_ratio(values, times[our]) for name, values in times.items()} for our in ours}
+    shares = {name: flops / seconds[name] / rate for name in ours}
+    return {"seconds": seconds, **over, "share of sgemm": shares, "sgemm": rate}
 
 
 def peak_tensors(name: str, length: int, with_backward: bool) -> float:
@@ -163,10 +156,12 @@ def peak_tensors(name: str, length: int, with_backward: bool) -> float:
 
 def print_peak(name: str, length: int, with_backward: bool) -> None:
     call, tensors = calls()[name], inputs(length)
-    attend(call, [tensor[:, :, :128] for tensor in tensors], with_backward)  # what only the first call takes
+    gradient = torch.ones_like(tensors[0]) if with_backward else None
+    short = None if gradient is None else gradient[:, :, :128]
+    attend(call, [tensor[:, :, :128] for tensor in tensors], short)  # what only the first call takes
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak so far is forgotten
     before = resident_bytes("VmRSS")
-    attend(call, tensors, with_backward)
+    attend(call, tensors, gradient)
     peak = resident_bytes("VmHWM") - before
     write(str(peak / (tensors[0].numel() * tensors[0].element_size())))
 
@@ -195,7 +190,19 @@ def report(figures: dict[str, Any]) -> str:
         parts.append(f"{mode}, CPU milliseconds\n\n{table(header, rows)}")
     rows = [[name, *values] for name, values in figures["peak"].items()]
     peaks = table(["", *figures["peak lengths"]], rows)
+    parts.append(table(["forward, bfloat16", OURS, SDPA, "sdpa / C"], _half_rows(figures)))
     return "\n\n".join([*parts, f"peak of new memory in [B, H, N, D] tensors, outputs included\n\n{peaks}"])
+
+
+def _half_rows(figures: dict[str, Any]) -> list[list[Any]]:
+    return [
+        [
+            f"{n:,}",
+            *(_milliseconds(result["seconds"].get(name)) for name in (OURS, SDPA)),
+            _ratio(result["over C"].get(SDPA)),
+        ]
+        for n, result in figures["bfloat16"].items()
+    ]
 
 
 def _milliseconds(seconds: float | None) -> str | None:
@@ -239,6 +246,8 @@ def main(argv: list[str] | None = None) -> None:
             length: measure(length, mode != "forward", arguments.rounds if length <= 4096 else 2, methods)
             for length in arguments.lengths
         }
+    pair = {name: methods[name] for name in (OURS, SDPA)}
+    figures["bfloat16"] = {n: measure(n, False, 2, pair, torch.bfloat16) for n in arguments.lengths}
     figures["peak"] = {
         f"{name}, {mode}": [round(peak_tensors(name, n, mode != "forward"), 2) for n in arguments.peak_lengths]
         for name in (OURS, PLAIN_TORCH)

@@ -1,17 +1,23 @@
-"""Whole models with random weights: decoding against the length of the context, prefill and encoding (one thread).
+"""Whole models with random weights: prefill, encoding and training steps in time and memory (one thread).
 
     python benchmarks/speed_models.py --output_dir outputs/benchmarks
 
-Decoding: CPU milliseconds and torch operations a token, of stock softmax with transformers' DynamicCache, filled with
-random keys and values to the given context, and of the same weights with a state. Prefill and encoding: tokens a CPU
-second. The models of a line take turns in every round; ratios are medians over rounds. About five minutes.
+Tokens a CPU second of the forward pass and of a training step (forward and backward), the models of a line taking turns
+in every round, ratios as medians over rounds; and the peak of the memory that one such call takes beside weights and
+gradients. From the peaks at two lengths follows the longest sequence whose training step fits into 20 GB with the
+weights, their gradients and Adam's two moments. About seven minutes; `--long` adds a prefill of 8k and 32k tokens
+(over ten CPU minutes, half of it softmax).
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import itertools
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertModel, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from benchmarks.speed_kernels import cpu_times
+from benchmarks.speed_kernels import cpu_times, resident_bytes
 from hf_linear_attention import convert
 
 
@@ -76,123 +81,155 @@ ENCODERS = {
     "linformer 128": {"mechanism": "linformer", "projection_size": 128, "projection": "mean-pool"},
     "nystrom 64": {"mechanism": "nystrom", "num_landmarks": 64},
 }
-DECODING = {"GPT-2, 8 layers of 256": [512, 3072], "Llama 15M": [512, 4096, 32768], "Llama 125M": [512, 4096, 32768]}
 READING = {("MiniLM", 512): ENCODERS, ("MiniLM", 2048): ENCODERS, ("MiniLM", 8192): ENCODERS} | {
     ("Llama 125M", 2048): LINEAR | HYBRID,
 }
+LONG_READING = {("Llama 125M", 8192): LINEAR | HYBRID, ("Llama 125M", 32768): LINEAR | HYBRID}
+TRAINING = {("MiniLM", 512): LINEAR, ("MiniLM", 2048): LINEAR} | {
+    ("Llama 125M", 512): LINEAR | HYBRID,
+    ("Llama 125M", 2048): LINEAR | HYBRID,
+}
+MEMORY = 20e9
+# Weights, gradients and Adam's two moments, in float32.
+BYTES_PER_PARAMETER = 16
 
 
-class CountOperations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def variants(name: str, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def variants(name: str, settings: dict[str, dict[str, Any]], dtype=torch.float32) -> dict[str, Any]:
     torch.manual_seed(0)
-    base = MODELS[name]().eval()
+    base = MODELS[name]().to(dtype).eval()
     return {SOFTMAX: base} | {key: convert(copy.deepcopy(base), **values) for key, values in settings.items()}
 
 
-def random_cache(config, length: int) -> DynamicCache:
-    """Keys and values of `length` tokens in every layer."""
-    cache, heads = DynamicCache(config=config), config.num_attention_heads
-    shape = (1, heads, length, config.hidden_size // heads)
-    for layer in range(config.num_hidden_layers):
-        cache.update(torch.randn(shape), torch.randn(shape), layer)
-    return cache
-
-
-def decoder(model, cache) -> Callable[[], Any]:
-    token = torch.zeros(1, 1, dtype=torch.long)
-    return lambda: model(token, past_key_values=cache, use_cache=True)
-
-
-@torch.inference_mode()
-def measure_decoding(name: str, contexts: list[int], rounds: int) -> dict[str, Any]:
-    models, results = variants(name, LINEAR), {}
-    steps = {}
-    for key, model in models.items():
-        if key != SOFTMAX:
-            steps[key] = decoder(model, model(torch.zeros(1, 16, dtype=torch.long), use_cache=True).past_key_values)
-    for context in contexts:
-        steps[SOFTMAX] = decoder(models[SOFTMAX], random_cache(models[SOFTMAX].config, context))
-        times = cpu_times(steps, rounds)
-        operations = {}
-        for key, step in steps.items():
-            with CountOperations() as counter:
-                step()
-            operations[key] = counter.count
-        results[str(context)] = {
-            "seconds": {key: statistics.median(values) for key, values in times.items()},
-            "softmax over it": {key: median_ratio(times[SOFTMAX], values) for key, values in times.items()},
-            "operations": operations,
-        }
-    return results
-
-
-@torch.inference_mode()
-def measure_reading(name: str, length: int, settings: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+def forward_pass(model, length: int) -> Callable[[], Any]:
     tokens = torch.randint(0, 256, (1, length))
-    arguments = {} if name == "MiniLM" else {"logits_to_keep": 1, "use_cache": False}
-    calls = {key: lambda model=model: model(tokens, **arguments) for key, model in variants(name, settings).items()}
-    times = cpu_times(calls, rounds)
+    arguments = {} if isinstance(model, BertModel) else {"logits_to_keep": 1, "use_cache": False}
+    return torch.inference_mode()(lambda: model(tokens, **arguments))
+
+
+def training_step(model, length: int) -> Callable[[], Any]:
+    """Forward and backward of a language model's loss, or of a sum for an encoder."""
+    tokens = torch.randint(0, 256, (1, length))
+
+    def step():
+        if isinstance(model, BertModel):
+            loss = model(tokens).last_hidden_state.square().mean()
+        else:
+            loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+
+    return step
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """New memory of a call at its peak; what only its first one takes must have been taken."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or what earlier calls have freed would be taken again unseen
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak so far is forgotten
+    before = resident_bytes("VmRSS")
+    call()
+    return resident_bytes("VmHWM") - before
+
+
+def measure(call_of, name: str, length: int, settings: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    models = variants(name, settings)
+    calls = {key: call_of(model, length) for key, model in models.items()}
+    # Alone, the call whose memory is measured needs none before it that warms up: it takes minutes.
+    times = cpu_times(calls, rounds - 1) if rounds > 1 else {key: [] for key in calls}
+    peaks = {}
+    for key, call in calls.items():
+        start = time.process_time()
+        peaks[key] = peak_bytes(call)
+        times[key].append(time.process_time() - start)
     return {
+        "model": name,
+        "tokens": length,
+        "parameters": models[SOFTMAX].num_parameters(),
         "tokens/s": {key: length / statistics.median(values) for key, values in times.items()},
         "softmax over it": {key: median_ratio(times[SOFTMAX], values) for key, values in times.items()},
+        "peak": peaks,
     }
 
 
+def longest_sequences(results: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Per model the tokens that fit into `MEMORY`, from the line through the peaks at its two lengths."""
+    found: dict[str, dict[str, int]] = {}
+    for short, long in itertools.pairwise(results):
+        if short["model"] != long["model"]:
+            continue
+        room = MEMORY - BYTES_PER_PARAMETER * short["parameters"]
+        found[short["model"]] = {}
+        for key, peak in long["peak"].items():
+            slope = (peak - short["peak"][key]) / (long["tokens"] - short["tokens"])
+            found[short["model"]][key] = round(long["tokens"] + (room - peak) / slope)
+    return found
+
+
 def report(figures: dict[str, Any]) -> str:
-    rows = [
-        [f"{name}, {context} tokens", key, f"{1000 * seconds:.2f}", result["operations"][key], _ratio(result, key)]
-        for name, results in figures["decoding"].items()
-        for context, result in results.items()
-        for key, seconds in result["seconds"].items()
-    ]
-    decoding = table(["decoding", "", "CPU ms/token", "operations/token", "softmax / it"], rows)
-    rows = [
-        [name, key, f"{speed:,.0f}", _ratio(result, key)]
-        for name, result in figures["reading"].items()
-        for key, speed in result["tokens/s"].items()
-    ]
-    return f"{decoding}\n\n{table(['prefill and encoding', '', 'tokens/s', 'softmax / it'], rows)}"
-
-
-def _ratio(result: dict[str, Any], key: str) -> str:
-    return f"{result['softmax over it'][key]:.2f}x"
+    parts = []
+    for title in ("forward", "training step"):
+        rows = [
+            [
+                f"{result['model']}, {result['tokens']} tokens",
+                key,
+                f"{speed:,.0f}",
+                f"{result['softmax over it'][key]:.2f}x",
+                f"{result['peak'][key] / 1e6:,.0f}",
+            ]
+            for result in figures[title]
+            for key, speed in result["tokens/s"].items()
+        ]
+        parts.append(table([title, "", "tokens/s", "softmax / it", "MB at the peak"], rows))
+    longest = figures["longest"]
+    header = list(dict.fromkeys(key for found in longest.values() for key in found))
+    rows = [[name, *(f"{found[key]:,}" if key in found else None for key in header)] for name, found in longest.items()]
+    return "\n\n".join([*parts, table(["tokens that train in 20 GB", *header], rows)])
 
 
 def plot(plt, figures):
-    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for name, results in figures["decoding"].items():
-        for key in (SOFTMAX, *LINEAR):
-            values = [1000 * result["seconds"][key] for result in results.values()]
-            axis.plot([int(context) for context in results], values, marker="o", markersize=3, label=f"{name}, {key}")
-    axis.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="CPU ms a token, one thread")
-    axis.legend(fontsize=8)
+    """Time a token and peak memory against the length, a panel for each model and pass."""
+    panels = [
+        (title, name, [result for result in figures[title] if result["model"] == name])
+        for title in ("forward", "training step")
+        for name in dict.fromkeys(result["model"] for result in figures[title])
+    ]
+    figure, axes = plt.subplots(2, len(panels), figsize=(3.1 * len(panels), 5.6), layout="constrained", squeeze=False)
+    for (title, name, results), (time_axis, memory_axis) in zip(panels, axes.T):
+        lengths = [result["tokens"] for result in results]
+        for key in results[0]["peak"]:
+            time_axis.plot(lengths, [1000 / result["tokens/s"][key] for result in results], marker="o", markersize=3)
+            memory_axis.plot(
+                lengths, [result["peak"][key] / 1e6 for result in results], marker="o", markersize=3, label=key
+            )
+        time_axis.set(xscale="log", ylim=(0, None), title=f"{name}, {title}")
+        memory_axis.set(xscale="log", ylim=(0, None), xlabel="tokens")
+        for axis in (time_axis, memory_axis):
+            axis.minorticks_off()
+            axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        memory_axis.legend(fontsize=7)
+    axes[0, 0].set_ylabel("CPU ms a token")
+    axes[1, 0].set_ylabel("MB at the peak")
     return figure
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="of decoding; prefill and encoding take 2")
+    parser.add_argument("--rounds", type=int, default=2, help="the last one also measures memory")
+    parser.add_argument("--parts", nargs="+", choices=("forward", "training"), default=["forward", "training"])
+    parser.add_argument("--long", action="store_true", help="a prefill of 8k and 32k tokens too, one round each")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    decoding, reading = DECODING, READING
+    reading, training = READING, TRAINING
     if arguments.quick:
-        decoding, reading, arguments.rounds = {"Llama 15M": [64]}, {("MiniLM", 128): ENCODERS}, 2
-    figures = {
-        "decoding": {name: measure_decoding(name, contexts, arguments.rounds) for name, contexts in decoding.items()},
-        "reading": {
-            f"{name}, {length} tokens": measure_reading(name, length, settings, 2)
-            for (name, length), settings in reading.items()
-        },
-    }
+        reading, arguments.rounds = {("MiniLM", 128): ENCODERS}, 1
+        training = {("MiniLM", 64): LINEAR, ("MiniLM", 128): LINEAR}
+    cases = {"forward": (forward_pass, reading), "training step": (training_step, training)}
+    chosen = {title: case for title, case in cases.items() if title.split()[0] in arguments.parts}
+    figures: dict[str, Any] = {title: [] for title in cases}
+    for title, (call_of, rows) in chosen.items():
+        figures[title] = [measure(call_of, *case, settings, arguments.rounds) for case, settings in rows.items()]
+    if arguments.long:
+        figures["forward"] += [measure(forward_pass, *case, settings, 1) for case, settings in LONG_READING.items()]
+    figures["longest"] = longest_sequences(figures["training step"])
     write(report(figures))
     save_results(arguments, "speed_models", figures, plot)
 

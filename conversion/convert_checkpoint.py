@@ -58,16 +58,9 @@ elif str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from conversion.arguments import parse
-from conversion.diagnose import describe_diagnosis
+from conversion.arguments import Request, parse
 from conversion.errors import UsageError
 from conversion.logs import quiet_transformers, to_stderr
-from conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
-from conversion.presets import describe_stages
-from conversion.quality import evaluate
-from conversion.report import describe, describe_result, describe_tensors
-from conversion.softmax_layers import count_of, is_automatic
-from conversion.train import run_training
 from hf_linear_attention.architecture_table import architecture_table
 
 
@@ -98,7 +91,19 @@ def _convert(argv: Sequence[str]) -> str:
     """Do what was asked; returns the text to print."""
     if "--list_architectures" in argv:  # which needs no model
         return architecture_table()
-    request = parse(argv, __doc__)
+    return _answer(parse(argv, __doc__))
+
+
+def _answer(request: Request) -> str:
+    """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
+    from conversion.diagnose import describe_diagnosis
+    from conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
+    from conversion.presets import describe_stages
+    from conversion.quality import evaluate
+    from conversion.report import describe, describe_result, describe_tensors
+    from conversion.softmax_layers import count_of, is_automatic
+    from conversion.train import run_training
+
     if request.arguments.evaluate:
         return evaluate(request)
     job = prepare(request)

@@ -22,9 +22,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .backends import gpu_kernel
 from .backends import native_library
 from .backends import run_step
 from .causal_kernel import CausalAttention
+from .native_attention import EXP
+from .native_attention import PLAIN
+from .native_attention import NativeMap
+from .native_attention import native_attention
+from .native_attention import takes_native
 
 
 # The running maximum of an empty state. Finite, because -inf - -inf is nan, and far below any real exponent.
@@ -78,6 +84,10 @@ def kernel_attention(
     """
     if state is not None and key_mask is None and query_features.shape[2] == key_features.shape[2] == 1:
         return _step(query_features, key_features, value, state, log_features, log_decay)
+    query, key = accumulated(query_features), accumulated(key_features)
+    if takes_native(query, key, value, key_mask):
+        output, _, _, state = _native(query, key, value, log_features, is_causal, key_mask, state, log_decay)
+        return output.transpose(1, 2), state
     if is_causal and not _is_in_graph(key_mask):
         output, _, _, state = _causal(query_features, key_features, value, log_features, key_mask, state, log_decay)
         return output.flatten(1, 2), state
@@ -111,6 +121,13 @@ def kernel_sums(
         `(sums, log_scale, state)`: numerator and denominator `[B, Hkv, G, N, D + 1]`, which are exp(log_scale) times
         larger than they stand there (`[B, Hkv, G, N, 1]`, a constant without gradient; None for plain features).
     """
+    query, key = accumulated(query_features), accumulated(key_features)
+    if takes_native(query, key, value, key_mask):
+        output, denominator, scale, state = _native(
+            query, key, value, log_features, is_causal, key_mask, state, log_decay
+        )
+        output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
+        return torch.cat((output * denominator, denominator), dim=-1), scale, state
     if is_causal and not _is_in_graph(key_mask):
         output, denominator, scale, state = _causal(
             query_features, key_features, value, log_features, key_mask, state, log_decay
@@ -133,6 +150,13 @@ def kernel_sums(
     return output, scale, pack_state(sums, maximum)
 
 
+def _native(query, key, value, log_features, is_causal, key_mask, state, log_decay):
+    function = NativeMap(EXP if log_features else PLAIN)
+    return native_attention(
+        function, query, key, value, is_causal=is_causal, key_mask=key_mask, state=state, log_decay=log_decay
+    )
+
+
 def _is_in_graph(key_mask: torch.Tensor | None) -> bool:
     """Whether plain operations are needed: while tracing, and for packed sequences by number, which come then alone."""
     is_packed = key_mask is not None and key_mask.dtype != torch.bool
@@ -145,6 +169,14 @@ def _causal(query, key, value, log_features, key_mask, state, log_decay):
     query, key = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1)), with_dtype(key, dtype)
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
+    on_gpu = gpu_kernel(value, query.shape[3])
+    if on_gpu is not None and not log_features:  # it takes a decay of any steepness as it is
+        faded = None if log_decay is None else log_decay[None, :, None].expand(key.shape[:3])
+        if mask is not None:
+            key, faded = key * mask, None if faded is None else faded * mask[..., 0]
+        output, denominator, sums = on_gpu(query, key, value, sums, faded)
+        return output, denominator, None, sums
+    attend = CausalAttention.apply if on_gpu is None else on_gpu
     size = _block_size(key, mask, maximum, log_features, log_decay)
     masks = [None] * -(-key.shape[2] // size) if mask is None else mask.split(size, dim=2)
     results = []
@@ -159,7 +191,7 @@ def _causal(query, key, value, log_features, key_mask, state, log_decay):
             query, scale, key, sums, maximum = _exponentiate(query, key, mask, sums, maximum)
         if mask is not None:
             key = key * mask
-        output, denominator, sums = CausalAttention.apply(query, key, value, sums)
+        output, denominator, sums = attend(query, key, value, sums)
         if decay is not None:
             sums, maximum = decay.after(sums, maximum)
         results.append((output, denominator, scale))

@@ -1,6 +1,7 @@
-"""Which kernel runs: C code for float32 on a CPU, compiled on first use (about a second) and kept, else torch.
+"""Which kernel runs: on a CPU C code (float32, bfloat16), compiled on first use and kept; on CUDA fla-core's.
 
-The choice follows from the tensors; it is torch wherever no C compiler is, or with `HF_LINEAR_ATTENTION_BACKEND=torch`.
+The choice follows from the tensors; it is torch where there is no C compiler or no fla-core (extra `gpu`, imported at
+the first call on CUDA), for what they do not take, and with `HF_LINEAR_ATTENTION_BACKEND=torch`.
 The library is kept in `$XDG_CACHE_HOME/hf_linear_attention` under a name that holds source, flags and processor.
 """
 
@@ -15,12 +16,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .backend_fla import causal_attention
+from .backend_fla import takes
 from .native_source import SOURCE
 
 
@@ -33,31 +37,53 @@ FLAGS = (
     *("-O3", "-march=native", "-fPIC", "-shared", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
+# GCC splits the loops of such processors into vectors of half their width unless told so.
+X86_FLAGS = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 SECONDS_TO_COMPILE = 60
+# Bytes; what glibc takes from the system anew at every call.
+LARGE = 1 << 22
 
 
-def native_library(*tensors: torch.Tensor) -> Any:
-    """The C kernels if they take these tensors (the last axis of each is features or head dimension), or None."""
+def native_library(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> Any:
+    """The C kernels if they take these tensors, or None."""
     for tensor in tensors:
         if (
             type(tensor) is not torch.Tensor  # of no kind that has no memory, such as fake tensors
-            or tensor.dtype != torch.float32
+            or tensor.dtype not in dtypes
             or tensor.device.type != "cpu"
-            or tensor.shape[-1] % 16
         ):
             return None
     return _library()
 
 
-def run(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> None:
-    """Call the C function `name` on `query [B, Hkv, G, N, F]`, `key`, `value` and others; heads spread over threads."""
-    batch, heads, groups, length, features = query.shape
-    shape = (batch, heads, groups, length, features, value.shape[-1])
-    tensors = _described(query, key, value, *others)
-    function, count = getattr(_library(), name), batch * heads
+def gpu_kernel(value: torch.Tensor, length: int) -> Any:
+    """`backend_fla.causal_attention` for N tokens on CUDA with these values, or None."""
+    if not _is_on_cuda(value) or _backend() == "torch" or not takes(value, length):
+        return None
+    return causal_attention
+
+
+def _is_on_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and type(tensor) is torch.Tensor  # of no kind that has no memory
+
+
+def run_attention(name: str, function: tuple[int, ...], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Call the C function `name`; heads spread over threads.
+
+    `function` is the number of features, the map and whether causal; the first tensors are `query [B, Hkv, G, N, D]`,
+    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`, the others as native_blocks lists them, None where missing.
+    """
+    query, key, value, *_ = tensors
+    if query is None or key is None or value is None:
+        raise ValueError("queries, keys and values are needed")
+    batch, heads, groups, length, inputs = query.shape
+    features, *how = function
+    shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how)
+    described = _described(tensors)
+    call, count = getattr(_library(), name), batch * heads
 
     def part(start: int, stop: int) -> None:
-        if function((ctypes.c_int64 * 8)(*shape, start, stop), tensors):
+        if call((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
             raise MemoryError(f"no memory left for the working space of `{name}`")
 
     threads = min(torch.get_num_threads(), count)
@@ -85,16 +111,23 @@ def run_elu_plus_one(x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _described(*tensors: torch.Tensor | None) -> ctypes.Array:
-    """For each its address, and its strides of batch, head, group and token; the last stride must be 1."""
+def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, of whose new memory Linux is asked for pages of 2 MB: small ones cost more than a kernel's work."""
+    size = tensor.numel() * tensor.element_size()
+    if size >= LARGE:
+        _library().large_pages(tensor.data_ptr(), size)
+    return tensor
+
+
+def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
+    """For each its address, its strides but the last, which must be 1, and the size of a number, all in bytes."""
     numbers: list[int] = []
     for tensor in tensors:
         if tensor is None:
-            numbers += (0, 0, 0, 0, 0)
+            numbers += (0, 0, 0, 0, 0, 0)
             continue
-        strides = tensor.stride()
-        group = strides[2] if len(strides) == 5 else 0
-        numbers += (tensor.data_ptr(), strides[0], strides[1], group, strides[-2])
+        size = tensor.element_size()
+        numbers += (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:4]), size)
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
@@ -105,12 +138,17 @@ def _threads(count: int, process: int) -> ThreadPoolExecutor:
 
 
 @functools.cache
-def _library() -> Any:
+def _backend() -> str:
     backend = os.environ.get(BACKEND_VARIABLE, "auto")
     if backend not in BACKENDS:
         raise ValueError(f"`{BACKEND_VARIABLE}` = {backend!r} is not one of {', '.join(BACKENDS)}; set one of them.")
+    return backend
+
+
+@functools.cache
+def _library() -> Any:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if backend == "torch" or compiler is None or os.name != "posix":
+    if _backend() == "torch" or compiler is None or os.name != "posix":
         return None
     try:
         library = ctypes.CDLL(str(_compiled(compiler)))
@@ -119,13 +157,14 @@ def _library() -> Any:
         return None
     library.one_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
     library.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
-    library.one_step.restype = library.elu_plus_one.restype = None
+    library.large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.one_step.restype = library.elu_plus_one.restype = library.large_pages.restype = None
     return library
 
 
 def _compiled(compiler: str) -> Path:
     """The path of the library, compiled if it is not there yet."""
-    identity = "\n".join((SOURCE, *FLAGS, compiler, platform.machine(), _processor_flags()))
+    identity = "\n".join((SOURCE, *FLAGS, *X86_FLAGS, compiler, platform.machine(), _processor_flags()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_linear_attention"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     if path.exists():
@@ -134,7 +173,7 @@ def _compiled(compiler: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         source, library = Path(work) / "kernels.c", Path(work) / "kernels.so"
         source.write_text(SOURCE, encoding="utf-8")
-        command = [compiler, *FLAGS, str(source), "-o", str(library)]
+        command = [compiler, *FLAGS, *X86_FLAGS, str(source), "-o", str(library), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS_TO_COMPILE)
         os.replace(library, path)  # at once, for the other processes that may look for it
     return path

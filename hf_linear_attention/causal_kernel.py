@@ -15,9 +15,6 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
-from .backends import native_library
-from .backends import run
-
 
 def block_length(tensor: torch.Tensor) -> int:
     """C: products of small matrices want many rows, the square of scores within a block wants few."""
@@ -36,13 +33,6 @@ class CausalAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, state):
         output = query.new_empty(*query.shape[:-1], value.shape[-1])
         denominator = query.new_empty(*query.shape[:-1], 1)
-        if native_library(query, key, value) is not None:
-            query, key, value = map(_with_rows, (query, key, value))
-            state = None if state is None else state.contiguous()
-            new_state = query.new_empty(*key.shape[:2], key.shape[-1], value.shape[-1] + 1)
-            run("causal_forward", query, key, value, state, output, denominator, new_state)
-            ctx.save_for_backward(query, key, value, state, output, denominator)
-            return output, denominator, new_state
         sums, z = _sums_of(state, key, value)
         for q, k, v, out, den in _blocks(query, key, value, output, denominator):
             shape = out.shape
@@ -61,12 +51,6 @@ class CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output, grad_denominator, grad_state):
         query, key, value, state, output, denominator = ctx.saved_tensors
-        if native_library(query, key, value) is not None:
-            given = _with_rows(grad_output), grad_denominator, grad_state.contiguous()
-            grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-            grad_first = None if state is None else torch.empty_like(state)
-            run("causal_backward", query, key, value, state, output, denominator, *given, *grads, grad_first)
-            return *grads, grad_first
         # d output = d numerator / denominator - output d denominator / denominator; none where nothing is to be seen
         is_nothing = denominator < torch.finfo(denominator.dtype).tiny
         inverse = denominator.reciprocal().masked_fill_(is_nothing, 0.0)
@@ -93,11 +77,6 @@ class CausalAttention(torch.autograd.Function):
             sums.baddbmm_(q.transpose(1, 2), g)
             z.add_((q * c).sum(dim=1, keepdim=True))
         return *grads, None if state is None else _state_of(sums, z, key.shape[:2])
-
-
-def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy whose rows are dense in memory, as the C kernels need them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _blocks(query, key, value, *others) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -23,6 +23,10 @@ from .attention_kernels import accumulation_dtype
 from .attention_kernels import with_dtype
 from .backends import native_library
 from .backends import run_elu_plus_one
+from .native_attention import ELU_PLUS_ONE
+from .native_attention import EXP
+from .native_attention import Affine
+from .native_attention import NativeMap
 
 
 class FeatureMap(nn.Module):
@@ -60,6 +64,10 @@ class FeatureMap(nn.Module):
     def forward_visible_keys(self, key: torch.Tensor, scaling: float, key_mask: torch.Tensor | None) -> torch.Tensor:
         """`forward_keys` for a map whose features depend on which keys are visible (bool `[B, S]` or None)."""
         return self.forward_keys(key, scaling)
+
+    def native_map(self, scaling: float) -> NativeMap | None:
+        """The same map for the C kernels, which then make the features themselves; None where they do not know it."""
+        return None
 
 
 class ElementwiseFeatureMap(FeatureMap):
@@ -126,6 +134,9 @@ def squared_relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
 
 class EluFeatureMap(ElementwiseFeatureMap):
     function = staticmethod(elu_plus_one)
+
+    def native_map(self, scaling):
+        return NativeMap(ELU_PLUS_ONE)
 
 
 class ReluFeatureMap(ElementwiseFeatureMap):
@@ -208,6 +219,11 @@ class ExpFeatureMap(LearnedFeatureMap):
     def forward_keys(self, key, scaling):
         exponent = self._project(key, self.key_projection, scaling) + with_dtype(self.key_bias, accumulation_dtype(key))
         return exponent - with_dtype(self.key_norm_weight, exponent.dtype) * half_squared_norm(key, scaling)
+
+    def native_map(self, scaling):
+        query, key = (weight.float() * math.sqrt(scaling) for weight in (self.query_projection, self.key_projection))
+        norm = self.key_norm_weight.float() * scaling
+        return NativeMap(EXP, Affine(query), Affine(key, self.key_bias.float(), norm))
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):

@@ -15,6 +15,8 @@ from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import FeatureMap
+from .native_attention import native_attention
+from .native_attention import takes_native
 from .position_decay import DECAY_OPTION
 from .position_decay import decay_of
 
@@ -77,6 +79,11 @@ class LinearAttention(AttentionMechanism):
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         old: Any = state[0] if state else None
+        is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
+        if not is_step and takes_native(query, key, value, attention_mask):
+            native_map = self.feature_map.native_map(scaling)
+            if native_map is not None:
+                return self._native(native_map, query, key, value, attention_mask, is_causal, old)
         size = self._tokens_at_a_time(query, key, attention_mask)
         pieces = list(zip(key.split(size, dim=2), value.split(size, dim=2), _mask_pieces(attention_mask, size, key)))
         if is_causal or len(pieces) == 1:
@@ -94,6 +101,19 @@ class LinearAttention(AttentionMechanism):
             ]
         output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         return with_dtype(output, query.dtype), (old,)
+
+    def _native(self, native_map, query, key, value, mask, is_causal, state):
+        output, _, _, new_state = native_attention(
+            native_map,
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            key_mask=mask,
+            state=state,
+            log_decay=self.decay() if self.decay is not None else None,
+        )
+        return output, (new_state,)
 
     def _kernel(self, query, key, value, mask, scaling, is_causal, state):
         return kernel_attention(

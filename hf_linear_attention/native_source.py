@@ -1,234 +1,255 @@
-"""C source of the CPU kernels that `backends` compiles: float32, features and head dimension multiples of 16.
+"""C source of the CPU kernels that `backends` compiles: attention forward and backward, one step, elu(x) + 1.
 
-A tensor comes as a pointer and four strides in elements: batch, key/value head, group (queries and outputs), token.
+Forward, causal or not: O = (phi(q) S) / (phi(q) Z) block by block (Katharopoulos 2020, equations 9 and 18-20). Backward
+(equations 13-15): forwards over the blocks for the gradients of queries, then backwards for those of keys and values.
+Features are made from queries and keys a block at a time, and again in the backward pass: they never reach memory.
 """
 
-SOURCE = r"""
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+from .native_blocks import BLOCKS
+from .native_matrices import MATRICES
 
-#ifdef __AVX512F__
-#define LANES 16
-#define PANEL 4
-#else
-#define LANES 8
-#define PANEL 2
-#endif
-#define C 32 /* tokens in a block */
-#define ROWS 4
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef struct { float *data; int64_t batch, head, group, token; } tensor;
-typedef struct { int64_t batches, heads, groups, length, features, width, start, stop; } sizes;
+SOURCE = (
+    MATRICES
+    + BLOCKS
+    + r"""
+/* 0 where there is nothing to see */
+INLINE float inverse_of(float x) { return x < TINY && x > -TINY ? 0 : 1 / x; }
 
-static inline float *at(const tensor *x, int64_t b, int64_t h, int64_t g, int64_t n) {
-    return x->data + b * x->batch + h * x->head + g * x->group + n * x->token;
+static void absorb(work *w) {
+    product(w->sums, w->d, w->key_t, C, 1, w->value, w->d, w->f, C, w->d, 1, FULL);
+    add_rows(w->z, w->key, w->c, w->f);
 }
 
-/* out[rows, LANES * width] (+)= a[rows, depth] b[depth, LANES * width]; a has any strides. */
-static inline __attribute__((always_inline)) void panel(float *out, int64_t ldo, const float *a, int64_t row,
-        int64_t column, const float *b, int64_t ldb, int rows, int64_t depth, int width, int add) {
-    vec sum[ROWS][PANEL];
-    for (int r = 0; r < rows; r++)
-        for (int w = 0; w < width; w++)
-            sum[r][w] = add ? *(const vec *)(out + r * ldo + w * LANES) : (vec){0};
-    for (int64_t k = 0; k < depth; k++)
-        for (int w = 0; w < width; w++) {
-            vec y = *(const vec *)(b + k * ldb + w * LANES);
-            for (int r = 0; r < rows; r++) sum[r][w] += a[r * row + k * column] * y;
+/* Output of a block of queries, from the sums and, in the causal form, the keys of the same block. */
+static void attend(work *w, int64_t n) {
+    int64_t f = w->f, d = w->d;
+    float total[C], inverse[C], scale[C], zeros[C] = {0};
+    for (int64_t g = 0; g < w->s->groups; g++) {
+        load_queries(w, g, n, scale);
+        expect(w, 3, OUTPUT, g, n, n + w->c);
+        product(w->out, d, w->query, f, 1, w->sums, d, C, f, d, 0, FULL);
+        row_dots(total, w->query, w->z, 0, f);
+        if (w->s->causal) {
+            product(w->scores, C, w->query, f, 1, w->key_t, C, C, f, C, 0, INTO_LOWER);
+            lower(w->scores, zeros);
+            product(w->out, d, w->scores, C, 1, w->value, d, C, C, d, 1, LOWER);
+            row_dots(inverse, w->scores, w->one, 0, C);
+            for (int64_t t = 0; t < C; t++) total[t] += inverse[t];
         }
-    for (int r = 0; r < rows; r++)
-        for (int w = 0; w < width; w++) *(vec *)(out + r * ldo + w * LANES) = sum[r][w];
-}
-
-/* triangle 1: row i of a ends at column i; 2: column k of a (a transposed triangle) begins at row k. */
-static void product(float *out, int64_t ldo, const float *a, int64_t row, int64_t column, const float *b, int64_t ldb,
-        int64_t rows, int64_t depth, int64_t columns, int add, int triangle) {
-    for (int64_t i = 0; i < rows; i += ROWS) {
-        int64_t first = triangle == 2 ? i : 0, last = triangle == 1 && i + ROWS < depth ? i + ROWS : depth, j = 0;
-        const float *x = a + i * row + first * column, *y = b + first * ldb;
-        float *o = out + i * ldo;
-        if (i + ROWS <= rows) {
-            for (; j + PANEL * LANES <= columns; j += PANEL * LANES)
-                panel(o + j, ldo, x, row, column, y + j, ldb, ROWS, last - first, PANEL, add);
-            for (; j + 2 * LANES <= columns; j += 2 * LANES)
-                panel(o + j, ldo, x, row, column, y + j, ldb, ROWS, last - first, 2, add);
-            for (; j < columns; j += LANES)
-                panel(o + j, ldo, x, row, column, y + j, ldb, ROWS, last - first, 1, add);
-        } else
-            for (int64_t r = 0; r < rows - i; r++)
-                for (j = 0; j < columns; j += LANES)
-                    panel(o + r * ldo + j, ldo, x + r * row, row, column, y + j, ldb, 1, last - first, 1, add);
+        for (int64_t t = 0; t < C; t++) inverse[t] = inverse_of(total[t]);
+        store(w, w->out, d, inverse, OUTPUT, g, n, w->s->width);
+        store_numbers(w, total, DENOMINATOR, g, n);
+        store_numbers(w, scale, SCALE, g, n);
     }
 }
 
-static void transpose(float *out, const float *x, int64_t ldx, int64_t rows, int64_t columns) {
-    memset(out, 0, sizeof(float) * C * columns);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j++) out[j * C + i] = x[i * ldx + j];
-}
-
-static void lower(float *scores, int64_t rows) {
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = i + 1; j < C; j++) scores[i * C + j] = 0;
-}
-
-static inline float dot(const float *x, const float *y, int64_t n) {
-    float sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
-    return sum;
-}
-
-static inline void add_scaled(float *out, const float *x, float scale, int64_t n) {
-    for (int64_t i = 0; i < n; i++) out[i] += scale * x[i];
-}
-
-static float *work(int64_t floats) {
-    void *memory = NULL;
-    return posix_memalign(&memory, 64, sizeof(float) * floats) ? NULL : memory;
-}
-
-#define TINY 1.17549435e-38f
-
-/* state[F, D + 1] <-> sums[F, D], z[F] */
-static void unpack(const float *state, float *sums, float *z, int64_t f, int64_t d) {
-    for (int64_t i = 0; i < f; i++) {
-        memcpy(sums + i * d, state + i * (d + 1), sizeof(float) * d);
-        z[i] = state[i * (d + 1) + d];
-    }
-}
-
-static void pack(float *state, const float *sums, const float *z, int64_t f, int64_t d) {
-    for (int64_t i = 0; i < f; i++) {
-        memcpy(state + i * (d + 1), sums + i * d, sizeof(float) * d);
-        state[i * (d + 1) + d] = z[i];
-    }
-}
-
-/* query, key, value, state (may be null), output, denominator, new state */
-int causal_forward(const sizes *s, const tensor *x) {
-    const tensor *query = x, *key = x + 1, *value = x + 2, *state = x + 3, *output = x + 4, *denominator = x + 5;
-    const tensor *new_state = x + 6;
-    int64_t f = s->features, d = s->width;
-    float *sums = work(f * d + f + C * f + C * C), *z = sums + f * d, *key_t = z + f, *scores = key_t + C * f;
-    if (!sums) return 1;
+int attention_forward(const sizes *s, const tensor *x) {
+    work space, *w = &space;
+    if (begin(w, s, x, 0)) return 1;
     for (int64_t i = s->start; i < s->stop; i++) {
-        int64_t b = i / s->heads, h = i % s->heads;
-        if (state->data) unpack(at(state, b, h, 0, 0), sums, z, f, d);
-        else memset(sums, 0, sizeof(float) * (f * d + f));
-        for (int64_t n = 0; n < s->length; n += C) {
-            int64_t c = s->length - n < C ? s->length - n : C;
-            float *k = at(key, b, h, 0, n), *v = at(value, b, h, 0, n);
-            transpose(key_t, k, key->token, c, f);
-            for (int64_t g = 0; g < s->groups; g++) {
-                float *q = at(query, b, h, g, n), *o = at(output, b, h, g, n);
-                product(scores, C, q, query->token, 1, key_t, C, c, f, C, 0, 0);
-                lower(scores, c);
-                product(o, output->token, q, query->token, 1, sums, d, c, f, d, 0, 0);
-                product(o, output->token, scores, C, 1, v, value->token, c, c, d, 1, 1);
-                for (int64_t t = 0; t < c; t++) {
-                    float total = dot(q + t * query->token, z, f), *row = o + t * output->token;
-                    for (int64_t j = 0; j < C; j++) total += scores[t * C + j];
-                    *at(denominator, b, h, g, n + t) = total;
-                    float inverse = 1 / (total < TINY ? TINY : total);
-                    for (int64_t j = 0; j < d; j++) row[j] *= inverse;
-                }
-            }
-            product(sums, d, k, 1, key->token, v, value->token, f, c, d, 1, 0);
-            for (int64_t t = 0; t < c; t++) add_scaled(z, k + t * key->token, 1, f);
+        enter(w, i);
+        unpack(w, STATE, w->sums, w->z, w->maximum);
+        for (int64_t n = 0; n < s->keys; n += w->c) {
+            load_keys(w, n, 0);
+            before_block(w, w->sums, w->z, 1);
+            if (s->causal) attend(w, n);
+            absorb(w);
+            after_block(w, w->sums, w->z);
         }
-        pack(at(new_state, b, h, 0, 0), sums, z, f, d);
+        for (int64_t n = 0; n < s->queries && !s->causal; n += w->c) {
+            whole_block(w, n);
+            attend(w, n);
+        }
+        pack(w, NEW_STATE, w->sums, w->z, w->maximum);
     }
-    free(sums);
+    free(w->memory);
     return 0;
 }
 
-/* gradients of numerator, g[c, D], and denominator, e[c], of a block */
-static void grad_of_sums(float *g, float *e, const float *grad, int64_t ldg, const float *out, int64_t ldo,
-        const float *den, int64_t ldd, const float *grad_den, int64_t lde, int64_t c, int64_t d) {
-    for (int64_t t = 0; t < c; t++) {
-        float total = den[t * ldd], inverse = total < TINY ? 0 : 1 / total;
-        for (int64_t j = 0; j < d; j++) g[t * d + j] = grad[t * ldg + j] * inverse;
-        e[t] = grad_den[t * lde] - dot(g + t * d, out + t * ldo, d);
+/* Gradients of numerator, w->out[C, d], and denominator, e[C], of a block of queries. */
+static void grad_of_sums(work *w, float *e, int64_t g, int64_t n) {
+    int64_t d = w->d;
+    float total[C], grad[C], *output = w->output;
+    load(w, w->out, d, GRAD_OUTPUT, g, n, w->s->width);
+    load(w, output, d, OUTPUT, g, n, w->s->width);
+    load_numbers(w, total, DENOMINATOR, g, n);
+    load_numbers(w, grad, GRAD_DENOMINATOR, g, n);
+    for (int64_t t = 0; t < C; t++) {
+        float inverse = inverse_of(total[t]);
+        for (int64_t j = 0; j < d; j++) w->out[t * d + j] *= inverse;
+    }
+    row_dots(e, w->out, output, d, d);
+    for (int64_t t = 0; t < C; t++) e[t] = grad[t] - e[t];
+}
+
+/* The gradient of a block of features, w->grad[C, f], goes back through the map. */
+static void finish(work *w, const float *features, const float *input, const float *factor, int is_query, int64_t g,
+        int64_t n) {
+    int64_t f = w->f, p = w->p;
+    int to = is_query ? GRAD_QUERY : GRAD_KEY;
+    affine *m = w->maps + (is_query ? 1 + g : 0);
+    float total[C], half[C];
+    if (w->x[GRAD_DECAY].data) {
+        row_dots(total, w->grad, features, f, f);
+        for (int64_t t = 0; t < w->c; t++)
+            w->grad_decay += (is_query ? 1 : -1) * (w->real + w->steps[t] + 1.0) * total[t];
+    }
+    for (int64_t t = 0; t < w->c; t++)
+        for (int64_t j = 0; j < f; j++) {
+            float x = features[t * f + j], below = x < factor[t] ? x : factor[t];
+            w->grad[t * f + j] *= w->s->map == EXP ? x : w->s->map == ELU ? below : factor[t];
+        }
+    if (!m->weight) {
+        store(w, w->grad, f, w->one, to, g, n, w->s->inputs);
+        return;
+    }
+    memset(w->grad + w->c * f, 0, 4 * f * (C - w->c));
+    if (w->x[is_query ? GRAD_QUERY_MAP : GRAD_KEY_MAP].data)
+        product(m->grad_weight, f, input, 1, p, w->grad, f, p, C, f, 1, FULL);
+    add_rows(m->grad_bias, w->grad, w->c, f);
+    product(w->grad_input, p, w->grad, f, 1, m->weight_t, p, C, f, p, 0, FULL);
+    row_dots(total, w->grad, w->one, 0, f);
+    row_dots(half, input, input, p, p);
+    for (int64_t t = 0; t < w->c; t++) {
+        m->grad_norm -= (double)total[t] * half[t] / 2;
+        for (int64_t j = 0; j < p; j++) w->grad_input[t * p + j] -= m->norm * total[t] * input[t * p + j];
+    }
+    store(w, w->grad_input, p, w->one, to, g, n, w->s->inputs);
+}
+
+static void absorb_gradients(work *w, const float *e) {
+    product(w->grad_sums, w->d, w->query, 1, w->f, w->out, w->d, w->f, C, w->d, 1, FULL);
+    for (int64_t t = 0; t < w->c; t++) add_scaled(w->grad_z, w->query + t * w->f, e[t], w->f);
+}
+
+/* Gradients of a block of queries, which meet the sums of what lies before them and the keys of the block. */
+static void query_gradients(work *w, int64_t n) {
+    int64_t f = w->f, d = w->d;
+    float e[C], scale[C];
+    for (int64_t g = 0; g < w->s->groups; g++) {
+        load_queries(w, g, n, scale);
+        grad_of_sums(w, e, g, n);
+        product(w->grad, f, w->out, d, 1, w->sums_t, f, C, d, f, 0, FULL);
+        if (w->s->causal) {
+            product(w->pairs, C, w->out, d, 1, w->value_t, C, C, d, C, 0, INTO_LOWER);
+            lower(w->pairs, e);
+            product(w->grad, f, w->pairs, C, 1, w->key, f, C, C, f, 1, LOWER);
+        } else
+            absorb_gradients(w, e);
+        for (int64_t t = 0; t < w->c; t++) add_scaled(w->grad + t * f, w->z, e[t], f);
+        finish(w, w->query, w->query_input, w->query_factor, 1, g, n);
     }
 }
 
-/* query, key, value, state (may be null), output, denominator; gradients of output, denominator, new state (may be
-   null); gradients to make: query, key, value, state (may be null) */
-int causal_backward(const sizes *s, const tensor *x) {
-    const tensor *query = x, *key = x + 1, *value = x + 2, *state = x + 3, *output = x + 4, *denominator = x + 5;
-    const tensor *grad_output = x + 6, *grad_denominator = x + 7, *grad_state = x + 8;
-    const tensor *grad_query = x + 9, *grad_key = x + 10, *grad_value = x + 11, *grad_first = x + 12;
-    int64_t f = s->features, d = s->width;
-    float *sums = work(2 * f * d + f + C * (f + 2 * d) + 2 * C * C + C);
-    float *sums_t = sums + f * d, *z = sums_t + f * d, *key_t = z + f, *value_t = key_t + C * f;
-    float *g = value_t + C * d, *scores = g + C * d, *pairs = scores + C * C, *e = pairs + C * C;
-    if (!sums) return 1;
-    for (int64_t i = s->start; i < s->stop; i++) {
-        int64_t b = i / s->heads, h = i % s->heads, blocks = (s->length + C - 1) / C;
-        memset(sums, 0, sizeof(float) * (2 * f * d + f));
-        if (state->data) {
-            unpack(at(state, b, h, 0, 0), sums, z, f, d);
-            for (int64_t j = 0; j < f; j++)
-                for (int64_t k = 0; k < d; k++) sums_t[k * f + j] = sums[j * d + k];
-        }
-        for (int64_t n = 0; n < s->length; n += C) {
-            int64_t c = s->length - n < C ? s->length - n : C;
-            float *k = at(key, b, h, 0, n), *v = at(value, b, h, 0, n);
-            transpose(value_t, v, value->token, c, d);
-            for (int64_t m = 0; m < s->groups; m++) {
-                float *to = at(grad_query, b, h, m, n);
-                grad_of_sums(g, e, at(grad_output, b, h, m, n), grad_output->token, at(output, b, h, m, n),
-                    output->token, at(denominator, b, h, m, n), denominator->token,
-                    at(grad_denominator, b, h, m, n), grad_denominator->token, c, d);
-                product(pairs, C, g, d, 1, value_t, C, c, d, C, 0, 0);
-                for (int64_t t = 0; t < c; t++)
-                    for (int64_t j = 0; j <= t; j++) pairs[t * C + j] += e[t];
-                lower(pairs, c);
-                product(to, grad_query->token, g, d, 1, sums_t, f, c, d, f, 0, 0);
-                product(to, grad_query->token, pairs, C, 1, k, key->token, c, c, f, 1, 1);
-                for (int64_t t = 0; t < c; t++) add_scaled(to + t * grad_query->token, z, e[t], f);
-            }
-            product(sums_t, f, v, 1, value->token, k, key->token, d, c, f, 1, 0);
-            for (int64_t t = 0; t < c; t++) add_scaled(z, k + t * key->token, 1, f);
-        }
-        memset(sums, 0, sizeof(float) * (2 * f * d + f));
-        if (grad_state->data) {
-            unpack(at(grad_state, b, h, 0, 0), sums, z, f, d);
-            for (int64_t j = 0; j < f; j++)
-                for (int64_t k = 0; k < d; k++) sums_t[k * f + j] = sums[j * d + k];
-        }
-        for (int64_t n = (blocks - 1) * C; n >= 0; n -= C) {
-            int64_t c = s->length - n < C ? s->length - n : C;
-            float *k = at(key, b, h, 0, n), *v = at(value, b, h, 0, n);
-            float *to_key = at(grad_key, b, h, 0, n), *to_value = at(grad_value, b, h, 0, n);
-            transpose(key_t, k, key->token, c, f);
-            transpose(value_t, v, value->token, c, d);
-            product(to_key, grad_key->token, v, value->token, 1, sums_t, f, c, d, f, 0, 0);
-            product(to_value, grad_value->token, k, key->token, 1, sums, d, c, f, d, 0, 0);
-            for (int64_t t = 0; t < c; t++) add_scaled(to_key + t * grad_key->token, z, 1, f);
-            for (int64_t m = 0; m < s->groups; m++) {
-                float *q = at(query, b, h, m, n);
-                grad_of_sums(g, e, at(grad_output, b, h, m, n), grad_output->token, at(output, b, h, m, n),
-                    output->token, at(denominator, b, h, m, n), denominator->token,
-                    at(grad_denominator, b, h, m, n), grad_denominator->token, c, d);
-                product(scores, C, q, query->token, 1, key_t, C, c, f, C, 0, 0);
-                lower(scores, c);
-                product(pairs, C, g, d, 1, value_t, C, c, d, C, 0, 0);
-                for (int64_t t = 0; t < c; t++)
-                    for (int64_t j = 0; j <= t; j++) pairs[t * C + j] += e[t];
-                lower(pairs, c);
-                product(to_key, grad_key->token, pairs, 1, C, q, query->token, c, c, f, 1, 2);
-                product(to_value, grad_value->token, scores, 1, C, g, d, c, c, d, 1, 2);
-                product(sums, d, q, 1, query->token, g, d, f, c, d, 1, 0);
-                product(sums_t, f, g, 1, d, q, query->token, d, c, f, 1, 0);
-                for (int64_t t = 0; t < c; t++) add_scaled(z, q + t * query->token, e[t], f);
-            }
-        }
-        if (grad_first->data) pack(at(grad_first, b, h, 0, 0), sums, z, f, d);
+/* Gradients of a block of keys and values, which meet the sums over the queries behind them and those of the block. */
+static void key_gradients(work *w, int64_t n) {
+    int64_t f = w->f, d = w->d;
+    float e[C], scale[C], zeros[C] = {0};
+    transpose(w->sums_t, f, w->grad_sums, d, f, d);
+    product(w->grad, f, w->value, d, 1, w->sums_t, f, C, d, f, 0, FULL);
+    product(w->grad_value, d, w->key, f, 1, w->grad_sums, d, C, f, d, 0, FULL);
+    for (int64_t t = 0; t < C; t++) add_scaled(w->grad + t * f, w->grad_z, 1, f);
+    for (int64_t g = 0; g < w->s->groups && w->s->causal; g++) {
+        load_queries(w, g, n, scale);
+        grad_of_sums(w, e, g, n);
+        product(w->scores, C, w->query, f, 1, w->key_t, C, C, f, C, 0, INTO_LOWER);
+        lower(w->scores, zeros);
+        product(w->pairs, C, w->out, d, 1, w->value_t, C, C, d, C, 0, INTO_LOWER);
+        lower(w->pairs, e);
+        product(w->grad, f, w->pairs, 1, C, w->query, f, C, C, f, 1, LOWER_T);
+        product(w->grad_value, d, w->scores, 1, C, w->out, d, C, C, d, 1, LOWER_T);
+        absorb_gradients(w, e);
     }
-    free(sums);
+    finish(w, w->key, w->key_input, w->key_factor, 0, 0, n);
+    store(w, w->grad_value, d, w->one, GRAD_VALUE, 0, n, w->s->width);
+}
+
+static void remember_block(work *w, int64_t number, int64_t n) {
+    w->starts[2 * number] = n, w->starts[2 * number + 1] = w->real;
+    if (w->s->map != EXP) return;
+    memcpy(w->maxima + 2 * number * w->f, w->maximum, 4 * w->f);
+    memcpy(w->maxima + (2 * number + 1) * w->f, w->rescale, 4 * w->f);
+}
+
+static int64_t recall_block(work *w, int64_t number) {
+    w->real = w->starts[2 * number + 1];
+    if (w->s->map == EXP) {
+        memcpy(w->maximum, w->maxima + 2 * number * w->f, 4 * w->f);
+        memcpy(w->rescale, w->maxima + (2 * number + 1) * w->f, 4 * w->f);
+    }
+    return w->starts[2 * number];
+}
+
+static void store_map_gradients(const work *w, int which, int64_t g, const affine *m) {
+    const tensor *x = w->x + which;
+    for (int64_t i = 0; i < w->s->inputs && x->data; i++)
+        memcpy(at(w, which, g, i), m->grad_weight + i * w->f, 4 * w->s->features);
+    if (x[1].data) memcpy(at(w, which + 1, g, 0), m->grad_bias, 4 * w->s->features);
+    if (x[2].data) *(float *)at(w, which + 2, g, 0) = m->grad_norm;
+}
+
+/* Forwards over the blocks for the gradients of queries, then backwards for those of keys and values. */
+static void backward_of_head(work *w) {
+    const sizes *s = w->s;
+    int64_t f = w->f, d = w->d, number = 0;
+    unpack(w, STATE, w->sums, w->z, w->maximum);
+    unpack(w, GRAD_STATE, w->grad_sums, w->grad_z, NULL);
+    transpose(w->sums_t, f, w->sums, d, f, d);
+    if (!s->causal) remember_block(w, 0, 0);
+    for (int64_t n = 0; n < s->keys; n += w->c) {
+        load_keys(w, n, 0);
+        before_block(w, w->sums_t, w->z, 0);
+        transpose(w->value_t, C, w->value, d, C, d);
+        if (s->causal) {
+            remember_block(w, number++, n);
+            query_gradients(w, n);
+        }
+        product(w->sums_t, f, w->value_t, C, 1, w->key, f, d, C, f, 1, FULL);
+        add_rows(w->z, w->key, w->c, f);
+        after_block(w, w->sums_t, w->z);
+    }
+    for (int64_t n = 0; n < s->queries && !s->causal; n += w->c) {
+        whole_block(w, n);
+        query_gradients(w, n);
+    }
+    for (int64_t j = 0; j < f && w->decay; j++) {
+        double product = (double)w->z[j] * w->grad_z[j];
+        for (int64_t i = 0; i < d; i++) product += (double)w->sums_t[i * f + j] * w->grad_sums[j * d + i];
+        w->grad_decay += w->real * product;
+    }
+    if (s->causal) w->next = -C;
+    for (int64_t end = s->keys, n = 0; s->causal ? number > 0 : n < s->keys;) {
+        if (s->causal) n = recall_block(w, --number);
+        load_keys(w, n, s->causal ? end - n : C);
+        if (s->map != EXP) after_block(w, w->grad_sums, w->grad_z);
+        if (s->causal) {
+            w->real = w->starts[2 * number + 1];
+            transpose(w->value_t, C, w->value, d, C, d);
+        }
+        key_gradients(w, n);
+        if (s->causal) before_block(w, w->grad_sums, w->grad_z, 1);
+        end = n;
+        n += w->c;
+    }
+    if (s->causal || s->map != EXP) return;
+    for (int64_t j = 0; j < f; j += LANES) /* from the first maximum to the last */
+        *(vec *)(w->rescale + j) = exp_of_negative(*(vec *)(w->maxima + j) - *(vec *)(w->maximum + j));
+    before_block(w, w->grad_sums, w->grad_z, 1);
+}
+
+int attention_backward(const sizes *s, const tensor *x) {
+    work space, *w = &space;
+    if (begin(w, s, x, 1)) return 1;
+    for (int64_t i = s->start; i < s->stop; i++) {
+        enter(w, i);
+        backward_of_head(w);
+        pack(w, GRAD_FIRST, w->grad_sums, w->grad_z, NULL);
+        if (x[GRAD_DECAY].data) *(float *)at(w, GRAD_DECAY, 0, 0) = w->grad_decay;
+        store_map_gradients(w, GRAD_KEY_MAP, 0, w->maps);
+        for (int64_t g = 0; g < s->groups; g++) store_map_gradients(w, GRAD_QUERY_MAP, g, w->maps + 1 + g);
+    }
+    free(w->memory);
     return 0;
 }
 
@@ -257,25 +278,20 @@ void one_step(const float *query, const float *key, const float *value, const fl
     }
 }
 
-/* exp for -87.3 <= x <= 0, relative error 3e-7 (Cephes) */
-static inline float exp_of_negative(float x) {
-    float n = __builtin_rintf(x * 1.44269504f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1;
-    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
-    return p * power.value;
+void large_pages(char *data, int64_t size) {
+#ifdef MADV_HUGEPAGE
+    int64_t skip = -(uintptr_t)data & 4095;
+    madvise(data + skip, (size - skip) & ~(int64_t)4095, MADV_HUGEPAGE); /* advice: failure costs nothing but time */
+#endif
 }
 
 void elu_plus_one(const float *x, float *out, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        float negative = x[i] < 0 ? x[i] : 0, e = exp_of_negative(negative > -87.3f ? negative : -87.3f);
-        out[i] = x[i] > 0 ? x[i] + 1 : x[i] <= 0 ? e : x[i]; /* the last keeps nan */
-    }
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) *(vec *)(out + i) = elu_of(*(const vec *)(x + i));
+    vec rest = {0};
+    memcpy(&rest, x + i, 4 * (n - i));
+    rest = elu_of(rest);
+    memcpy(out + i, &rest, 4 * (n - i));
 }
 """
+)

@@ -21,6 +21,9 @@ from .attention_kernels import with_dtype
 from .feature_maps import FeatureMap
 from .feature_maps import half_squared_norm
 from .feature_maps import orthogonal_random_matrix
+from .native_attention import EXP
+from .native_attention import Affine
+from .native_attention import NativeMap
 
 
 class RandomFeatureMap(FeatureMap):
@@ -80,6 +83,14 @@ class ExpRandomFeatureMap(RandomFeatureMap):
     def forward_keys(self, key, scaling):
         return self._project(key, scaling) - half_squared_norm(key, scaling)
 
+    def native_map(self, scaling):
+        weight = self._native_weight(scaling)
+        return NativeMap(EXP, Affine(weight), Affine(weight, norm=weight.new_full((1, 1, 1), scaling)))
+
+    def _native_weight(self, scaling: float) -> torch.Tensor:
+        """`[1, D, F]`, what gives the same as `_project`."""
+        return (self.projection.float() * math.sqrt(scaling)).T.unsqueeze(0)
+
 
 class CoshRandomFeatureMap(ExpRandomFeatureMap):
     """Positive features with w and -w (Performer 2020, Lemma 1, "hyperbolic"): half the variance of exp and less."""
@@ -89,6 +100,10 @@ class CoshRandomFeatureMap(ExpRandomFeatureMap):
     def _project(self, x, scaling):
         projected = super()._project(x, scaling)
         return torch.cat((projected, -projected), dim=-1)
+
+    def _native_weight(self, scaling):
+        weight = super()._native_weight(scaling)
+        return torch.cat((weight, -weight), dim=-1)
 
 
 class RegularizedRandomFeatureMap(ExpRandomFeatureMap):

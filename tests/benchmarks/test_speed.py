@@ -11,7 +11,7 @@ import torch
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("speed_break_even", "speed_kernels", "speed_models")
+SCRIPTS = ("speed_break_even", "speed_conversion", "speed_decoding", "speed_kernels", "speed_models")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_a_quick_run_prints_its_tables_and_writes_its_figures(name, tmp_path, ca
     assert result["benchmark"] == name
     assert result["environment"]["threads"] == 1
     printed = capsys.readouterr().out
-    assert "linear elu1" in printed or "sdpa" in printed
+    assert any(word in printed for word in ("linear elu1", "sdpa", "conversion, no verification"))
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
@@ -58,3 +58,61 @@ def test_break_even_is_the_length_from_which_softmax_stays_slower():
 def test_the_peak_of_new_memory_counts_the_output():
     peak = importlib.import_module("benchmarks.speed_kernels").peak_tensors("sdpa", 4096, False)
     assert 0.9 < peak < 2  # one output, and what softmax keeps of a block of rows
+
+
+def test_the_gpu_benchmark_refuses_without_one_and_runs_through_with_one(monkeypatch, tmp_path, capsys):
+    script = importlib.import_module("benchmarks.speed_gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        script.main(["--output_dir", str(tmp_path)])
+    assert "no CUDA device" in capsys.readouterr().err
+    # All but the clock and the memory of the device, on the CPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(script, "DEVICE", "cpu")
+    monkeypatch.setattr(script, "LARGE", "Llama 15M")
+    monkeypatch.setattr(script, "seconds_of", lambda call: call() is not call and 1e-3)
+    monkeypatch.setattr(script, "peak_bytes", lambda call: call() is not call and 1000)
+    monkeypatch.setattr(
+        script, "calls", lambda calls=script.calls: {k: v for k, v in calls().items() if k != script.FLA}
+    )
+    script.main(["--quick", "--output_dir", str(tmp_path)])
+    result = json.loads((tmp_path / "speed_gpu.json").read_text(encoding="utf-8"))
+    assert set(result["forward"]["64"]["seconds"]) == {script.OURS, script.PLAIN_TORCH, script.SDPA}
+    assert result["decoding"]["64"]["softmax"] == pytest.approx(1000)
+
+
+def test_the_longest_sequence_follows_from_the_line_through_two_peaks():
+    script = importlib.import_module("benchmarks.speed_models")
+    results = [
+        {"model": "a", "tokens": tokens, "parameters": 10**9, "peak": {"softmax": 10**6 * tokens + 10**9}}
+        for tokens in (512, 2048)
+    ]
+    # 20 GB, less 16 bytes a parameter and the constant part
+    assert script.longest_sequences(results) == {"a": {"softmax": 3000}}
+    assert script.longest_sequences([results[0], results[1] | {"model": "b"}]) == {}
+
+
+def test_the_peak_of_a_call_is_what_it_allocates_at_once():
+    script = importlib.import_module("benchmarks.speed_models")
+    one = 1 << 25
+    peak = script.peak_bytes(lambda: [torch.ones(one // 4) for _ in range(2)])
+    assert 1.98 * one <= peak < 2.2 * one  # Linux counts pages in batches, for each processor by itself
+
+
+def test_own_memory_leaves_out_the_pages_of_files():
+    script = importlib.import_module("benchmarks.speed_conversion")
+    assert script.own_bytes("VmRSS:\t  900 kB\nRssAnon:\t   400 kB\nRssFile:\t  500 kB\n") == 400 * 1024
+    assert script.own_bytes("State:\tZ (zombie)\n") == 0
+
+
+def test_the_synthetic_checkpoint_is_a_loadable_llama_in_shards(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    script = importlib.import_module("benchmarks.speed_conversion")
+    script.write_checkpoint(tmp_path, 1e7, 256)
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert 0.8e7 < stored < 1.4e7

@@ -1,0 +1,194 @@
+"""The conversion of a sharded checkpoint in time and memory, and how long both scripts and the import take to start.
+
+    python benchmarks/speed_conversion.py --output_dir outputs/benchmarks
+
+A Llama of `--gigabytes` with random bfloat16 weights, in shards of 0.5 GB, through `conversion/convert_checkpoint.py`,
+with its verification and without; for comparison what `from_pretrained` alone takes. Memory is what a process has
+taken for itself at its peak: pages of the files that it maps count as the system's cache. Start-up: CPU seconds of the
+`--help` of both scripts, and of the imports alone, over the import of torch and transformers. About four minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import ROOT, argument_parser, save_results, table, write
+
+
+SHARD_BYTES = 5 * 10**8
+LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='auto')"
+TORCH, IMPORT, UNVERIFIED = "torch and transformers", "import alone", "conversion, no verification"
+PROGRAMS = {
+    TORCH: ["-c", "import torch, transformers; from transformers import AutoModelForCausalLM"],
+    "and this package": [
+        "-c",
+        "import torch, transformers; from transformers import AutoModelForCausalLM; import hf_linear_attention",
+    ],
+    "convert_checkpoint.py --help": ["conversion/convert_checkpoint.py", "--help"],
+    "finetune.py --help": ["training/finetune.py", "--help"],
+}
+
+
+def write_checkpoint(folder: Path, num_bytes: float, hidden: int) -> None:
+    """A Llama of about this size with random weights, made and written shard by shard."""
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_attention_heads=hidden // 64,
+        num_hidden_layers=1,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    layer = {name: shape for name, shape in shapes.items() if ".layers.0." in name}
+    others = {name: shape for name, shape in shapes.items() if name not in layer and name != "lm_head.weight"}
+    config.num_hidden_layers = max(1, round(num_bytes / 2 / sum(map(torch.Size.numel, layer.values()))))
+    shapes = others | {
+        name.replace(".0.", f".{number}.", 1): shape
+        for number in range(config.num_hidden_layers)
+        for name, shape in layer.items()
+    }
+    config.save_pretrained(folder)
+    weight_map: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    for number, (name, shape) in enumerate(shapes.items(), 1):
+        shard[name] = torch.randn(shape, dtype=torch.bfloat16).mul_(0.02) if len(shape) == 2 else torch.ones(shape)
+        if number == len(shapes) or sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
+            file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(shard, file))
+            shard = {}
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def measure_process(command: list[str]) -> dict[str, float]:
+    """CPU and wall seconds of a Python process, and the peak of the memory that is its own, in bytes."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    status, peak = Path(f"/proc/{process.pid}/status"), 0
+    while True:
+        pid, code, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            break
+        peak = max(peak, own_bytes(status.read_text(encoding="utf-8")))
+        time.sleep(0.005)
+    process.returncode = os.waitstatus_to_exitcode(code)
+    if process.returncode:
+        raise RuntimeError(f"{command} failed: {process.stderr.read().decode() if process.stderr else ''}")
+    seconds = {"CPU": usage.ru_utime + usage.ru_stime, "wall": time.perf_counter() - start}
+    return {**seconds, "own bytes": peak, "resident bytes": 1024 * usage.ru_maxrss}
+
+
+def own_bytes(status: str) -> int:
+    """Anonymous memory in the text of /proc/<pid>/status; 0 of a process that has just ended."""
+    return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")), 0)
+
+
+def measure_conversions(gigabytes: float, hidden: int, names: tuple[str, ...]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary) / "source"
+        source.mkdir()
+        write_checkpoint(source, gigabytes * 1e9, hidden)
+        sizes = [path.stat().st_size for path in source.glob("*.safetensors")]
+        convert = ["conversion/convert_checkpoint.py", "--model_name_or_path", str(source), "--overwrite"]
+        convert += ["--output_dir", f"{temporary}/converted", "--attention", "linear"]
+        processes = {
+            IMPORT: PROGRAMS["and this package"],
+            "from_pretrained": ["-c", LOAD, str(source)],
+            UNVERIFIED: [*convert, "--no_verify"],
+            "to float32, no verification": [*convert, "--no_verify", "--dtype", "float32"],
+            "conversion": convert,
+        }
+        measured = {name: measure_process(processes[name]) for name in names or processes}
+    return {"bytes": sum(sizes), "largest shard": max(sizes), "processes": measured}
+
+
+def measure_starts(rounds: int, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """CPU seconds of every program, taking turns; the first round reads the files into the system's cache."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        for name in names:
+            measured = measure_process(PROGRAMS[name])["CPU"]
+            if number:
+                seconds[name].append(measured)
+    return seconds
+
+
+def report(figures: dict[str, Any]) -> str:
+    conversion = figures["conversion"]
+    base = conversion["processes"][IMPORT]["own bytes"]
+    rows = [
+        [
+            name,
+            f"{result['CPU']:.1f}",
+            f"{result['wall']:.1f}",
+            f"{result['own bytes'] / 1e6:,.0f}",
+            f"{(result['own bytes'] - base) / conversion['largest shard']:.2f}",
+        ]
+        for name, result in conversion["processes"].items()
+    ]
+    title = f"{conversion['bytes'] / 1e9:.2f} GB, largest shard {conversion['largest shard'] / 1e6:,.0f} MB"
+    header = [title, "CPU s", "wall s", "own MB at the peak", "over the import, in largest shards"]
+    base_seconds = figures["starts"][TORCH]
+    starts = [
+        [
+            name,
+            statistics.median(seconds),
+            statistics.median(mine - other for mine, other in zip(seconds, base_seconds)),
+        ]
+        for name, seconds in figures["starts"].items()
+    ]
+    return f"{table(header, rows)}\n\n{table(['start', 'CPU s', 'over torch and transformers'], starts)}"
+
+
+def plot(plt, figures):
+    processes = figures["conversion"]["processes"]
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
+    axes[0].barh(list(processes), [result["own bytes"] / 1e9 for result in processes.values()])
+    axes[0].axvline(figures["conversion"]["bytes"] / 1e9, color="gray", linestyle=":", label="the checkpoint")
+    axes[0].set_xlabel("GB of own memory at the peak")
+    axes[0].legend()
+    axes[1].barh(list(figures["starts"]), [statistics.median(seconds) for seconds in figures["starts"].values()])
+    axes[1].set_xlabel("CPU seconds to start")
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=5, help="of the start-up times")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    hidden, processes, programs = 2048, (), tuple(PROGRAMS)
+    if arguments.quick:
+        arguments.gigabytes, arguments.rounds, hidden = 0.01, 1, 256
+        processes, programs = (IMPORT, UNVERIFIED), programs[:2]
+    figures = {
+        "conversion": measure_conversions(arguments.gigabytes, hidden, processes),
+        "starts": measure_starts(arguments.rounds, programs),
+    }
+    write(report(figures))
+    save_results(arguments, "speed_conversion", figures, plot)
+
+
+if __name__ == "__main__":
+    main()

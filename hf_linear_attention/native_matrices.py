@@ -1,0 +1,174 @@
+"""C source of what the CPU kernels are made of: products, transposes, sums and maps of small matrices.
+
+Everything is float32, dense and in whole vectors of 16 (with AVX-512) or 8 numbers; a block has C tokens.
+"""
+
+MATRICES = r"""
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#ifdef __AVX512F__
+#define LANES 16
+#define PANEL 4
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#else
+#define LANES 8
+#define PANEL 2
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#endif
+#ifdef __clang__
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIX(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define C 32 /* tokens in a block */
+#define ROWS 4
+#define TINY 1.17549435e-38f
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+/* Rows that the next block reads, or this one writes, come into the cache while products are at work. */
+#define STREAMS 5
+static __thread struct { const char *row; int64_t step, left, bytes, at_once; } ahead[STREAMS];
+
+INLINE void fetch_ahead(void) {
+    for (int i = 0; i < STREAMS; i++)
+        for (int64_t count = 0; count < ahead[i].at_once && ahead[i].left > 0; count++, ahead[i].left--) {
+            for (int64_t j = 0; j < ahead[i].bytes; j += 64) __builtin_prefetch(ahead[i].row + j);
+            ahead[i].row += ahead[i].step;
+        }
+}
+
+/* out[rows, LANES * width] (+)= a[rows, depth] b[depth, LANES * width]; a has any strides. */
+INLINE void panel(float *out, int64_t ldo, const float *a, int64_t row, int64_t column, const float *b, int64_t ldb,
+        int64_t depth, int width, int add) {
+    vec sum[ROWS][PANEL];
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < width; i++) sum[r][i] = add ? *(const vec *)(out + r * ldo + i * LANES) : (vec){0};
+    for (int64_t k = 0; k < depth; k++)
+        for (int i = 0; i < width; i++) {
+            vec y = *(const vec *)(b + k * ldb + i * LANES);
+            for (int r = 0; r < ROWS; r++) sum[r][i] += a[r * row + k * column] * y;
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < width; i++) *(vec *)(out + r * ldo + i * LANES) = sum[r][i];
+}
+
+enum { FULL, LOWER, LOWER_T, INTO_LOWER };
+
+/* Rows come in fours, columns in vectors. LOWER: row i of a ends at column i; LOWER_T: a is the transpose of such a
+   matrix; INTO_LOWER: only that part of the result is wanted. */
+static void product(float *out, int64_t ldo, const float *a, int64_t row, int64_t column, const float *b, int64_t ldb,
+        int64_t rows, int64_t depth, int64_t columns, int add, int shape) {
+    for (int64_t i = 0; i < rows; i += ROWS) {
+        int64_t first = shape == LOWER_T ? i : 0, end = shape == LOWER ? i + ROWS : depth, j = 0;
+        int64_t stop = shape == INTO_LOWER ? i + ROWS : columns;
+        const float *x = a + i * row + first * column, *y = b + first * ldb;
+        fetch_ahead();
+        for (; j + PANEL * LANES <= columns && j < stop; j += PANEL * LANES)
+            panel(out + i * ldo + j, ldo, x, row, column, y + j, ldb, end - first, PANEL, add);
+        for (; j + 2 * LANES <= columns && j + LANES < stop; j += 2 * LANES)
+            panel(out + i * ldo + j, ldo, x, row, column, y + j, ldb, end - first, 2, add);
+        for (; j < stop; j += LANES)
+            panel(out + i * ldo + j, ldo, x, row, column, y + j, ldb, end - first, 1, add);
+    }
+}
+
+/* Columns of LANES rows become rows: as often as LANES is halved to 1, shuffle the two halves of the rows perfectly. */
+INLINE void transpose_vectors(vec *x) {
+    vec y[LANES];
+#pragma GCC unroll 4
+    for (int step = 1; step < LANES; step *= 2) {
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES / 2; i++) {
+            y[2 * i] = MIX(x[i], x[i + LANES / 2], LOW);
+            y[2 * i + 1] = MIX(x[i], x[i + LANES / 2], HIGH);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) x[i] = y[i];
+    }
+}
+
+static void transpose(float *out, int64_t ldo, const float *x, int64_t ldx, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            vec part[LANES];
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++) part[r] = *(const vec *)(x + (i + r) * ldx + j);
+            transpose_vectors(part);
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++) *(vec *)(out + (j + r) * ldo + i) = part[r];
+        }
+}
+
+INLINE vec all(float x) { return x - (vec){0}; }
+
+INLINE vec choose(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
+
+INLINE vec larger(vec a, vec b) { return choose(a > b, a, b); }
+
+/* exp for x <= 0, relative error 2e-7 and exactly 1 at 0; no smaller than exp(-86.6), so that no result is denormal */
+INLINE vec exp_of_negative(vec x) {
+    x = choose(x < -86.6f, all(-86.6f), x); /* keeps nan */
+    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
+    vec r = x - __builtin_convertvector(power, vec) * 0.693147181f; /* at most log(2) / 2 in size */
+    vec p = 8.2902721009e-3f * r + 4.1898159624e-2f; /* minimax, fitted with the first term held at 1 */
+    p = p * r + 1.6667638127e-1f;
+    p = p * r + 4.9999147841e-1f;
+    p = p * r + 9.9999970631e-1f;
+    p = p * r + 1;
+    return (vec)((ints)p + (power << 23));
+}
+
+INLINE vec elu_of(vec x) { return choose(x > 0, x + 1, exp_of_negative(x)); }
+
+/* out[C]: the sum, or the largest, over j of a[t, j] b[t, j] */
+INLINE void reduce_rows(float *out, const float *a, const float *b, int64_t ldb, int64_t columns, int is_maximum) {
+    for (int64_t t = 0; t < C; t += LANES) {
+        vec part[LANES];
+        for (int r = 0; r < LANES; r++) {
+            const float *x = a + (t + r) * columns, *y = b + (t + r) * ldb;
+            vec sum = *(const vec *)x;
+            if (!is_maximum) sum *= *(const vec *)y;
+            for (int64_t j = LANES; j < columns; j += LANES)
+                if (is_maximum) sum = larger(sum, *(const vec *)(x + j));
+                else sum += *(const vec *)(x + j) * *(const vec *)(y + j);
+            part[r] = sum;
+        }
+        transpose_vectors(part);
+        for (int r = 1; r < LANES; r++)
+            if (is_maximum) part[0] = larger(part[0], part[r]);
+            else part[0] += part[r];
+        *(vec *)(out + t) = part[0];
+    }
+}
+
+static void row_dots(float *out, const float *a, const float *b, int64_t ldb, int64_t columns) {
+    reduce_rows(out, a, b, ldb, columns, 0);
+}
+
+static void add_scaled(float *out, const float *x, float scale, int64_t n) {
+    for (int64_t j = 0; j < n; j++) out[j] += scale * x[j];
+}
+
+static void add_rows(float *out, const float *x, int64_t rows, int64_t columns) {
+    for (int64_t t = 0; t < rows; t++)
+        for (int64_t j = 0; j < columns; j++) out[j] += x[t * columns + j];
+}
+
+/* scores[i, j] += add[i] where j <= i, and 0 elsewhere */
+static void lower(float *scores, const float *add) {
+    ints column;
+    for (int l = 0; l < LANES; l++) column[l] = l;
+    for (int32_t i = 0; i < C; i++)
+        for (int32_t j = 0; j < C; j += LANES) {
+            vec *x = (vec *)(scores + i * C + j);
+            *x = choose(column + j <= i, *x + add[i], (vec){0});
+        }
+}
+"""
