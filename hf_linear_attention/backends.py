@@ -70,8 +70,9 @@ def _is_on_cuda(tensor: torch.Tensor) -> bool:
 def run_attention(name: str, function: tuple[int, ...], tensors: Sequence[torch.Tensor | None]) -> None:
     """Call the C function `name`; heads spread over threads.
 
-    `function` is the number of features, the map and whether causal; the first tensors are `query [B, Hkv, G, N, D]`,
-    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`, the others as native_blocks lists them, None where missing.
+    `function` is the number of features, the map and whether causal (of a window: places, sinks, True). The first
+    tensors are `query [B, Hkv, G, N, D]`, `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`, the others as
+    native_blocks (native_window) lists them, None where missing.
     """
     query, key, value, *_ = tensors
     if query is None or key is None or value is None:

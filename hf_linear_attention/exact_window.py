@@ -1,4 +1,4 @@
-"""Exact softmax attention to near keys and to sink tokens, as sums that can share a denominator with other keys.
+"""Exact softmax attention to near keys and to sink tokens, as a part that can share a denominator with other keys.
 
 Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, w width, s sinks, c queries in a block.
 """
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from .attention_kernels import EMPTY_MAXIMUM
 from .attention_kernels import accumulation_dtype
 from .attention_kernels import with_ones
+from .native_attention import native_window
+from .native_attention import takes_native
 
 
 # On a CPU: 1 MB in float32.
@@ -42,23 +44,26 @@ class SinkKeys(NamedTuple):
     distance: torch.Tensor  # [B, N, s] real tokens between sink and query
 
 
-def exact_sums(
+def exact_part(
     query: torch.Tensor,
     near: NearKeys,
     sinks: SinkKeys,
     scaling: float,
     log_decay: torch.Tensor | None = None,
     is_scale_constant: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numerator and denominator `[B, Hkv, G, N, D + 1]` of softmax, and their log scale `[B, Hkv, G, N, 1]`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Softmax output `[B, Hkv, G, N, D]`, logarithm of its denominator and largest logit `[B, Hkv, G, N, 1]`.
 
     The cost is O(N (c + width + s)) with blocks of c <= width queries.
 
     Args:
         query: `[B, H, N, D]`.
         log_decay: `[Hkv]`, added to a logit for every token between query and key (ALiBi), or None.
-        is_scale_constant: the log scale (the largest logit) cancels in what follows and needs no gradient.
+        is_scale_constant: the largest logit cancels in what follows and needs no gradient.
     """
+    is_known = log_decay is None and (is_scale_constant or not torch.is_grad_enabled())
+    if is_known and takes_native(query, near.key, near.value, near.visible):
+        return native_window(query, *near[:3], *sinks[:3], scaling=scaling)
     dtype, length = accumulation_dtype(query), query.shape[2]
     query = (query.to(dtype) * scaling).unflatten(1, (near.key.shape[1], -1))
     width = near.key.shape[2] - length + 1
@@ -84,17 +89,18 @@ def exact_sums(
         logits, sink_logits = query @ key.unsqueeze(2).transpose(-1, -2), query @ sink_key
         if slope is not None:
             logits, sink_logits = logits + slope * to_query, sink_logits + slope * distance
-        logits, sink_logits = (
-            logits.masked_fill_(~visible, EMPTY_MAXIMUM),
-            sink_logits.masked_fill_(~seen, EMPTY_MAXIMUM),
-        )
+        logits = logits.masked_fill_(~visible, EMPTY_MAXIMUM)
+        sink_logits = sink_logits.masked_fill_(~seen, EMPTY_MAXIMUM)
         scale = _maximum((logits, sink_logits), is_scale_constant)
         shift = scale.clamp(min=EMPTY_MAXIMUM / 2)
         weights, sink_weights = ((x - shift).clamp(min=LOWEST_EXPONENT).exp_() for x in (logits, sink_logits))
         sums = weights @ with_ones(value, dtype).unsqueeze(2) + sink_weights @ sink_values
-        results.append((sums.masked_fill(scale == EMPTY_MAXIMUM, 0.0), scale))
-    sums, scale = (torch.cat(part, dim=3) if len(part) > 1 else part[0] for part in zip(*results))
-    return sums.flatten(3, 4)[:, :, :, :length], scale.flatten(3, 4)[:, :, :, :length]
+        numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
+        log_size = (shift + denominator.log()).masked_fill(scale == EMPTY_MAXIMUM, EMPTY_MAXIMUM)
+        results.append((numerator / denominator, log_size, scale))
+    joined = (torch.cat(part, dim=3) if len(part) > 1 else part[0] for part in zip(*results))
+    output, log_size, scale = (x.flatten(3, 4)[:, :, :, :length] for x in joined)
+    return output, log_size, scale
 
 
 def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:

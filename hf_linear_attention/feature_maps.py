@@ -296,7 +296,8 @@ class T2rFeatureMap(LearnedFeatureMap):
 
 def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling |x|^2 / 2 over the last axis, kept."""
-    return accumulated(x).square().sum(dim=-1, keepdim=True) * (scaling / 2)
+    norm = torch.linalg.vector_norm(accumulated(x), dim=-1, keepdim=True)  # makes no tensor of the size of x
+    return norm.square() * (scaling / 2)
 
 
 def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:

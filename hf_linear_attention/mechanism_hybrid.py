@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention_kernels import EMPTY_MAXIMUM
+from .attention_kernels import accumulated
 from .attention_kernels import accumulation_dtype
 from .attention_kernels import kernel_sums
 from .attention_kernels import normalize
@@ -29,11 +30,13 @@ from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .exact_window import NearKeys
 from .exact_window import SinkKeys
-from .exact_window import exact_sums
+from .exact_window import exact_part
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import half_squared_norm
+from .native_attention import native_attention
+from .native_attention import takes_native
 from .near_far_mix import NORMALIZATIONS
-from .near_far_mix import add_scaled
+from .near_far_mix import log_size
 from .position_decay import DECAY_OPTION
 from .position_decay import LearnedDecay
 from .position_decay import alibi_of
@@ -135,15 +138,14 @@ class HybridAttention(AttentionMechanism):
             attention_mask = attention_mask.gather(1, place)
         attend = self._attend_back if is_causal else self._attend_both_ways
         output, state = attend(query, key, value, attention_mask, scaling, state, is_padded=place is not None)
-        output = output.masked_fill(~attention_mask[:, None, :, None], 0.0)
         if place is not None:
-            output = take(output, way_back(place))
+            output = take(output.masked_fill(~attention_mask[:, None, :, None], 0.0), way_back(place))
         return output.transpose(1, 2).to(query.dtype), state
 
     def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
         """The causal form. Padding is at the left end of the new tokens."""
         old = HybridState._make(state) if state else self._initial_state(key, value)
-        length, w = query.shape[2], self.window_size
+        w = self.window_size
         position = old.num_seen + mask.cumsum(dim=1)  # of a real token, counted from 1
         kind = self._kind(mask, position)
         line = _Line(
@@ -153,8 +155,7 @@ class HybridAttention(AttentionMechanism):
         )
         line = line.aligned_right() if is_padded else line
         sinks = self._collect_sinks(key, value, position, kind, old)
-        far_query = self._far_queries(query, scaling)
-        *far, sums = self._far(far_query, line, length, scaling, old.sums)
+        far, sums = self._far(query, line, scaling, old.sums)
         seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
         near = NearKeys(_rotated(line.key[:, :, 1:], self), line.value[:, :, 1:], line.kind[:, 1:] == FAR_LATER, w - 1)
         output = self._mixed(query, near, sinks, seen, position, [far], scaling)
@@ -168,10 +169,9 @@ class HybridAttention(AttentionMechanism):
         kind = self._kind(mask, position)
         line = _Line(key, value, kind).padded(w, w)
         sinks = self._collect_sinks(key, value, position, kind)
-        far_query = self._far_queries(query, scaling)
-        *before, _ = self._far(far_query, line, length, scaling)
-        *behind, _ = self._far(far_query.flip(2), line.flipped(), length, scaling)
-        far = [before, [x.flip(3) for x in behind]]
+        before, _ = self._far(query, line, scaling)
+        behind, _ = self._far(query.flip(2), line.flipped(), scaling)
+        far = [before, tuple(x.flip(3) for x in behind)]
         places = slice(1, length + 2 * w - 1)
         near = NearKeys(
             _rotated(line.key[:, :, places], self), line.value[:, :, places], line.kind[:, places] == FAR_LATER, w - 1
@@ -207,31 +207,30 @@ class HybridAttention(AttentionMechanism):
 
     def _collect_sinks(self, key, value, position, kind, old: HybridState | None = None):
         """Keys and values of the sinks with those among the new tokens, each at its place `[B, Hkv, s, D]`."""
-        chosen = self._chosen_sinks(position, kind, key.dtype)
-        sinks = chosen @ key, chosen @ value
+        place = self._chosen_sinks(position, kind, torch.int8)[:, 0].max(dim=-1)
+        sinks = tuple(take(x, place.indices) * place.values[:, None, :, None].to(x.dtype) for x in (key, value))
         return sinks if old is None else (old.sink_key + sinks[0], old.sink_value + sinks[1])
 
-    def _far_queries(self, query, scaling):
-        """Logarithms of phi(q), which both directions share."""
-        return self.feature_map.forward_queries(_unrotated(query, self), scaling)
-
-    def _far(self, query_features, line, length, scaling, state=None):
-        """Sums, log scale and state of the keys at least w tokens back: query t sees the places 0..t of the line."""
+    def _far(self, query, line, scaling, state=None):
+        """The part of the keys at least w tokens back, and its state: query t sees the places 0..t of the line."""
+        length, decay = query.shape[2], self.decay or self.alibi
+        query, key, value = accumulated(_unrotated(query, self)), _unrotated(line.key[:, :, :length], self), line.value
+        value, mask = value[:, :, :length], line.kind[:, :length] == FAR_LATER
+        options = {"is_causal": True, "state": state, "log_decay": None if decay is None else decay()}
+        native_map = self.feature_map.native_map(scaling) if takes_native(query, key, value, mask) else None
         scale: Any  # never None: these are logarithms
-        decay = self.decay or self.alibi
-        sums, scale, state = kernel_sums(
-            query_features,
-            self.feature_map.forward_keys(_unrotated(line.key[:, :, :length], self), scaling),
-            line.value[:, :, :length],
-            log_features=True,
-            is_causal=True,
-            key_mask=line.kind[:, :length] == FAR_LATER,
-            state=state,
-            log_decay=decay() if decay is not None else None,
-        )
+        if native_map is not None:
+            output, denominator, scale, state = native_attention(
+                native_map, query, key, value, key_mask=mask, **options
+            )
+            output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
+        else:
+            features = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
+            sums, scale, state = kernel_sums(*features, value, log_features=True, key_mask=mask, **options)
+            output, denominator = normalize(sums), sums[..., -1:]
         if self.alibi is not None:  # the decay counts from where the window ends
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
-        return sums, scale, state
+        return (output, log_size(denominator, scale)), state
 
     def _mixed(self, query, near: NearKeys, sinks, seen, position, far, scaling):
         """`[B, H, N, D]` of near and far keys together."""
@@ -239,11 +238,11 @@ class HybridAttention(AttentionMechanism):
         sink_keys = SinkKeys(_rotated(sinks[0], self), sinks[1], seen, (position.unsqueeze(-1) - sink_position).abs())
         query = _rotated(query, self)
         log_decay = self.alibi() if self.alibi is not None else None
-        exact = exact_sums(query, near, sink_keys, scaling, log_decay, self.mix.is_scale_constant)
+        *exact, largest = exact_part(query, near, sink_keys, scaling, log_decay, self.mix.is_scale_constant)
         if not self.uses_far:
-            return normalize(add_scaled(exact)).flatten(1, 2)
+            return exact[0].flatten(1, 2)
         norm = half_squared_norm(query, scaling).unflatten(1, (near.key.shape[1], -1))
-        return self.mix(exact, far, norm).flatten(1, 2)
+        return self.mix(exact, far, largest, norm).flatten(1, 2)
 
     def _with_global_queries(self, output, query, key, value, mask, position, kind, scaling):
         """`output` with the rows of the first s tokens replaced by exact attention to every key."""

@@ -131,6 +131,52 @@ class _NativeAttention(torch.autograd.Function):
         )
 
 
+def native_window(*tensors: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`exact_window.exact_part` without ALiBi; the largest logit has no gradient.
+
+    The tensors are queries, near keys and values, where those are visible, sink keys and values, and who sees those.
+    """
+    return _NativeWindow.apply(scaling, *tensors)
+
+
+class _NativeWindow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scaling, *given):
+        query, key, value, _, sink_key, *_ = given
+        (batch, heads, length, _), (_, kv_heads, places, _) = query.shape, key.shape
+        output = in_large_pages(query.new_empty(batch, length, heads, value.shape[-1], dtype=torch.float32))
+        output = _grouped(output.transpose(1, 2), kv_heads)
+        size, largest = (output.new_empty(*output.shape[:-1], 1) for _ in range(2))
+        ctx.function, ctx.scaling = (places - length + 1, sink_key.shape[2], True), scaling
+        arguments = _window_arguments(scaling, *given)
+        run_attention("window_forward", ctx.function, (*arguments, output, size, largest))
+        ctx.save_for_backward(*given, output, size)
+        ctx.mark_non_differentiable(largest)
+        ctx.set_materialize_grads(False)
+        return output, size, largest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output, grad_size, _):
+        *given, output, size = ctx.saved_tensors
+        query, key, value, _, sink_key, sink_value, _ = given
+        grads = [in_large_pages(x.new_empty(x.shape)) for x in (query, key, value, sink_key, sink_value)]
+        incoming = (None if grad_output is None else _with_rows(grad_output), grad_size)
+        made = (_grouped(grads[0], key.shape[1]), *(grad.unsqueeze(2) for grad in grads[1:]))
+        arguments = _window_arguments(ctx.scaling, *given)
+        run_attention("window_backward", ctx.function, (*arguments, output, size, None, *incoming, *made))
+        return None, *grads[:3], None, *grads[3:], None
+
+
+def _window_arguments(scaling: float, query, key, value, visible, sink_key, sink_value, seen) -> list[torch.Tensor]:
+    """In five axes each."""
+    kv_heads = key.shape[1]
+    numbers = (visible[:, None, None, :, None], seen[:, None, None], torch.full((1, 1, 1, 1, 1), scaling))
+    visible, seen, scale = (_with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
+    key, value, sink_key, sink_value = (_with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
+    return [_grouped(_with_rows(query), kv_heads), key, value, visible, sink_key, sink_value, seen, scale]
+
+
 def _arguments(given, kv_heads: int) -> list[torch.Tensor | None]:
     """Queries, keys, values, mask, decay, the affine maps of keys and of queries, and the state, in five axes each."""
     query, key, value, mask, log_decay, state, *affine = given

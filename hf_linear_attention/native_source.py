@@ -1,5 +1,7 @@
 """C source of the CPU kernels that `backends` compiles: attention forward and backward, one step, elu(x) + 1.
 
+The exact window of `hybrid` stands in `native_window`.
+
 Forward, causal or not: O = (phi(q) S) / (phi(q) Z) block by block (Katharopoulos 2020, equations 9 and 18-20). Backward
 (equations 13-15): forwards over the blocks for the gradients of queries, then backwards for those of keys and values.
 Features are made from queries and keys a block at a time, and again in the backward pass: they never reach memory.
@@ -7,11 +9,13 @@ Features are made from queries and keys a block at a time, and again in the back
 
 from .native_blocks import BLOCKS
 from .native_matrices import MATRICES
+from .native_window import WINDOW
 
 
 SOURCE = (
     MATRICES
     + BLOCKS
+    + WINDOW
     + r"""
 /* 0 where there is nothing to see */
 INLINE float inverse_of(float x) { return x < TINY && x > -TINY ? 0 : 1 / x; }

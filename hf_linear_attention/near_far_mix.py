@@ -1,7 +1,7 @@
 """How `hybrid` joins exact sums over near keys with linear ones over far keys: the option `normalization`.
 
-Sums are pairs `(sums [B, Hkv, G, N, D + 1], log_scale [B, Hkv, G, N, 1])` as `kernel_sums` and `exact_sums` return
-them: numerator and denominator, exp(log_scale) times larger than they stand there.
+A part is a pair `(output [B, Hkv, G, N, D], log_size [B, Hkv, G, N, 1])`: the average over some keys and the logarithm
+of its denominator, EMPTY_MAXIMUM where no key is seen. Averages join by their sizes and stay in the range of values.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ import math
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
 from .attention_kernels import EMPTY_MAXIMUM
-from .attention_kernels import normalize
 
 
-Sums = tuple[torch.Tensor, torch.Tensor]
+Part = tuple[torch.Tensor, torch.Tensor]
 
 
 class NearFarMix(nn.Module):
-    """`forward(near, far, half_query_norm)` -> output `[B, Hkv, G, N, D]`.
+    """`forward(near, far, largest, half_query_norm)` -> output `[B, Hkv, G, N, D]`.
 
-    `far` may have several parts; `half_query_norm` is scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`.
+    `far` may have several parts; `largest` is the largest logit of the near keys and `half_query_norm` scaling
+    |q|^2 / 2, both `[B, Hkv, G, N, 1]`.
     """
 
-    # Whether the scale of the near sums cancels, so that it needs no gradient.
+    # Whether the largest near logit cancels, so that it needs no gradient.
     is_scale_constant: ClassVar[bool] = True
 
     def __init__(self, num_heads: int):
@@ -61,12 +62,10 @@ class JointMix(NearFarMix):
         if isinstance(norm_weight := getattr(feature_map, "key_norm_weight", None), torch.Tensor):
             init.ones_(norm_weight)
 
-    def forward(self, near, far, half_query_norm):
+    def forward(self, near, far, largest, half_query_norm):
         log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
         exponent = log_scale - norm_weight * half_query_norm
-        # Its detached value goes into the scale, so that exp sees numbers near 0 alone; its gradient stays.
-        gradient = (exponent - exponent.detach()).exp()
-        return normalize(add_scaled(near, *((sums * gradient, scale + exponent.detach()) for sums, scale in far)))
+        return join(near, *((output, size + exponent) for output, size in far))[0]
 
 
 class SeparateMix(NearFarMix):
@@ -83,10 +82,10 @@ class SeparateMix(NearFarMix):
     def reset_parameters(self, feature_map):
         init.constant_(self.far_weight, math.log(0.1 / 0.9))
 
-    def forward(self, near, far, half_query_norm):
-        sums = add_scaled(*far)
-        share = self._per_query(self.far_weight, sums).sigmoid() * (sums[..., -1:] > 0)
-        return torch.lerp(normalize(add_scaled(near)), normalize(sums), share)
+    def forward(self, near, far, largest, half_query_norm):
+        output, size = join(*far)
+        share = self._per_query(self.far_weight, output).sigmoid() * (size > EMPTY_MAXIMUM / 2)
+        return torch.lerp(near[0], output, share)
 
 
 class WindowMaximumMix(NearFarMix):
@@ -105,10 +104,10 @@ class WindowMaximumMix(NearFarMix):
     def reset_parameters(self, feature_map):
         init.constant_(self.window_weight, math.log(0.1 / 0.9))
 
-    def forward(self, near, far, half_query_norm):
-        sums, scale = near
-        near = (sums * self._per_query(self.window_weight, sums).sigmoid(), torch.zeros_like(scale))
-        return normalize(add_scaled(near, *far))
+    def forward(self, near, far, largest, half_query_norm):
+        output, size = near
+        weight = F.logsigmoid(self._per_query(self.window_weight, output))
+        return join((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)[0]
 
 
 NORMALIZATIONS: dict[str, type[NearFarMix]] = {
@@ -118,19 +117,17 @@ NORMALIZATIONS: dict[str, type[NearFarMix]] = {
 }
 
 
-def add_scaled(*parts: Sums) -> torch.Tensor:
-    """The sum of sums exp(log_scale), divided by what makes the largest denominator 1.
+def join(*parts: Part) -> Part:
+    """One part over the keys of all; without gradients it takes the memory of the first."""
+    output, size = parts[0]
+    lerp = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
+    for other, other_size in parts[1:]:
+        output = lerp(output, other, (other_size - size).sigmoid())
+        size = torch.logaddexp(size, other_size)
+    return output, size
 
-    By the denominators and not by the scales: the scale of a query that sees no far key yet means nothing.
-    """
-    sizes = [
-        torch.where(sums[..., -1:] > 0, scale + sums.detach()[..., -1:].log(), EMPTY_MAXIMUM) for sums, scale in parts
-    ]
-    largest = sizes[0]
-    for size in sizes[1:]:
-        largest = torch.maximum(largest, size)
-    terms = [
-        sums * torch.where(size > EMPTY_MAXIMUM, scale - largest, 0.0).exp()
-        for (sums, scale), size in zip(parts, sizes)
-    ]
-    return sum(terms[1:], start=terms[0])
+
+def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
+    """log(denominator) + log_scale; where the denominator is 0 the scale means nothing."""
+    tiny = torch.finfo(denominator.dtype).tiny
+    return (denominator.clamp(min=tiny).log() + log_scale).masked_fill(denominator == 0, EMPTY_MAXIMUM)

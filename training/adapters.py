@@ -83,7 +83,8 @@ def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | Non
     if not is_sharded(model):
         return None
     # whole, they would no longer be seen to be one
-    own = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 has lost its mark
+    own = {name: value for name, value in state.items() if name not in model.all_tied_weights_keys}
     return whole(own, keep)
 
 

@@ -2,6 +2,7 @@
 
     config.json, model.safetensors, code, tokenizer    what `save_pretrained` writes: the folder loads with AutoModel
     optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
+    deepspeed/                                         with DeepSpeed, what each process has of the optimizer
     rng-<process>.pt                                   random state of each process
     trainer_state.json                                 step, tokens, running means, best evaluation, and the recipe
     checksums.json                                     size and SHA-256 of each of these
@@ -29,7 +30,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from training import durable
+from training import durable, zero
 from training.adapters import save_model, whole_weights
 from training.errors import TrainingError
 from training.models import Processor
@@ -57,7 +58,7 @@ FIXED = (
     *("freeze_pattern", "ema_decay", "text_pair_column_name", "on_bad_rows", "streaming_processes"),
     *("transfer_layers", "untie_embeddings"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
-    *("mixed_precision", "sequences_per_step", "train_examples"),
+    *("mixed_precision", "sequences_per_step", "train_examples", "zero_stage"),
 )
 # It may when one of these does, but is not the run it would have been.
 WATCHED = (
@@ -159,6 +160,8 @@ class Checkpointer:
 
         self._do(write, folder)
         self._do(lambda: durable.save_tensors(random_state(), rng), folder, everywhere=True)
+        if (engine := zero.engine_of(self.accelerator)) is not None:
+            self._do(lambda: zero.save_states(engine, folder), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
         return final
 
@@ -206,7 +209,10 @@ class Checkpointer:
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
         """Load optimizer, schedule, scaler and random state. (The weights were loaded from the folder as a model.)"""
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
+        if (engine := zero.engine_of(self.accelerator)) is not None:
+            zero.load_states(engine, checkpoint)
+        else:
+            saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         path = checkpoint / f"rng-{self.accelerator.process_index}.pt"
@@ -219,7 +225,9 @@ class Checkpointer:
 def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> None:
     """Refuse to resume what would be another run; warn where the run goes on, but differently."""
     changed = {name: f"{name}: {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)}
-    fixed = [changed[name] for name in FIXED if name in changed]
+    # what a process has of a DeepSpeed optimizer is of no use to another number of them
+    names = (*FIXED, "world_size") if new.get("zero_stage") else FIXED
+    fixed = [changed[name] for name in names if name in changed]
     if fixed:
         raise TrainingError(
             f"cannot resume from {checkpoint}, these decide data order or model: {'; '.join(fixed)}; "

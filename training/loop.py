@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from training import zero
 from training.adapters import TrainedParameters
 from training.arguments import Recipe
 from training.averaging import WeightAverage
@@ -105,6 +106,7 @@ class TrainingLoop:
     def __init__(self, parts: Parts, plan: TrainingPlan, state: TrainingState) -> None:
         self.parts, self.plan, self.state = parts, plan, state
         self.accelerator, self.run = parts.accelerator, parts.recipe.run
+        self.engine = zero.engine_of(self.accelerator)
         self.objectives, self.selection, self.termination = plan.objectives, Selection(parts.recipe), Termination()
         self.is_terminated = False
         self.sums: dict[str, Tensor] = {}
@@ -114,7 +116,9 @@ class TrainingLoop:
     @property
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and random state."""
-        found: dict[str, Any] = {"optimizer": self.plan.optimizer, "scheduler": self.plan.scheduler}
+        found: dict[str, Any] = {"scheduler": self.plan.scheduler}
+        if self.engine is None:
+            found["optimizer"] = self.plan.optimizer
         if self.parts.recipe.model.trains_beside:
             found["trained"] = TrainedParameters(self.parts.student)
         if self.plan.transfer.patience is not None:
@@ -168,7 +172,7 @@ class TrainingLoop:
             with synchronization, self.plan.window_dropout.drawn(self.state.step):
                 targets = self.parts.teacher(batch) if self._uses_teacher() and self.parts.teacher else None
                 loss, parts = self.plan.module(batch, targets, scales)
-                self.accelerator.backward(loss)
+                self._backward(loss, last)
             losses.append(loss.detach())
             self._add({name: value / self.accelerator.num_processes for name, value in parts.items()})
         norm = self._clip()
@@ -178,6 +182,12 @@ class TrainingLoop:
         self.state.tokens += int(counts["tokens"])
         self.state.steps_in_sums += 1
         self.is_terminated = bool(counts["terminated"])
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        if self.engine is None:
+            self.accelerator.backward(loss)
+        else:
+            zero.backward(self.engine, loss, last)
 
     def _uses_teacher(self) -> bool:
         return any(objective.needs_teacher for _, objective in self.objectives.values())
@@ -193,7 +203,9 @@ class TrainingLoop:
         return dict(zip(["tokens", *self.objectives, "terminated"], total, strict=True))
 
     def _clip(self) -> Tensor:
-        """Clip the gradients; their norm before, the same on all processes."""
+        """Clip the gradients (DeepSpeed: and step with them); their norm before, the same on all processes."""
+        if self.engine is not None:
+            return zero.step(self.engine).to(self.accelerator.device)
         limit = self.parts.recipe.optimization.max_grad_norm
         parameters = [parameter for parameter in self.plan.module.parameters() if parameter.requires_grad]
         norm = self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel, get_scheduler
 
-from training import checkpointing, durable, models
+from training import checkpointing, durable, models, zero
 from training.adapters import TrainedParameters, whole_weights
 from training.arguments import Recipe
 from training.averaging import WeightAverage
@@ -56,7 +56,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     student = models.load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
     if recipe.model.untie_embeddings is not None and source is None:
         untie(student)
-    shards = accelerator.is_fsdp2 and data.train is not None
+    shards = (accelerator.is_fsdp2 or zero.uses_deepspeed(accelerator)) and data.train is not None
     if recipe.model.offload_folder is None and not shards:  # shards go there when there are some
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
@@ -235,7 +235,7 @@ def _load_best(parts: Parts, state: TrainingState) -> dict[str, float]:
             TrainedParameters(parts.student).load_state_dict(saved["trained"])
         else:
             best = models.load_student(parts.recipe, str(checkpoint), None)
-            load_whole(parts.student.state_dict(), best.state_dict())
+            load_whole(parts.student.state_dict(keep_vars=True), best.state_dict())
         if parts.average is not None:
             parts.average.load_state_dict(saved["average"])
         logger.info("best model: step %d of %d", step, state.step)
@@ -253,15 +253,19 @@ def _plan(parts: Parts, inputs: TrainInputs, objectives: dict[str, tuple[float, 
     transfer = TransferLayers(parts.student, recipe.objective.transfer_layers, recipe.objective.layer_patience)
     module = StudentWithObjectives(parts.student, objectives, _hidden_layers(recipe, objectives), transfer)
     # the scheduler is not prepared: accelerate would advance it once per process; the student is in its place already
-    wrapped, optimizer = accelerator.prepare(
-        parts.student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
-    )
+    if zero.uses_deepspeed(accelerator):
+        wrapped, optimizer = zero.prepare(accelerator, parts.student, module, optimizer)
+    else:
+        wrapped, optimizer = accelerator.prepare(
+            parts.student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
+        )
     if not accelerator.is_fsdp2:  # which shards the student in its place
         module = wrapped
     facts = _facts(recipe) | {
         **inputs.facts(),
         "world_size": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
+        "zero_stage": zero.zero_stage(accelerator),
     }
     checkpointer = Checkpointer(
         accelerator, recipe.output_dir, facts, recipe.run.save_total_limit, recipe.run.load_best_model_at_end

@@ -1,12 +1,13 @@
 """FSDP2: parameters, gradients and optimizer state in shards, one on every process (torch's DTensor).
 
-Files hold whole tensors: a checkpoint knows nothing of shards, and goes on with another launch file.
+Files hold whole tensors: a checkpoint knows nothing of shards, and goes on with another launch file. Weights that
+DeepSpeed's ZeRO-3 has in parts are written whole, too; its optimizer is not (`zero.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(value, DTensor) for value in model.parameters())
+    return any(isinstance(value, DTensor) or _is_partitioned(value) for value in model.parameters())
+
+
+def _is_partitioned(value: Any) -> bool:
+    """Whether it is a parameter that ZeRO-3 has in parts: empty, and marked like this."""
+    return hasattr(value, "ds_id")
+
+
+def _gathered(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Inside, a parameter of ZeRO-3 is whole; afterwards all processes have what the first has made of it."""
+    if not _is_partitioned(tensor):
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters([tensor], modifier_rank=0)
 
 
 def whole(value: Any, keep: bool) -> Any:
@@ -27,6 +42,9 @@ def whole(value: Any, keep: bool) -> Any:
     if isinstance(value, DTensor):
         full = value.detach().full_tensor()
         return full.cpu() if keep else None
+    if _is_partitioned(value):
+        with _gathered(value):
+            return value.detach().cpu().clone() if keep else None
     if isinstance(value, dict):
         return {name: whole(part, keep) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -45,7 +63,8 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 def load_whole(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     """Copy whole `values` into `tensors` of the same names, which may be in shards."""
     for name, tensor in tensors.items():
-        tensor.copy_(shard_like(values[name], tensor))
+        with _gathered(tensor):
+            tensor.copy_(shard_like(values[name], tensor))
 
 
 def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
 import processes
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from hf_linear_attention import convert
+from training.logs import read_metrics
 
 
 def shard_and_train(folder: str, results: Path) -> None:
@@ -102,4 +106,47 @@ def sharded_finetune(cache: Path, options: list[Any]) -> int:
         return made
 
     launching.Accelerator = accelerator
+    return processes.finetune(cache, options)
+
+
+def distillation(source: Path, teacher: str, files: Path, **settings: Any) -> list[Any]:
+    """Options of a short run with evaluation and checkpoints; saves the `teacher` converted as `source`."""
+    settings = settings or {"mechanism": "hybrid", "window_size": 8, "num_features": 8}
+    convert(teacher, **settings).save_pretrained(source)
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(source)
+    options = ["--model_name_or_path", source, "--teacher_name_or_path", teacher, "--task", "causal_lm"]
+    options += ["--train_file", files / "train.jsonl", "--validation_file", files / "valid.jsonl", "--max_length", 32]
+    options += ["--logits_kl_weight", 1, "--hidden_state_weight", 1, "--max_train_steps", 4, "--learning_rate", "1e-3"]
+    return [*options, "--logging_steps", 1, "--eval_steps", 2, "--checkpointing_steps", 2]
+
+
+def assert_same_run(found: Path, expected: Path, rel: float = 1e-4, atol: float = 5e-5) -> dict[str, Tensor]:
+    """Losses and weights of the run that wrote `found`, on two processes, are those of `expected`; returns the weights.
+
+    Default tolerances: AdamW turns rounding in tiny gradients into up to lr = 1e-3 a step; a gradient of one process
+    alone would be off in the second digit.
+    """
+    mine, yours = (read_metrics(folder / "metrics.jsonl") for folder in (found, expected))
+    assert len(mine) == len(yours) == 7
+    for event, other in zip(mine, yours, strict=True):
+        assert {**event, "tokens_per_second": 0} == pytest.approx({**other, "tokens_per_second": 0}, rel=rel)
+    saved, whole = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    assert saved.keys() == whole.keys()
+    assert max((saved[name] - whole[name]).abs().max() for name in whole) < atol
+    return saved
+
+
+def zero_finetune(cache: Path, stage: int, options: list[Any]) -> int:
+    """`finetune.py` under DeepSpeed on two CPU processes, as `accelerate launch` starts them."""
+    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+    os.environ.update(launch | {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "DS_ACCELERATOR": "cpu"})
+    from training import launching, zero
+
+    def configure(accelerator: Any, recipe: Any) -> None:
+        zero_configure(accelerator, recipe)
+        # by default, parameters as small as these stay whole on every process
+        config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        config["stage3_param_persistence_threshold"] = 0
+
+    zero_configure, launching.zero.configure = zero.configure, configure
     return processes.finetune(cache, options)

@@ -85,13 +85,14 @@ def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.Mo
     [
         ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP; without a GPU.*silently make DDP.*launch/cpu2\.yaml"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", r"fp8.*allowed are no, fp16 and bf16"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*fsdp2\.yaml.*ddp\.yaml.*Trainer"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*pip install deepspeed"),
     ],
 )
 def test_launches_that_are_not_what_they_say(
     variable: str, value: str, word: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("training.launching.is_deepspeed_available", lambda: False)
     monkeypatch.setenv(variable, value)
     with pytest.raises(TrainingError, match=word):
         start_processes(recipe)
@@ -111,4 +112,21 @@ def test_shards_and_what_does_not_go_with_them(recipe: Recipe, monkeypatch: pyte
     recipe.objective.attention_map_weight = 1.0
     words = ("fsdp_version: 1", "efficient_loading", "fp16", "attention transfer", "--use_peft", "--untie_embeddings")
     with pytest.raises(TrainingError, match=".*".join(words) + r".*ddp\.yaml"):
+        start_processes(recipe)
+
+
+def test_deepspeed_and_what_does_not_go_with_it(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.launching.is_deepspeed_available", lambda: True)
+    settings = {"ZERO_STAGE": "1", "CONFIG_FILE": "own.json", "OFFLOAD_OPTIMIZER_DEVICE": "cpu"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"ACCELERATE_DEEPSPEED_{name}", value)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    recipe.optimization.ema_decay, recipe.optimization.weight_decay = 0.9, 0.1
+    recipe.objective.task_loss_weight = 0.0
+    words = ("zero_stage: 1", "deepspeed_config_file", "offloading", "--ema_decay", "--weight_decay", "fp16")
+    with pytest.raises(TrainingError, match=".*".join(words) + r".*ddp\.yaml"):
+        start_processes(recipe)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(TrainingError, match="zero3_init_flag: true"):
         start_processes(recipe)
