@@ -26,6 +26,7 @@ from .backends import gpu_kernel
 from .backends import native_library
 from .backends import run_step
 from .causal_kernel import CausalAttention
+from .causal_kernel import ElementwiseMap
 from .native_attention import EXP
 from .native_attention import PLAIN
 from .native_attention import NativeMap
@@ -102,6 +103,21 @@ def kernel_attention(
         log_decay=log_decay,
     )
     return normalize(sums).flatten(1, 2), state
+
+
+def elementwise_attention(
+    feature_map: ElementwiseMap,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernel_attention` in its causal form from queries and keys whose features are made block by block, not kept."""
+    mask = None if key_mask is None else key_mask[:, None, :, None]
+    query = query.unflatten(1, (key.shape[1], -1))
+    output, _, state = CausalAttention.apply(query, key, value, state, mask, feature_map)
+    return output.flatten(1, 2), state
 
 
 def kernel_sums(

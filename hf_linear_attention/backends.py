@@ -11,10 +11,12 @@ import ctypes
 import functools
 import hashlib
 import logging
+import mmap
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -115,8 +117,11 @@ def run_elu_plus_one(x: torch.Tensor) -> torch.Tensor:
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, of whose new memory Linux is asked for pages of 2 MB: small ones cost more than a kernel's work."""
     size = tensor.numel() * tensor.element_size()
-    if size >= LARGE:
-        _library().large_pages(tensor.data_ptr(), size)
+    if size >= LARGE and tensor.device.type == "cpu" and type(tensor) is torch.Tensor and sys.platform == "linux":
+        start = tensor.data_ptr()
+        skip = -start % mmap.PAGESIZE
+        # Advice: failure costs nothing but time.
+        _libc().madvise(start + skip, (size - skip) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
     return tensor
 
 
@@ -130,6 +135,13 @@ def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
         size = tensor.element_size()
         numbers += (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:4]), size)
     return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 @functools.cache
@@ -158,8 +170,7 @@ def _library() -> Any:
         return None
     library.one_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
     library.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
-    library.large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.one_step.restype = library.elu_plus_one.restype = library.large_pages.restype = None
+    library.one_step.restype = library.elu_plus_one.restype = None
     return library
 
 

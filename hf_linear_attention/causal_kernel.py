@@ -10,79 +10,117 @@ them, and backwards for keys and values, which meet those of what lies behind.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from collections.abc import Iterator
+from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from .backends import in_large_pages
 
-def block_length(tensor: torch.Tensor) -> int:
-    """C: products of small matrices want many rows, the square of scores within a block wants few."""
-    return 32 if tensor.device.type == "cpu" and torch.get_num_threads() == 1 else 64
+
+# C: products of small matrices, and the time that each call of torch takes, want many rows; the square of scores within
+# a block wants few. From 32 to 96 all are within a tenth of each other on one thread of a CPU.
+BLOCK_LENGTH = 64
+
+
+class ElementwiseMap(NamedTuple):
+    """A feature of every number, and the derivative there; both of a block, which they may not change."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    slope: Callable[[torch.Tensor], torch.Tensor]
 
 
 class CausalAttention(torch.autograd.Function):
-    """`apply(query, key, value, state)` -> `(output, denominator, state)`.
+    """`apply(query, key, value, state, mask=None, feature_map=None)` -> `(output, denominator, state)`.
 
-    `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]` and `state [B, Hkv, F, D + 1]` (what came before, or None) in one
-    dtype, `value [B, Hkv, N, D]` in any; the output `[B, Hkv, G, N, D]` is normalised, 0 where the denominator
-    `[B, Hkv, G, N, 1]` is 0.
+    `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]`, `value [B, Hkv, N, D]` in any dtype, `mask` bool `[B, 1, N, 1]`
+    (the keys that count; None for all), `state [B, Hkv, F, D + 1]` (what came before, or None) in the accumulation
+    dtype, as are the results: the output `[B, Hkv, G, N, D]` is normalised, 0 where the denominator `[B, Hkv, G, N, 1]` is 0.
+    Without an ElementwiseMap queries and keys are features already.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, state):
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        denominator = query.new_empty(*query.shape[:-1], 1)
-        sums, z = _sums_of(state, key, value)
-        for q, k, v, out, den in _blocks(query, key, value, output, denominator):
+    def forward(ctx, query, key, value, state, mask=None, feature_map=None):
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        batch, kv_heads, groups, length, _ = query.shape
+        # Heads beside tokens, as models go on with it.
+        output = query.new_empty(batch, length, kv_heads, groups, value.shape[-1], dtype=dtype)
+        output = in_large_pages(output).permute(0, 2, 3, 1, 4)
+        denominator = query.new_empty(*query.shape[:-1], 1, dtype=dtype)
+        sums, z = _sums_of(state, key, value, dtype)
+        for q, k, v, m, out, den in _blocks(query, key, value, mask, output, denominator):
             shape = out.shape
-            q, k, v = _rows(q), k.flatten(0, 1), v.flatten(0, 1).to(key.dtype)
-            scores = _tril(q @ k.transpose(1, 2))
-            total = (q * z).sum(dim=-1, keepdim=True).add_(scores.sum(dim=-1, keepdim=True))
-            numerator = torch.bmm(q, sums).baddbmm_(scores, v)
+            q, v = _features(_rows(q), dtype, feature_map), v.flatten(0, 1).to(dtype)
+            k = _visible(_features(k.flatten(0, 1), dtype, feature_map), m, kv_heads)
+            # Z is the key of all that came before: with it the scores of a row add up to its denominator.
+            scores = _tril(torch.bmm(q, torch.cat((z, k), dim=1).transpose(1, 2)), before=1)
+            total = scores.sum(dim=-1, keepdim=True)
+            numerator = torch.bmm(q, sums).baddbmm_(scores[..., 1:], v)
             den.copy_(total.view(*shape[:-1], 1))
-            out.copy_(numerator.div_(total.clamp_(min=torch.finfo(total.dtype).tiny)).view(shape))
+            total.clamp_(min=torch.finfo(dtype).tiny)
+            torch.div(numerator.view(shape), total.view(*shape[:-1], 1), out=out)
             sums.baddbmm_(k.transpose(1, 2), v)
             z.add_(k.sum(dim=1, keepdim=True))
-        ctx.save_for_backward(query, key, value, state, output, denominator)
+        ctx.save_for_backward(query, key, value, state, mask, output, denominator)
+        ctx.feature_map = feature_map
         return output, denominator, _state_of(sums, z, key.shape[:2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output, grad_denominator, grad_state):
-        query, key, value, state, output, denominator = ctx.saved_tensors
+        query, key, value, state, mask, output, denominator = ctx.saved_tensors
+        feature_map, dtype, kv_heads = ctx.feature_map, output.dtype, key.shape[1]
         # d output = d numerator / denominator - output d denominator / denominator; none where nothing is to be seen
-        is_nothing = denominator < torch.finfo(denominator.dtype).tiny
+        is_nothing = denominator < torch.finfo(dtype).tiny
         inverse = denominator.reciprocal().masked_fill_(is_nothing, 0.0)
-        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        blocks = list(_blocks(query, key, value, output, inverse, grad_output, grad_denominator, *grads))
-        sums, z = _sums_of(state, key, value)
-        for q, k, v, out, inv, g, g_den, grad_query, _, _ in blocks:
-            k, v = k.flatten(0, 1), v.flatten(0, 1).to(key.dtype)
+        grads = [in_large_pages(torch.empty_like(tensor)) for tensor in (query, key, value)]
+        blocks = list(_blocks(query, key, value, mask, output, inverse, grad_output, grad_denominator, *grads))
+        sums, z = _sums_of(state, key, value, dtype)
+        for q, k, v, m, out, inv, g, g_den, grad_query, _, _ in blocks:
+            k, v = _features(k.flatten(0, 1), dtype, feature_map), v.flatten(0, 1).to(dtype)
+            k = _visible(k, m, kv_heads)
             g, c = _grad_of_sums(g, g_den, out, inv)
             pairs = _tril(torch.baddbmm(c, g, v.transpose(1, 2)))
             grad = torch.bmm(pairs, k).baddbmm_(g, sums.transpose(1, 2)).addcmul_(c, z)
-            grad_query.copy_(grad.view(q.shape))
+            grad_query.copy_(_before_map(grad, _rows(q), feature_map).view(q.shape))
             sums.baddbmm_(k.transpose(1, 2), v)
             z.add_(k.sum(dim=1, keepdim=True))
-        sums, z = _sums_of(grad_state, key, value)
-        for q, k, v, out, inv, g, g_den, _, grad_key, grad_value in reversed(blocks):
-            q, k, v = _rows(q), k.flatten(0, 1), v.flatten(0, 1).to(key.dtype)
+        sums, z = _sums_of(grad_state, key, value, dtype)
+        for q, x, v, m, out, inv, g, g_den, _, grad_key, grad_value in reversed(blocks):
+            q, v, x = _features(_rows(q), dtype, feature_map), v.flatten(0, 1).to(dtype), x.flatten(0, 1)
+            k = _visible(_features(x, dtype, feature_map), m, kv_heads)
             g, c = _grad_of_sums(g, g_den, out, inv)
-            scores = _tril(q @ k.transpose(1, 2))
+            scores = _tril(torch.bmm(q, k.transpose(1, 2)))
             pairs = _tril(torch.baddbmm(c, g, v.transpose(1, 2)))
             grad = torch.bmm(pairs.transpose(1, 2), q).baddbmm_(v, sums.transpose(1, 2)).add_(z)
-            grad_key.copy_(grad.view(grad_key.shape))
+            grad_key.copy_(_before_map(_visible(grad, m, kv_heads), x, feature_map).view(grad_key.shape))
             grad_value.copy_(torch.bmm(scores.transpose(1, 2), g).baddbmm_(k, sums).view(grad_value.shape))
             sums.baddbmm_(q.transpose(1, 2), g)
             z.add_((q * c).sum(dim=1, keepdim=True))
-        return *grads, None if state is None else _state_of(sums, z, key.shape[:2])
+        return *grads, None if state is None else _state_of(sums, z, key.shape[:2]), None, None
 
 
-def _blocks(query, key, value, *others) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The blocks of C tokens of tensors whose last axis but one is N, views."""
-    size = block_length(query)
-    return zip(*(tensor.split(size, dim=-2) for tensor in (query, key, value, *others)))
+def _features(x: torch.Tensor, dtype: torch.dtype, feature_map: ElementwiseMap | None) -> torch.Tensor:
+    return x.to(dtype) if feature_map is None else feature_map.function(x.to(dtype))
+
+
+def _before_map(grad: torch.Tensor, x: torch.Tensor, feature_map: ElementwiseMap | None) -> torch.Tensor:
+    """The gradient of `x` from that of its features; in place."""
+    return grad if feature_map is None else grad.mul_(feature_map.slope(x.to(grad.dtype)))
+
+
+def _visible(key: torch.Tensor, mask: torch.Tensor | None, kv_heads: int) -> torch.Tensor:
+    """`key [B Hkv, C, F]` and 0 where the `mask [B, 1, C, 1]` is False."""
+    return key if mask is None else key * mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
+
+
+def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The blocks of C tokens of tensors whose last axis but one is N, views; None for what is missing."""
+    return zip(*(itertools.repeat(None) if x is None else x.split(BLOCK_LENGTH, dim=-2) for x in tensors))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -90,10 +128,10 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(2, 3).flatten(0, 1)
 
 
-def _tril(scores: torch.Tensor) -> torch.Tensor:
-    """`[B Hkv, G C, C]`, 0 where the key comes after the query; in place."""
-    size = scores.shape[-1]
-    scores.view(scores.shape[0], -1, size, size).tril_()
+def _tril(scores: torch.Tensor, before: int = 0) -> torch.Tensor:
+    """`[B Hkv, G C, before + C]`, 0 where the key comes after the query; in place."""
+    columns = scores.shape[-1]
+    scores.view(scores.shape[0], -1, columns - before, columns).tril_(before)
     return scores
 
 
@@ -103,11 +141,12 @@ def _grad_of_sums(grad_output, grad_denominator, output, inverse):
     return _rows(grad), _rows(grad_denominator - (grad * output).sum(dim=-1, keepdim=True))
 
 
-def _sums_of(state, key, value) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums_of(state, key, value, dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """S `[B Hkv, F, D]` and Z `[B Hkv, 1, F]` of a state, copies that may be changed."""
     if state is None:
         heads, features = key.shape[0] * key.shape[1], key.shape[-1]
-        return key.new_zeros(heads, features, value.shape[-1]), key.new_zeros(heads, 1, features)
+        sums = key.new_zeros(heads, features, value.shape[-1], dtype=dtype)
+        return sums, sums.new_zeros(heads, 1, features)
     state = state.flatten(0, 1)
     return state[..., :-1].clone(memory_format=torch.contiguous_format), state[:, None, :, -1].clone()
 

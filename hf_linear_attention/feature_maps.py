@@ -23,6 +23,7 @@ from .attention_kernels import accumulation_dtype
 from .attention_kernels import with_dtype
 from .backends import native_library
 from .backends import run_elu_plus_one
+from .causal_kernel import ElementwiseMap
 from .native_attention import ELU_PLUS_ONE
 from .native_attention import EXP
 from .native_attention import Affine
@@ -69,17 +70,27 @@ class FeatureMap(nn.Module):
         """The same map for the C kernels, which then make the features themselves; None where they do not know it."""
         return None
 
+    def elementwise_map(self) -> ElementwiseMap | None:
+        """The same map for the causal kernel of torch, if it maps numbers one by one, queries and keys alike."""
+        return None
+
 
 class ElementwiseFeatureMap(FeatureMap):
     """The same non-negative function on every element of queries and keys."""
 
     function: ClassVar[Callable[..., torch.Tensor]]
+    # Its derivative; with it the causal kernel of torch makes features block by block instead of keeping them.
+    slope: ClassVar[Callable[..., torch.Tensor] | None] = None
 
     def forward_queries(self, query, scaling):
         return type(self).function(accumulated(query))
 
     def forward_keys(self, key, scaling):
         return type(self).function(accumulated(key))
+
+    def elementwise_map(self):
+        slope = type(self).slope
+        return None if slope is None else ElementwiseMap(type(self).function, slope)
 
 
 # Tokens at a time of a map on a CPU: what lies between its steps stays in cache, and only the output takes new pages.
@@ -122,6 +133,10 @@ def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
     return _EluPlusOne.apply(x) if torch.is_grad_enabled() else _elu_plus_one(x)
 
 
+def _slope_of_elu(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(max=0).exp_()
+
+
 def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
     """relu(x) + 1e-3 (Performer's generalised ReLU attention): the constant keeps every denominator positive."""
     return x.relu() + 1e-3
@@ -132,19 +147,27 @@ def squared_relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
     return x.relu().square() + 1e-3
 
 
+def _slope_of_relu(x: torch.Tensor) -> torch.Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def _slope_of_squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x.relu()
+
+
 class EluFeatureMap(ElementwiseFeatureMap):
-    function = staticmethod(elu_plus_one)
+    function, slope = staticmethod(elu_plus_one), staticmethod(_slope_of_elu)
 
     def native_map(self, scaling):
         return NativeMap(ELU_PLUS_ONE)
 
 
 class ReluFeatureMap(ElementwiseFeatureMap):
-    function = staticmethod(relu_plus_epsilon)
+    function, slope = staticmethod(relu_plus_epsilon), staticmethod(_slope_of_relu)
 
 
 class SquaredReluFeatureMap(ElementwiseFeatureMap):
-    function = staticmethod(squared_relu_plus_epsilon)
+    function, slope = staticmethod(squared_relu_plus_epsilon), staticmethod(_slope_of_squared_relu)
 
 
 class TaylorFeatureMap(FeatureMap):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .attention_kernels import elementwise_attention
 from .attention_kernels import kernel_attention
 from .attention_kernels import read_state
 from .attention_kernels import with_dtype
@@ -84,6 +85,10 @@ class LinearAttention(AttentionMechanism):
             native_map = self.feature_map.native_map(scaling)
             if native_map is not None:
                 return self._native(native_map, query, key, value, attention_mask, is_causal, old)
+        elementwise_map = self.feature_map.elementwise_map() if self.decay is None else None
+        if elementwise_map is not None and is_causal and not is_step and self._takes_pieces(query, attention_mask):
+            output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
+            return with_dtype(output.transpose(1, 2), query.dtype), (old,)
         size = self._tokens_at_a_time(query, key, attention_mask)
         pieces = list(zip(key.split(size, dim=2), value.split(size, dim=2), _mask_pieces(attention_mask, size, key)))
         if is_causal or len(pieces) == 1:
@@ -127,11 +132,14 @@ class LinearAttention(AttentionMechanism):
             log_decay=self.decay() if self.decay is not None else None,
         )
 
-    def _tokens_at_a_time(self, query, key, mask) -> int:
-        """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""
+    def _takes_pieces(self, query, mask) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
         in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if query.device.type != "cpu" or in_graph or is_packed or self.feature_map.depends_on_all_keys:
+        return query.device.type == "cpu" and not in_graph and not is_packed
+
+    def _tokens_at_a_time(self, query, key, mask) -> int:
+        """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""
+        if not self._takes_pieces(query, mask) or self.feature_map.depends_on_all_keys:
             return max(query.shape[2], key.shape[2])
         tokens = FEATURES_IN_CACHE // (query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)

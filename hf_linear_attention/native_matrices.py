@@ -7,7 +7,6 @@ MATRICES = r"""
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #ifdef __AVX512F__
 #define LANES 16

@@ -282,13 +282,6 @@ void one_step(const float *query, const float *key, const float *value, const fl
     }
 }
 
-void large_pages(char *data, int64_t size) {
-#ifdef MADV_HUGEPAGE
-    int64_t skip = -(uintptr_t)data & 4095;
-    madvise(data + skip, (size - skip) & ~(int64_t)4095, MADV_HUGEPAGE); /* advice: failure costs nothing but time */
-#endif
-}
-
 void elu_plus_one(const float *x, float *out, int64_t n) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) *(vec *)(out + i) = elu_of(*(const vec *)(x + i));

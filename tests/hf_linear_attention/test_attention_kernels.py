@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_linear_attention import backends, reference
-from hf_linear_attention.attention_kernels import BLOCK_SIZES, _block_size, kernel_attention
+from hf_linear_attention.attention_kernels import BLOCK_SIZES, _block_size, elementwise_attention, kernel_attention
 from hf_linear_attention.causal_kernel import CausalAttention
-from hf_linear_attention.feature_maps import elu_plus_one
+from hf_linear_attention.feature_maps import FEATURE_MAPS, elu_plus_one
 
 
 def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float64):
@@ -136,6 +136,43 @@ def test_float32_kernel_agrees_with_float64(with_state, length, features, dim):
 def test_causal_gradients_in_float64(with_state):
     leaves = [None if x is None else x.requires_grad_() for x in causal_leaves(37, 3, 2, with_state)]
     assert torch.autograd.gradcheck(CausalAttention.apply, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("name", ["elu1", "relu", "squared_relu"])
+def test_features_made_in_blocks_are_those_made_before(monkeypatch, name, with_state):
+    monkeypatch.setattr(backends, "_library", lambda: None)
+    feature_map = FEATURE_MAPS[name](4, 2, 8)
+    mask = torch.rand(2, 70) > 0.2
+    mask[0, :20] = False
+    shapes = [(2, 70, 4, 8), (2, 70, 2, 8), (2, 70, 2, 5)]
+    leaves = [torch.randn(shape, dtype=torch.float64).mul(3).transpose(1, 2).requires_grad_() for shape in shapes]
+    state = torch.rand(2, 2, 8, 6, dtype=torch.float64).requires_grad_() if with_state else None
+    directions = torch.randn(2, 4, 70, 5, dtype=torch.float64), torch.randn(2, 2, 8, 6, dtype=torch.float64)
+
+    def made_before(query, key, value, state):
+        query, key = feature_map.forward_queries(query, 1.0), feature_map.forward_keys(key, 1.0)
+        return kernel_attention(query, key, value, log_features=False, is_causal=True, key_mask=mask, state=state)
+
+    def made_in_blocks(query, key, value, state):
+        return elementwise_attention(feature_map.elementwise_map(), query, key, value, mask, state)
+
+    results = []
+    for attend in (made_in_blocks, made_before):
+        outputs = attend(*leaves, state)
+        loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
+        results.append([*outputs, *torch.autograd.grad(loss, leaves + ([state] if with_state else []))])
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected)  # both in float64
+
+
+def test_bfloat16_is_widened_in_blocks(monkeypatch):
+    monkeypatch.setattr(backends, "_library", lambda: None)
+    query, key, value = (torch.randn(1, 2, 70, 8).bfloat16() for _ in range(3))
+    elu1 = FEATURE_MAPS["elu1"](2, 2, 8)
+    wide = elementwise_attention(elu1.elementwise_map(), query.float(), key.float(), value.float(), None, None)
+    for actual, expected in zip(elementwise_attention(elu1.elementwise_map(), query, key, value, None, None), wide):
+        assert torch.equal(actual, expected)
 
 
 def test_native_step_and_map_agree_with_torch(monkeypatch):
