@@ -39,8 +39,8 @@ class CausalAttention(torch.autograd.Function):
 
     `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]`, `value [B, Hkv, N, D]` in any dtype, `mask` bool `[B, 1, N, 1]`
     (the keys that count; None for all), `state [B, Hkv, F, D + 1]` (what came before, or None) in the accumulation
-    dtype, as are the results: the output `[B, Hkv, G, N, D]` is normalised, 0 where the denominator `[B, Hkv, G, N, 1]` is 0.
-    Without an ElementwiseMap queries and keys are features already.
+    dtype, as are the results: the output `[B, Hkv, G, N, D]` is normalised, 0 where the denominator
+    `[B, Hkv, G, N, 1]` is 0. Without an ElementwiseMap queries and keys are features already.
     """
 
     @staticmethod
