@@ -155,9 +155,10 @@ class HybridAttention(AttentionMechanism):
         )
         line = line.aligned_right() if is_padded else line
         sinks = self._collect_sinks(key, value, position, kind, old)
-        far, sums = self._far(query, line, scaling, old.sums)
+        to_far, to_near = line.ranges(query.shape[2], slice(1, None))
+        far, sums = self._far(query, to_far, scaling, old.sums)
         seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
-        near = NearKeys(_rotated(line.key[:, :, 1:], self), line.value[:, :, 1:], line.kind[:, 1:] == FAR_LATER, w - 1)
+        near = NearKeys(_rotated(to_near.key, self), to_near.value, to_near.kind == FAR_LATER, w - 1)
         output = self._mixed(query, near, sinks, seen, position, [far], scaling)
         window = (line.key[:, :, -w:], line.value[:, :, -w:], line.kind[:, -w:])
         return output, (sums, *window, *sinks, position[:, -1:])
@@ -169,13 +170,11 @@ class HybridAttention(AttentionMechanism):
         kind = self._kind(mask, position)
         line = _Line(key, value, kind).padded(w, w)
         sinks = self._collect_sinks(key, value, position, kind)
-        before, _ = self._far(query, line, scaling)
-        behind, _ = self._far(query.flip(2), line.flipped(), scaling)
+        to_far, to_near = line.ranges(length, slice(1, length + 2 * w - 1))
+        before, _ = self._far(query, to_far, scaling)
+        behind, _ = self._far(query.flip(2), line.flipped().first(length), scaling)
         far = [before, tuple(x.flip(3) for x in behind)]
-        places = slice(1, length + 2 * w - 1)
-        near = NearKeys(
-            _rotated(line.key[:, :, places], self), line.value[:, :, places], line.kind[:, places] == FAR_LATER, w - 1
-        )
+        near = NearKeys(_rotated(to_near.key, self), to_near.value, to_near.kind == FAR_LATER, w - 1)
         seen = (torch.arange(self.num_sinks, device=key.device) < position[:, -1:, None]).expand(-1, length, -1)
         output = self._mixed(query, near, sinks, seen, position, far, scaling)
         return self._with_global_queries(output, query, key, value, mask, position, kind, scaling), None
@@ -213,9 +212,9 @@ class HybridAttention(AttentionMechanism):
 
     def _far(self, query, line, scaling, state=None):
         """The part of the keys at least w tokens back, and its state: query t sees the places 0..t of the line."""
-        length, decay = query.shape[2], self.decay or self.alibi
-        query, key, value = accumulated(_unrotated(query, self)), _unrotated(line.key[:, :, :length], self), line.value
-        value, mask = value[:, :, :length], line.kind[:, :length] == FAR_LATER
+        decay = self.decay or self.alibi
+        query, key = accumulated(_unrotated(query, self)), _unrotated(line.key, self)
+        value, mask = line.value, line.kind == FAR_LATER
         options = {"is_causal": True, "state": state, "log_decay": None if decay is None else decay()}
         native_map = self.feature_map.native_map(scaling) if takes_native(query, key, value, mask) else None
         scale: Any  # never None: these are logarithms
@@ -274,8 +273,36 @@ class _Line(NamedTuple):
         key, value = (F.pad(x, (0, 0, left, right)) for x in (self.key, self.value))
         return _Line(key, value, F.pad(self.kind, (left, right), value=EMPTY))
 
+    def first(self, length: int) -> _Line:
+        return _Line(self.key[:, :, :length], self.value[:, :, :length], self.kind[:, :length])
+
+    def ranges(self, length: int, places: slice) -> tuple[_Line, _Line]:
+        """The first `length` places, and other `places`."""
+        if not torch.is_grad_enabled():  # an exported graph has no place for functions of our own
+            return self.first(length), _Line(self.key[:, :, places], self.value[:, :, places], self.kind[:, places])
+        key, value = (_TwoRanges.apply(x, length, places) for x in (self.key, self.value))
+        first, other = map(_Line, key, value, (self.kind[:, :length], self.kind[:, places]))
+        return first, other
+
     def flipped(self) -> _Line:
         return _Line(self.key.flip(2), self.value.flip(2), self.kind.flip(1))
+
+
+class _TwoRanges(torch.autograd.Function):
+    """`apply(x [B, Hkv, L, D], length, places)` -> the first places, others; autograd's slices make a tensor each."""
+
+    @staticmethod
+    def forward(ctx, x, length, places):
+        ctx.shape, ctx.length, ctx.places = x.shape, length, places
+        return x[:, :, :length], x[:, :, places]
+
+    @staticmethod
+    def backward(ctx, grad_first, grad_other):
+        grad = grad_first.new_empty(ctx.shape)
+        grad[:, :, : ctx.length] = grad_first
+        grad[:, :, ctx.length :] = 0
+        grad[:, :, ctx.places] += grad_other
+        return grad, None, None
 
 
 def _rotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
