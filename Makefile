@@ -41,7 +41,7 @@ $(VENV)/.clients: $(VENV)/.installed
 	touch $@
 
 .PHONY: test-clients
-test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own common tests, downloaded (a quarter of an hour on 2 cores)
+test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (a quarter of an hour on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
 
 $(VENV)/.bench: $(VENV)/.installed
