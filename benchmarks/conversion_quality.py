@@ -53,10 +53,11 @@ from training.command_line import parse
 from training.logs import read_metrics
 from training.models import AUTO_CLASSES
 from training.packing import StreamWindows
-from training.presets import STAGES, Preset, load_preset, run_stages
+from training.presets import STAGES, Preset, load_preset
 from training.quality import compare
 from training.rows import load_rows
 from training.run import run
+from training.stages import run_stages
 
 
 @dataclass(frozen=True)

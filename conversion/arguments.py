@@ -41,7 +41,11 @@ class ConversionArguments:
     )
     drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}")
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
-    dtype: str = option("of the weights written; auto keeps what the checkpoint has", "auto", DTYPES)
+    dtype: str = option(
+        "of the weights written; auto keeps what the checkpoint has. A cast needs the disk space of the result twice",
+        "auto",
+        DTYPES,
+    )
     calibration_file: str | None = option(
         "real inputs for --features favor++, which is fitted to them, and for --spectrum: .txt, .jsonl, .csv or .tsv "
         "(column `text`), or for a vision model a folder of images (default: built-in sentences)"

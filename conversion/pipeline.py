@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from conversion.arguments import ConversionArguments, Request
 from conversion.calibrate import calibrate_on, check_options, needs_calibration
 from conversion.card import REPORT, source_metadata, write_model_card
+from conversion.cast import cast_weights
 from conversion.companions import copy_sentence_files, save_processors, save_tokenizer
 from conversion.diagnose import diagnose_on
 from conversion.errors import UsageError
@@ -104,7 +106,7 @@ def run(job: Job) -> dict[str, Any]:
     arguments, plan = job.request.arguments, job.plan
     with staging(job.output_dir) as folder:
         logger.info("loading %s", job.source.name)
-        model = load_converted(job)
+        model = load_converted(job, folder)
         measured = calibrate_and_diagnose(job, model)
         if is_automatic(arguments) and job.training is None:
             model, plan, measured[CHOICE] = _with_softmax_layers(job, model)
@@ -155,17 +157,25 @@ def calibrate_and_diagnose(job: Job, model: PreTrainedModel) -> dict[str, Any]:
     return measured
 
 
-def load_converted(job: Job) -> PreTrainedModel:
-    """The converted model with the source's weights; what the source lacks is initialised from the seed."""
-    arguments, plan = job.request.arguments, job.plan
-    torch.manual_seed(arguments.seed or 0)
-    loaded: Any = plan.linear_class.from_pretrained(
-        job.source.folder,
-        config=plan.config,
-        dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
-        use_safetensors=not job.source.is_pickled,
-        output_loading_info=True,
-    )
+def load_converted(job: Job, scratch: Path | None = None) -> PreTrainedModel:
+    """The converted model with the source's weights; what the source lacks is initialised from the seed.
+
+    Args:
+        scratch: an existing folder for the files of a cast; without one its result is in memory.
+    """
+    arguments, plan, source = job.request.arguments, job.plan, job.source
+    with contextlib.ExitStack() as stack:
+        folder = source.folder
+        if scratch is not None:
+            folder = stack.enter_context(cast_weights(source, plan, arguments.dtype, scratch))
+        torch.manual_seed(arguments.seed or 0)
+        loaded: Any = plan.linear_class.from_pretrained(
+            folder,
+            config=plan.config,
+            dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+            use_safetensors=not source.is_pickled or folder != source.folder,
+            output_loading_info=True,
+        )
     model, loading = loaded
     plan.confirm(set(loading["missing_keys"]))
     if plan.new_base:

@@ -30,7 +30,7 @@ TRAINING_OPTIONS = ("train_file", "tokens", "checkpointing_steps")
 
 @dataclass(frozen=True)
 class Training:
-    """What `training.presets.run_stages` takes. `given`: options of `training/finetune.py` for all stages."""
+    """What `training.stages.run_stages` takes. `given`: options of `training/finetune.py` for all stages."""
 
     preset: Preset
     given: dict[str, Any]
@@ -99,7 +99,8 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     """
     with usage_errors():
         from training.command_line import parse_preset
-        from training.presets import fit_to, load_preset
+        from training.presets import load_preset
+        from training.stages import fit_to
 
         _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
         # with --dry_run alone there is no name, and nothing is written

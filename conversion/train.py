@@ -109,8 +109,8 @@ def _train(job: Job, training: Training) -> None:
     from training.arguments import Recipe
     from training.checkpointing import list_checkpoints
     from training.command_line import parse
-    from training.presets import run_stages
     from training.run import run as run_stage
+    from training.stages import run_stages
 
     def run_and_tidy(recipe: Recipe) -> dict[str, float]:
         if is_automatic(job.request.arguments) and recipe.output_dir == training.work / TRAINED:  # the last stage

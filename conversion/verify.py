@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     """Student and teacher on the built-in samples, one by one; then a padded batch of them."""
     samples = _samples(model, tokenizer)
     is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
-    student = [_hidden(model, sample) for sample in samples]
+    student, logits = zip(*(_outputs(model, sample) for sample in samples))
     with softmax_attention(model):
-        teacher = [_hidden(model, sample) for sample in samples]
+        teacher, teacher_logits = zip(*(_outputs(model, sample) for sample in samples))
     if not all(torch.isfinite(output).all() for output in student):
         raise ConversionError("the converted model computes numbers that are not finite on the built-in samples")
     figures = {"hidden_state_error": _relative_error(student, teacher)}
@@ -76,7 +77,10 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
         means = zip(student, teacher)
         cosines = [F.cosine_similarity(a.mean(1), b.mean(1)).item() for a, b in means]
         figures["mean_embedding_cosine"] = sum(cosines) / len(cosines)
-    figures.update(_head_figures(model, samples))
+    if logits[0] is not None:
+        figures["logits_error"] = _relative_error(logits, teacher_logits)
+        if type(model).__name__.endswith(LM_HEADS):
+            figures["kl_to_teacher"], figures["top1_agreement"] = _distribution_figures(logits, teacher_logits)
     if is_text:
         figures["padding_difference"] = _padding_difference(model, samples, student)
     return figures
@@ -99,37 +103,22 @@ def _inputs(model: PreTrainedModel, sample: torch.Tensor) -> dict[str, torch.Ten
     return inputs
 
 
-def _hidden(model: PreTrainedModel, sample: torch.Tensor) -> torch.Tensor:
-    """`[1, N, hidden]` in float32."""
-    output = model.base_model(**_inputs(model, sample), output_hidden_states=True)
-    if "last_hidden_state" in output:
-        return output.last_hidden_state.float()
-    return output.decoder_hidden_states[-1].float()  # T5's model with a head has no base model inside
+def _outputs(model: PreTrainedModel, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The last hidden state `[1, N, hidden]` of the base model and the logits of its head, if any, in float32."""
+    inputs = _inputs(model, sample)
+    choices = {model.main_input_name: sample.unsqueeze(1)} if type(model).__name__.endswith("ForMultipleChoice") else {}
+    seen: list[Any] = []
+    with model.base_model.register_forward_hook(lambda module, args, output: seen.append(output)):
+        output = model(**{**inputs, **choices}, output_hidden_states=True)
+    if len(seen) != 1:  # the head calls parts of it (OPT, BART's decoder)
+        seen = [model.base_model(**inputs, output_hidden_states=True)]
+    logits = next((output[name].float() for name in LOGITS if output.get(name) is not None), None)
+    if "last_hidden_state" in seen[0]:
+        return seen[0].last_hidden_state.float(), logits
+    return seen[0].decoder_hidden_states[-1].float(), logits  # T5's model with a head has no base model inside
 
 
-def _head_figures(model: PreTrainedModel, samples: list[torch.Tensor]) -> dict[str, float]:
-    student = [_logits(model, sample) for sample in samples]
-    if any(output is None for output in student):
-        return {}
-    with softmax_attention(model):
-        teacher = [_logits(model, sample) for sample in samples]
-    ours, theirs = [x for x in student if x is not None], [x for x in teacher if x is not None]
-    figures = {"logits_error": _relative_error(ours, theirs)}
-    if type(model).__name__.endswith(LM_HEADS):
-        figures["kl_to_teacher"], figures["top1_agreement"] = _distribution_figures(ours, theirs)
-    return figures
-
-
-def _logits(model: PreTrainedModel, sample: torch.Tensor) -> torch.Tensor | None:
-    if model.base_model is model:
-        return None
-    if type(model).__name__.endswith("ForMultipleChoice"):
-        sample = sample.unsqueeze(1)
-    output = model(**_inputs(model, sample))
-    return next((output[name].float() for name in LOGITS if output.get(name) is not None), None)
-
-
-def _distribution_figures(student: list[torch.Tensor], teacher: list[torch.Tensor]) -> tuple[float, float]:
+def _distribution_figures(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Mean over all tokens of KL(teacher || student), and the share with the same most likely token."""
     divergence, same, count = 0.0, 0.0, 0
     for ours, theirs in zip(student, teacher):
@@ -140,13 +129,13 @@ def _distribution_figures(student: list[torch.Tensor], teacher: list[torch.Tenso
     return divergence / count, same / count
 
 
-def _relative_error(student: list[torch.Tensor], teacher: list[torch.Tensor]) -> float:
+def _relative_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> float:
     """|student - teacher| / |teacher| over all samples; 0.0 exactly where nothing differs."""
     difference = sum((a - b).square().sum().item() for a, b in zip(student, teacher))
     return math.sqrt(difference / max(sum(b.square().sum().item() for b in teacher), 1e-30))
 
 
-def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alone: list[torch.Tensor]) -> float:
+def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alone: Sequence[torch.Tensor]) -> float:
     """How far a padded batch moves the real tokens, relative to their norm.
 
     Causal models that take position_ids are padded on the left, as for generation; right padding proves nothing there.

@@ -82,7 +82,7 @@ def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | Non
     """`weights` for `save_model`; all processes call it together, and those that do not `keep` them get no tensors."""
     if not is_sharded(model):
         return None
-    # whole, they would no longer be seen to be one
+    # once gathered, tied parameters would be tensors of their own, and saved twice
     state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 has lost its mark
     own = {name: value for name, value in state.items() if name not in model.all_tied_weights_keys}
     return whole(own, keep)

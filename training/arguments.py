@@ -10,13 +10,47 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_linear_attention.configuration_linear_attention import parse_layers
+
 
 CLASSIFICATION = ("sequence_classification", "image_classification")
+# Figures that can choose the best model, by task; the first is the default.
+SELECTING = {
+    "causal_lm": ("nats_per_token", "perplexity"),
+    "masked_lm": ("nats_per_token", "perplexity"),
+    "sequence_classification": ("accuracy", "f1"),
+    "embedding": ("cosine", "cosine_min", "spearman"),
+    "image_classification": ("accuracy", "f1"),
+}
 
 
 def option(text: str, default: Any = dataclasses.MISSING) -> Any:
     """A dataclass field with its help text; without a default the option is required."""
     return field(default=default, metadata={"help": text})
+
+
+def parse_layer_numbers(text: str) -> list[int]:
+    """`0,2,4-7` as numbers.
+
+    Raises:
+        ValueError: if they are none.
+    """
+    layers = parse_layers(text)
+    if isinstance(layers, str):
+        raise ValueError(f"{text} are no numbers of layers")
+    return layers
+
+
+def parse_rates(text: str | None) -> tuple[float, ...]:
+    """`0.9,0.75,0.5` as numbers.
+
+    Raises:
+        ValueError: if they are none, or not from 0 to 1.
+    """
+    rates = tuple(float(part) for part in text.split(",")) if text is not None else ()
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise ValueError(f"{text} is not between 0 and 1")
+    return rates
 
 
 @dataclass

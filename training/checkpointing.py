@@ -1,6 +1,6 @@
 """Folders `checkpoint-<step>`: written under another name, then renamed (`durable.py`), so one that exists is complete.
 
-    config.json, model.safetensors, code, tokenizer    what `save_pretrained` writes: the folder loads with AutoModel
+    config.json, weights, code, tokenizer or the like  what `save_pretrained` writes: the folder loads with AutoModel
     optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
     deepspeed/                                         with DeepSpeed, what each process has of the optimizer
     rng-<process>.pt                                   random state of each process
@@ -44,21 +44,12 @@ STATE_FILE = "trainer_state.json"
 HISTORY = "training_report.json"
 # A run cannot go on as the same run when one of these changes.
 FIXED = (
-    *("task", "train_file", "dataset_name", "dataset_config_name", "text_column_name", "label_column_name"),
-    *(
-        "image_column_name",
-        "max_length",
-        "mlm_probability",
-        "seed",
-        "model_name_or_path",
-        "tokenizer_name",
-        "trainable",
-        "join_documents",
-    ),
-    *("freeze_pattern", "ema_decay", "text_pair_column_name", "on_bad_rows", "streaming_processes"),
-    *("transfer_layers", "untie_embeddings"),
+    *("task", "model_name_or_path", "tokenizer_name", "train_file", "dataset_name", "dataset_config_name"),
+    *("text_column_name", "text_pair_column_name", "label_column_name", "image_column_name", "on_bad_rows"),
+    *("max_length", "mlm_probability", "join_documents", "streaming_processes", "sequences_per_step"),
+    *("train_examples", "seed", "mixed_precision", "zero_stage"),
+    *("trainable", "freeze_pattern", "ema_decay", "transfer_layers", "untie_embeddings"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
-    *("mixed_precision", "sequences_per_step", "train_examples", "zero_stage"),
 )
 # It may when one of these does, but is not the run it would have been.
 WATCHED = (

@@ -1,6 +1,6 @@
 """Files and `datasets` data sets to examples of token ids (`packing.py`).
 
-| task                    | .txt                                        | .jsonl, .csv, .tsv, --dataset_name  |
+| task                    | .txt                                        | a file of rows, or --dataset_name   |
 | causal_lm, training     | one document, cut into blocks               | BOS + text of a row, packed         |
 | causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |

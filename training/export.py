@@ -35,7 +35,7 @@ def save_final(
     metrics: dict[str, float],
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model, code, tokenizer, sidecars and card into output_dir; each file appears only when complete.
+    """Write model, code, processor, sidecars and card into output_dir; each file appears only when complete.
 
     Args:
         weights: as for `adapters.save_model`.

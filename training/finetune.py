@@ -41,8 +41,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,11 @@ if sys.path[0] == str(ROOT / "training"):  # started as a file: its own folder m
 elif str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-import datasets
-from transformers.utils.logging import disable_progress_bar
-
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from training.arguments import Recipe
 from training.command_line import parse, parse_preset
 from training.errors import TrainingError, UsageError
-from training.presets import run_stages
-from training.run import disconnect, run
+from training.presets import Preset
 
 
 logger = logging.getLogger("finetune")
@@ -72,25 +68,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
     try:
         argv = sys.argv[1:] if argv is None else argv
-        preset = parse_preset(argv, __doc__)
-        job: Callable[[], Any] = (
-            partial(run_stages, *preset, parse, run) if preset else partial(run, parse(argv, __doc__))
-        )
+        job = parse_preset(argv, __doc__) or parse(argv, __doc__)
     except UsageError as error:
         _report(f"error: {error}", speaks)
         return 2
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
-    datasets.disable_progress_bars()  # one bar: the training's
-    disable_progress_bar()
     try:
-        figures = job()
-        disconnect()
+        figures = _run(job)
     except (TrainingError, OSError) as error:
         _report(f"failed: {error}", speaks)
         return getattr(error, "exit_code", 1)
     logger.info("done: %s", figures)
     return 0
+
+
+def _run(job: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
+    """Import what trains only now: `--help`, and the error of a wrong option, need none of it."""
+    import datasets
+    from transformers.utils.logging import disable_progress_bar
+
+    from training.run import disconnect, run
+    from training.stages import run_stages
+
+    datasets.disable_progress_bars()  # one bar: the training's
+    disable_progress_bar()
+    figures = run(job) if isinstance(job, Recipe) else run_stages(*job, parse, run)
+    disconnect()
+    return figures
 
 
 def _report(message: str, speaks: bool) -> None:

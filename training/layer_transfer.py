@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from hf_linear_attention.attention_observation import ObservedAttention
-from hf_linear_attention.configuration_linear_attention import parse_layers
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from training.arguments import parse_layer_numbers
 from training.errors import TrainingError
 
 
@@ -85,18 +85,6 @@ class TransferLayers:
 
 def layer_of(call: ObservedAttention) -> int:
     return call.module.linear_attention.shape.layer
-
-
-def parse_layer_numbers(text: str) -> list[int]:
-    """`0,2,4-7` as numbers.
-
-    Raises:
-        ValueError: if they are none.
-    """
-    layers = parse_layers(text)
-    if isinstance(layers, str):
-        raise ValueError(f"{text} are no numbers of layers")
-    return layers
 
 
 def _chosen(text: str, converted: Collection[int]) -> list[int]:

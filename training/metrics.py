@@ -23,14 +23,6 @@ GREATER_IS_BETTER = {
     "cosine": True,
     "cosine_min": True,
 }
-# Figures that can choose the best model, by task; the first is the default.
-SELECTING = {
-    "causal_lm": ("nats_per_token", "perplexity"),
-    "masked_lm": ("nats_per_token", "perplexity"),
-    "sequence_classification": ("accuracy", "f1"),
-    "embedding": ("cosine", "cosine_min", "spearman"),
-    "image_classification": ("accuracy", "f1"),
-}
 
 
 def _info(description: str, features: dict[str, datasets.Value]) -> evaluate.MetricInfo:

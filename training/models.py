@@ -1,4 +1,4 @@
-"""Loading tokenizer, student and teacher; which parameters are trained at which rate."""
+"""Loading tokenizer or image processor, student and teacher; which parameters are trained at which rate."""
 
 from __future__ import annotations
 

@@ -21,10 +21,9 @@ def plot_metrics(output_dir: Path, folder: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     unit = "images" if "images" in events[0] else "tokens"
-    names = ["loss", *sorted({name for event in events for name in event if name in ("eval_nats_per_token",)})]
-    for name in names:
-        points = [(event[unit], event[name]) for event in events if name in event]
-        axes.plot(*zip(*points, strict=True), label=name, marker="." if name != "loss" else None)
+    for name, marker in (("loss", None), ("eval_nats_per_token", ".")):
+        if points := [(event[unit], event[name]) for event in events if name in event]:
+            axes.plot(*zip(*points, strict=True), label=name, marker=marker)
     axes.set(xlabel=unit, ylabel="loss")
     axes.legend()
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Recipes of several stages by name: `training/preset_files/<name>.yaml`, and running one so that a killed run goes on.
+"""Recipes of several stages by name: `training/preset_files/<name>.yaml`; `stages.py` runs them.
 
 A preset has a version, the settings that it converts to, and the stages of each task; a stage is a set of options of
 `finetune.py` and a share of the tokens. Every stage trains what the one before it has written; the last one writes into
@@ -7,28 +7,16 @@ A preset has a version, the settings that it converts to, and the stages of each
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import PreTrainedModel
 
-from training.arguments import Recipe
-from training.checkpointing import HISTORY, clean, latest_checkpoint
 from training.errors import UsageError
-from training.export import training_history
-from training.layer_transfer import TransferLayers
-from training.models import MECHANISM, empty_model
 from training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
 
-
-logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "preset_files"
 BLOCK_SIZE = "layers_per_block"
@@ -123,58 +111,11 @@ def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
     ]
 
 
-def fit_to(preset: Preset, model: nn.Module) -> Preset:
-    """The preset for a model: without attention transfer, whose tokens go to the other stages, where the mechanism has
-    no parameters that could learn from it (`nystrom`, `performer`)."""
-    if any(MECHANISM in name for name, _ in model.named_parameters()):
-        return preset
-    stages = {task: _without_transfer(stages) for task, stages in preset.stages.items()}
-    return replace(preset, stages=stages)
+def model_without_weights(given: dict[str, Any]) -> nn.Module:
+    """The model that the first stage trains, on the meta device."""
+    from training.models import empty_model  # no other option needs a model before the run
 
-
-def _without_transfer(stages: list[Stage]) -> list[Stage]:
-    kept = [stage for stage in stages if not is_transfer(stage)]
-    total = sum(stage.share for stage in kept)
-    return [replace(stage, share=stage.share / total) for stage in kept]
-
-
-def _empty_model(given: dict[str, Any]) -> PreTrainedModel:
     return empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
-
-
-def run_stages(
-    preset: Preset, given: dict[str, Any], parse: Callable[[Sequence[str]], Recipe], run: Callable[[Recipe], Any]
-) -> dict[str, float]:
-    """Run every stage that is not finished yet; returns the figures of the last one.
-
-    Args:
-        given: options of `finetune.py` that hold for all stages; `max_train_tokens` is shared out between them.
-        parse, run: `command_line.parse` and `run.run`.
-    """
-    is_resumed = given.get("resume_from_checkpoint") is not None
-    figures: dict[str, float] = {}
-    preset = fit_to(preset, _empty_model(given))
-    lines = command_lines(preset, given)
-    if not is_resumed and is_main_process():  # a later resumption must not take an older run's stages for this one's
-        for _, folder, _ in lines:
-            clean(folder, everything=True)
-    for number, (stage, folder, words) in enumerate(lines, 1):
-        if is_resumed and (folder / HISTORY).is_file():  # written with the finished model
-            continue
-        if is_resumed and latest_checkpoint(folder) is not None:
-            words = [*words, "--resume_from_checkpoint=latest"]
-        elif folder.exists():  # the last one holds the others' folders; one without a checkpoint starts again
-            words = [*words, "--overwrite_output_dir=true"]
-        place = f"stage {number} of {len(lines)}"
-        logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
-        figures = run(parse(words))
-        AcceleratorState._reset_state(reset_partial_state=True)  # the next stage's processes connect anew
-    return figures or training_history(given["output_dir"])[-1]["metrics"]
-
-
-def is_main_process() -> bool:
-    """Before there is an accelerator to ask."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Path, list[str]]]:
@@ -184,7 +125,9 @@ def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Pa
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
     stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
     if (size := given.get(BLOCK_SIZE)) is not None:
-        stages = in_blocks(stages, TransferLayers(_empty_model(given)).learning, size)
+        from training.layer_transfer import TransferLayers
+
+        stages = in_blocks(stages, TransferLayers(model_without_weights(given)).learning, size)
     for number, stage in enumerate(stages, 1):
         folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
         words = stage_words(stage, shared, tokens)

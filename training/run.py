@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from training import checkpointing, durable, models, zero
 from training.adapters import TrainedParameters, whole_weights
-from training.arguments import Recipe
+from training.arguments import Recipe, parse_rates
 from training.averaging import WeightAverage
 from training.batches import Stream
 from training.boundaries import keeps_documents_apart
@@ -36,7 +36,7 @@ from training.streaming import StreamedExamples
 from training.teacher import Teacher
 from training.tied_embeddings import retie, untie
 from training.trackers import start_trackers
-from training.window_dropout import WindowDropout, parse_rates
+from training.window_dropout import WindowDropout
 
 
 logger = logging.getLogger(__name__)

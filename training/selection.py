@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from training.arguments import Recipe
+from training.arguments import SELECTING, Recipe
 from training.checkpointing import TrainingState
-from training.metrics import GREATER_IS_BETTER, SELECTING
+from training.metrics import GREATER_IS_BETTER
 
 
 class Selection:

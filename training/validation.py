@@ -7,11 +7,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.arguments import DataArguments, ObjectiveArguments, OptimizationArguments, Recipe, RunArguments
-from training.layer_transfer import parse_layer_numbers
-from training.metrics import SELECTING
+from training.arguments import (
+    SELECTING,
+    DataArguments,
+    ObjectiveArguments,
+    OptimizationArguments,
+    Recipe,
+    RunArguments,
+    parse_layer_numbers,
+    parse_rates,
+)
 from training.trackers import tracker_problems
-from training.window_dropout import parse_rates
 
 
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
@@ -144,8 +150,6 @@ def _files(recipe: Recipe) -> Iterator[str]:
 
 
 def _streaming(recipe: Recipe) -> Iterator[str]:
-    if recipe.data.join_documents and recipe.model.task != "causal_lm":
-        yield f"`--join_documents` does nothing for `--task {recipe.model.task}`; drop it"
     if not recipe.data.streaming:
         return
     if recipe.data.join_documents:
@@ -171,6 +175,8 @@ def _columns(recipe: Recipe) -> Iterator[str]:
         yield f"`--text_pair_column_name` does nothing for `--task {task}`; drop it"
     if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
         yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
+    if data.join_documents and task != "causal_lm":
+        yield f"`--join_documents` does nothing for `--task {task}`; drop it"
     if "mlm_probability" in given and task != "masked_lm":
         yield f"`--mlm_probability` does nothing for `--task {task}`; drop it or use masked_lm"
     if task != "image_classification" and "image_column_name" in given:

@@ -16,18 +16,6 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 from training.errors import TrainingError
 
 
-def parse_rates(text: str | None) -> tuple[float, ...]:
-    """`0.9,0.75,0.5` as numbers.
-
-    Raises:
-        ValueError: if they are none, or not from 0 to 1.
-    """
-    rates = tuple(float(part) for part in text.split(",")) if text is not None else ()
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"{text} is not between 0 and 1")
-    return rates
-
-
 class WindowDropout:
     """With the probability `rates[i]` in the i-th of equal parts of a run, the window is the token itself alone."""
 

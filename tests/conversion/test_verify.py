@@ -9,15 +9,18 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import tiny_model
 from checkpoints import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conversion.errors import ConversionError
 from conversion.plan import make_plan
-from conversion.samples import TEXTS
+from conversion.samples import TEXTS, text_samples
 from conversion.source import open_source
 from conversion.verify import compare_outputs, compare_tensors, verify
+from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 SETTINGS = {"mechanism": "linear", "num_features": 16}
@@ -85,8 +88,6 @@ def test_padding_that_leaks_shows_in_the_figure(linear_llama, monkeypatch):
 
 
 def test_an_encoder_is_measured_by_its_embeddings(bert, tmp_path):
-    from hf_linear_attention import convert
-
     model = convert(str(bert), mechanism="linformer", projection_size=8)
     figures = compare_outputs(model, None)
     assert -1 < figures["mean_embedding_cosine"] < 0.9999
@@ -94,3 +95,33 @@ def test_an_encoder_is_measured_by_its_embeddings(bert, tmp_path):
     identical = compare_outputs(convert(str(bert), layers="none"), None)
     assert identical["mean_embedding_cosine"] == pytest.approx(1.0)
     assert identical["kl_to_teacher"] == identical["hidden_state_error"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "passes"),
+    [
+        ("llama", "AutoModelForCausalLM", 2 * 4 + 1),  # student and teacher on four samples, and the padded batch
+        ("bart", "AutoModelForSeq2SeqLM", 2 * 4),
+        ("t5", "AutoModelForSeq2SeqLM", 2 * 4),
+        ("opt", "AutoModelForCausalLM", 4 * 4 + 1),  # its head goes round the base model, which runs by itself then
+    ],
+)
+def test_one_forward_pass_gives_hidden_states_and_logits(model_type, auto_class, passes, tmp_path):
+    tiny_model(model_type, auto_class).save_pretrained(tmp_path)
+    drop = {"drop": ["position_bias"]} if model_type == "t5" else {}
+    model = convert(str(tmp_path), **SETTINGS, **drop)
+    calls = []
+    last = list(linear_attention_modules(model).values())[-1]
+    last.register_forward_hook(lambda module, args, output: calls.append(module))
+    figures = compare_outputs(model, None)
+    assert len(calls) == passes
+    inputs = [{"input_ids": sample} for sample in text_samples(model.config, None)]
+    if model.config.is_encoder_decoder:
+        inputs = [{**texts, "decoder_input_ids": texts["input_ids"]} for texts in inputs]
+    with torch.no_grad():
+        student = torch.cat([model(**texts).logits for texts in inputs], dim=1)
+        with softmax_attention(model):
+            teacher = torch.cat([model(**texts).logits for texts in inputs], dim=1)
+    # The same sums of squares in float32, taken text by text there.
+    assert figures["logits_error"] == pytest.approx(((student - teacher).norm() / teacher.norm()).item(), rel=1e-4)
+    assert figures["hidden_state_error"] != figures["logits_error"]

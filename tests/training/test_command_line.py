@@ -179,3 +179,15 @@ def test_runs_as_a_file_from_any_folder(tmp_path: Path, environment: dict[str, s
     # before it may be what installed libraries have to say when they are imported
     assert done.stderr.splitlines()[-1].startswith("finetune.py: error: `--banana` is not an option")
     assert done.stdout == ""
+
+
+def test_what_only_reads_options_imports_nothing_that_trains(base: list[str]) -> None:
+    """They take longer to import than all the rest."""
+    code = (
+        "import sys\nfrom training.finetune import main\n"
+        f"assert main({[*base, '--learning_rate', '-1']!r}) == 2\n"
+        "found = {'datasets', 'evaluate', 'peft', 'training.models', 'training.run'} & set(sys.modules)\n"
+        "sys.exit(f'imported {found}' if found else 0)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

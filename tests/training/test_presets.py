@@ -19,7 +19,8 @@ from hf_linear_attention import convert
 from training import presets
 from training.command_line import parse_preset
 from training.errors import UsageError
-from training.presets import FOLDER, load_preset, preset_names, run_stages, stage_words
+from training.presets import FOLDER, load_preset, preset_names, stage_words
+from training.stages import run_stages
 
 
 @pytest.fixture
@@ -108,10 +109,10 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(
             raise KilledError
         return original(recipe)
 
-    from training import finetune as script
+    from training import run as module
 
-    original = script.run
-    monkeypatch.setattr(script, "run", run)
+    original = module.run
+    monkeypatch.setattr(module, "run", run)
     with pytest.raises(KilledError):
         finetune("--preset", "default", *converted, *data, output_dir=tmp_path / "killed")
     finetune(

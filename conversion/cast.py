@@ -1,0 +1,83 @@
+"""`--dtype` for checkpoints of any size: the source's weights in their new dtype, as files to load from.
+
+transformers maps weights that need no cast into memory as they lie in their files, and holds those that do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
+from conversion.plan import Plan
+from conversion.source import Source
+
+
+FILE_BYTES = 2**26  # what is held at most, but for a tensor that is larger
+
+
+@contextlib.contextmanager
+def cast_weights(source: Source, plan: Plan, dtype: str, beside: Path) -> Iterator[Path]:
+    """A folder to load the converted model from, whose tensors have the dtypes that loading with `dtype` gives them.
+
+    It is the source's own where there is little to cast. What was loaded from it outlives it.
+    """
+    wanted = str(getattr(plan.config, "dtype", None) if dtype == "auto" else dtype).removeprefix("torch.")
+    others = [info for info in source.tensors.values() if "float" in info.dtype and info.dtype != wanted]
+    if wanted == "None" or sum(info.numel for info in others) * getattr(torch, wanted).itemsize <= FILE_BYTES:
+        yield source.folder
+        return
+    with tempfile.TemporaryDirectory(dir=beside) as name:
+        folder = Path(name)
+        _write(source, _loaded_dtypes(source, plan, wanted), folder)
+        for file in (source.folder / CONFIG_NAME, source.folder / GENERATION_CONFIG_NAME):
+            if file.is_file():  # where the second is missing, the loader looks into the first
+                shutil.copy(file, folder)
+        yield folder
+
+
+def _loaded_dtypes(source: Source, plan: Plan, dtype: str) -> dict[str, torch.dtype]:
+    """By name in the source. Asked of the loader itself, on the meta device: some modules stay float32."""
+    model = plan.linear_class.from_pretrained(
+        source.folder,
+        config=plan.config,
+        dtype=getattr(torch, dtype),
+        use_safetensors=not source.is_pickled,
+        device_map="meta",
+    )
+    loaded = model.state_dict()
+    return {str(tensor.source): loaded[str(tensor.target)].dtype for tensor in plan.mapped}
+
+
+def _write(source: Source, dtypes: dict[str, torch.dtype], folder: Path) -> None:
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(_portions(source, dtypes)):
+        file = f"model-{number}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _portions(source: Source, dtypes: dict[str, torch.dtype]) -> Iterator[dict[str, torch.Tensor]]:
+    """All tensors in portions of about `FILE_BYTES`; each is empty once the next one is asked for."""
+    portion: dict[str, torch.Tensor] = {}
+    size = 0
+    for name in source.tensors:
+        tensor = source.read(name)
+        # Copies, because a pickle may hold tensors that share their memory, which safetensors do not store.
+        portion[name] = tensor.to(dtypes.get(name, tensor.dtype), copy=True, memory_format=torch.contiguous_format)
+        size += portion[name].nbytes
+        if size >= FILE_BYTES:
+            yield portion
+            portion.clear()
+            size = 0
+    if portion:
+        yield portion
