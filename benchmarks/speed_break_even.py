@@ -47,7 +47,8 @@ def measure(settings: dict[str, Any], is_causal: bool, lengths: list[int], round
     call = mechanism_call(is_causal=is_causal, max_length=max(lengths), **settings)
     ratios = []
     for length in lengths:
-        tensors = inputs(length)
+        # In memory the heads of a token lie side by side, as models have them.
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(length)]
         with torch.no_grad():
             times = cpu_times(
                 {

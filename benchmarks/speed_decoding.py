@@ -28,11 +28,12 @@ from transformers import DynamicCache, StaticCache
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from benchmarks.speed_kernels import cpu_times
-from benchmarks.speed_models import LINEAR, SOFTMAX, variants
+from benchmarks.speed_models import HYBRID, LINEAR, SOFTMAX, variants
 
 
 SMALL, LARGE = "Llama 15M", "Llama 125M"
 DECODING = {"GPT-2, 8 layers of 256": [512, 3072], SMALL: [512, 4096, 32768], LARGE: [512, 4096, 32768]}
+CONVERTED = LINEAR | HYBRID
 PRODUCTS = "its matrix-vector products"
 
 
@@ -73,7 +74,7 @@ def steps_of(models: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 @torch.inference_mode()
 def measure_decoding(name: str, contexts: list[int], rounds: int, dtype=torch.float32) -> dict[str, Any]:
-    models, results = variants(name, LINEAR, dtype), {}
+    models, results = variants(name, CONVERTED, dtype), {}
     steps = steps_of(models)
     for context in contexts:
         steps[SOFTMAX] = decoder(models[SOFTMAX], random_cache(models[SOFTMAX], context))
@@ -90,7 +91,7 @@ def measure_decoding(name: str, contexts: list[int], rounds: int, dtype=torch.fl
 @torch.inference_mode()
 def measure_products(name: str, rounds: int) -> dict[str, Any]:
     """A step against the products of one token with all of its weights, and against softmax with nothing to look at."""
-    models = variants(name, LINEAR)
+    models = variants(name, CONVERTED)
     layers = [module.weight for module in models["linear elu1"].modules() if isinstance(module, nn.Linear)]
     inputs = {width: torch.randn(1, 1, width) for width in {weight.shape[1] for weight in layers}}
 
@@ -152,7 +153,7 @@ def plot(plt, figures):
     figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
     for name, results in figures["decoding"].items():
         if len(results) > 1:
-            for key in (SOFTMAX, *LINEAR):
+            for key in (SOFTMAX, *CONVERTED):
                 values = [1000 * result["seconds"][key] for result in results.values()]
                 axis.plot(
                     [int(context) for context in results], values, marker="o", markersize=3, label=f"{name}, {key}"

@@ -2,12 +2,13 @@
 
     python benchmarks/speed_kernels.py --output_dir outputs/benchmarks
 
-B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that is compiled on first
-use, `torch` the same without a compiler, `sdpa` torch's fused causal softmax, `performer-pytorch` its own causal kernel
-for CPUs (if installed), `exp`, `decay` and `hybrid` the other forms of the same kernel. All take turns in every round;
-ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's
-floor of 4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new memory in units of a
-`[B, H, N, D]` tensor, without the incoming gradient, in a process of its own. About ten minutes.
+B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that is compiled on first use, `torch`
+the same without a compiler, `sdpa` torch's fused causal softmax, `performer-pytorch` and `fast-transformers` their
+own causal kernels for CPUs (if installed; the latter asks for CUDA, unless only its CPU source is built), `exp`,
+`decay` and `hybrid` the other forms of the same kernel. All take turns in every round; ratios are medians over
+rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's floor of 4 F D per
+token and head (forward) or 14 F D (with backward) reaches, and the peak of new memory in units of a `[B, H, N, D]`
+tensor, without the incoming gradient, in a process of its own. About ten minutes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 Call = Callable[..., torch.Tensor]
 # Beyond these lengths one round takes too long.
-LONGEST = {SDPA: 16384, "sdpa, backward": 4096, "performer-pytorch": 4096}
+LONGEST = {SDPA: 16384, "sdpa, backward": 4096, "performer-pytorch": 4096, "fast-transformers": 16384}
 
 
 def mechanism_call(is_causal: bool = True, max_length: int | None = None, **settings) -> Call:
@@ -81,17 +82,30 @@ def performer_pytorch(query, key, value):
     return causal_linear_attention_noncuda(F.elu(query) + 1, F.elu(key) + 1, value)
 
 
+def fast_transformers(query, key, value):
+    """What its CausalLinearAttention computes between projections: tokens before heads, its epsilon, its copies."""
+    from fast_transformers.causal_product import causal_dot_product
+
+    query, key, value = (x.transpose(1, 2) for x in (F.elu(query) + 1, F.elu(key) + 1, value))
+    total = torch.einsum("nlhi,nlhi->nlh", query, key.cumsum(1)) + 1e-6
+    product = causal_dot_product(*(x.transpose(1, 2).contiguous() for x in (query, key, value)))
+    return (product.transpose(1, 2).contiguous() / total[..., None]).transpose(1, 2)
+
+
 def calls() -> dict[str, Call]:
     ours = mechanism_call(mechanism="linear", feature_map="elu1")
     found = {OURS: ours, PLAIN_TORCH: in_torch(ours), SDPA: sdpa}
     if importlib.util.find_spec("performer_pytorch"):
         found["performer-pytorch"] = performer_pytorch
+    if importlib.util.find_spec("fast_transformers"):
+        found["fast-transformers"] = fast_transformers
     return found | {name: mechanism_call(**settings) for name, settings in VARIANTS.items()}
 
 
 def inputs(length: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Queries, keys and values as models hand them over: heads beside each other in memory."""
     torch.manual_seed(0)
-    return [torch.randn(1, HEADS, length, DIM).to(dtype) for _ in range(3)]
+    return [torch.randn(1, length, HEADS, DIM).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
 def attend(call: Call, tensors, gradient: torch.Tensor | None) -> None:

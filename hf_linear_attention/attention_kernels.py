@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from .backends import gpu_kernel
 from .backends import native_library
+from .backends import run_log_step
 from .backends import run_step
 from .causal_kernel import CausalAttention
 from .causal_kernel import ElementwiseMap
@@ -239,9 +240,10 @@ def _traced_causal(query, key, values, key_mask, segments, state, log_features, 
 
 def _step(query, key, value, state, log_features, log_decay):
     """`kernel_attention` of one token after others in few operations: at this size each costs more than its sums."""
-    is_plain = not (log_features or log_decay is not None or torch.is_grad_enabled() or torch.compiler.is_compiling())
-    if is_plain and native_library(query, key, value) is not None:
-        return run_step(query, key, value, state)
+    is_alone = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    if is_alone and (log_features or log_decay is None) and native_library(query, key, state) is not None:
+        value = with_dtype(value, state.dtype)
+        return run_log_step(query, key, value, state, log_decay) if log_features else run_step(query, key, value, state)
     batch, heads, _, features = query.shape
     width = value.shape[-1]
     rows = with_dtype(query, state.dtype).reshape(batch * key.shape[1], -1, features)

@@ -107,6 +107,33 @@ def run_step(query, key, value, state) -> tuple[torch.Tensor, torch.Tensor]:
     return output, new_state
 
 
+def run_log_step(query, key, value, state, log_decay) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run_step` for exponents: `state [B, Hkv, F, D + 2]`, `log_decay [Hkv]` or None."""
+    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+    output, new_state = query.new_empty(batch, heads, 1, width), state.new_empty(state.shape)
+    size = query.new_empty(batch, heads)
+    shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, 0, features, width, 4)
+    tensors = (None, None, value, query, key, log_decay, state, *[None] * 8)
+    _library().log_step(*_step_arguments(shape, tensors, (new_state, *[None] * 9, output, size)))
+    return output, new_state
+
+
+def run_hybrid_step(
+    shape: Sequence[int], tensors: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor], scaling: float
+) -> None:
+    """`hybrid_step` of native_step, which says what `shape`, `tensors` and `results` are."""
+    if _library().hybrid_step(*_step_arguments(shape, tensors, results), ctypes.c_float(scaling)):
+        raise MemoryError("no memory left for the working space of `hybrid_step`")
+
+
+def _step_arguments(shape, tensors, results) -> tuple[ctypes.Array, ctypes.Array]:
+    dense = [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (*dense, *results)]
+    arguments = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_void_p * len(addresses))(*addresses)
+    arguments[1].keep = dense  # alive as long as their addresses
+    return arguments
+
+
 def run_elu_plus_one(x: torch.Tensor) -> torch.Tensor:
     """elu(x) + 1 of a dense tensor, in its memory order."""
     output = torch.empty_like(x)
@@ -170,7 +197,7 @@ def _library() -> Any:
         return None
     library.one_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
     library.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
-    library.one_step.restype = library.elu_plus_one.restype = None
+    library.one_step.restype = library.log_step.restype = library.elu_plus_one.restype = None
     return library
 
 

@@ -26,6 +26,7 @@ from .backends import run_elu_plus_one
 from .causal_kernel import ElementwiseMap
 from .native_attention import ELU_PLUS_ONE
 from .native_attention import EXP
+from .native_attention import HEDGEHOG
 from .native_attention import Affine
 from .native_attention import NativeMap
 
@@ -277,6 +278,10 @@ class HedgehogFeatureMap(LearnedFeatureMap):
             start[:, self.head_dim :] = extra / extra.norm(dim=0)
         init.copy_(self.query_projection, start.expand_as(self.query_projection))
         init.copy_(self.key_projection, start.expand_as(self.key_projection))
+
+    def native_map(self, scaling):
+        weights = self.query_projection, self.key_projection
+        return NativeMap(HEDGEHOG, *(Affine(weight.float() * math.sqrt(scaling)) for weight in weights))
 
     def forward_queries(self, query, scaling):
         return self._log_softmaxes(query, self.query_projection, scaling)

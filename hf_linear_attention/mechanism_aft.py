@@ -33,6 +33,7 @@ from .attention_mechanism import Option
 from .segment_means import real_first
 from .segment_means import take
 from .segment_means import way_back
+from .segment_means import without_padding
 
 
 # Nats between the largest and the smallest weight that one float32 product keeps at full relative precision.
@@ -111,8 +112,10 @@ class AftAttention(AttentionMechanism):
         raise NotImplementedError("`aft` weighs every channel by itself, so it has no matrix of weights per head.")
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
-        if self.variant == "simple":
-            output, state = self._simple(key, value, attention_mask, is_causal, state)
+        if self.variant == "simple" and not is_causal:
+            output, state = _mean_by_keys(key, value, attention_mask), None
+        elif self.variant == "simple":
+            output, state = self._causal_simple(key, value, attention_mask, state)
         else:
             if attention_mask is not None and attention_mask.dtype != torch.bool:
                 raise NotImplementedError(
@@ -120,14 +123,13 @@ class AftAttention(AttentionMechanism):
                     "a cache inside torch.compile); pass `past_key_values`, or compile the decode step only."
                 )
             output, state = self._ordered(key, value, attention_mask, is_causal, state)
-        if attention_mask is not None:
-            output = output.masked_fill(~(attention_mask > 0)[:, None, :, None], 0.0)
         gate = query.to(output.dtype).sigmoid()
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         output = gate * output.repeat_interleave(groups, dim=1)
+        output = without_padding(output, None if attention_mask is None else attention_mask > 0)
         return output.transpose(1, 2).to(query.dtype), state if is_causal else None
 
-    def _simple(self, key, value, mask, is_causal, state):
+    def _causal_simple(self, key, value, mask, state):
         """Kernel attention with every channel as a head of one log feature, k, and a query that is always log 1."""
         key, value = _channels(key), _channels(value)
         output, new_state = kernel_attention(
@@ -135,7 +137,7 @@ class AftAttention(AttentionMechanism):
             key,
             value,
             log_features=True,
-            is_causal=is_causal,
+            is_causal=True,
             key_mask=mask,
             state=state[0] if state else None,
         )
@@ -237,6 +239,14 @@ class AftAttention(AttentionMechanism):
         key = (key - top_key).exp() * real[:, None, :, None]
         numerator, denominator = (weights @ torch.cat((key * value.to(dtype), key), dim=-1)).chunk(2, dim=-1)
         return numerator / denominator.masked_fill(denominator == 0, 1.0)
+
+
+def _mean_by_keys(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`simple` without an order, `[B, Hkv, 1, D]`: all queries get the same mean; arbitrary for a row without a key."""
+    key = key.to(accumulation_dtype(key))
+    if mask is not None:
+        key, value = torch.where(mask[:, None, :, None], key, EMPTY_MAXIMUM), without_padding(value, mask)
+    return (key.softmax(dim=2) * value).sum(dim=2, keepdim=True)
 
 
 def _channels(x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from .attention_kernels import normalize
 from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .backends import run_hybrid_step
 from .exact_window import NearKeys
 from .exact_window import SinkKeys
 from .exact_window import exact_part
@@ -129,6 +130,8 @@ class HybridAttention(AttentionMechanism):
                 "`hybrid` cannot be traced for packed sequences (a forward without a cache inside torch.compile); pass "
                 "`past_key_values`, or compile the decode step only."
             )
+        if self._takes_step(query, key, attention_mask, is_causal, state):
+            return self._step(query, key, value, scaling, state)
         if attention_mask is None:
             attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
             place = None
@@ -141,6 +144,36 @@ class HybridAttention(AttentionMechanism):
         if place is not None:
             output = take(output.masked_fill(~attention_mask[:, None, :, None], 0.0), way_back(place))
         return output.transpose(1, 2).to(query.dtype), state
+
+    def _takes_step(self, query, key, mask, is_causal, state) -> bool:
+        """One token after others, without padding and gradients, and C kernels for it."""
+        is_one = mask is None and is_causal and bool(state) and query.shape[2] == 1
+        is_usual = self.alibi is None and self.uses_far and not torch.is_grad_enabled()
+        return is_one and is_usual and query.dtype == state[1].dtype and takes_native(query, key, state[1], mask)
+
+    def _step(self, query, key, value, scaling, state):
+        """`_attend_back` of one token in few operations: at this size each costs more than its sums."""
+        old = HybridState._make(state)
+        (batch, heads, _, stored), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+        leaving = _unrotated(old.window_key[:, :, :1], self)
+        exponents = (
+            self.feature_map.forward_queries(_unrotated(query, self), scaling),
+            self.feature_map.forward_keys(leaving, scaling),
+        )
+        new = HybridState._make(torch.empty_like(x, memory_format=torch.contiguous_format) for x in old)
+        parts = [old.sums.new_empty(batch, kv_heads, heads // kv_heads, 1, n) for n in (width, 1, 1, width, 1)]
+        shape = (
+            *(batch, kv_heads, heads // kv_heads, self.window_size, self.num_sinks),
+            *(self.shape.head_dim, stored, self.feature_map.num_features, width, query.element_size()),
+        )
+        joint = self.mix.native_parameters()
+        numbers = (None if self.decay is None else self.decay(), *old, *(joint or (None, None)))
+        run_hybrid_step(shape, (query, key, value, *exponents, *numbers), (*new, *parts), scaling)
+        near, near_size, largest, far, far_size = parts
+        if joint is None:
+            norm = half_squared_norm(_rotated(query, self), scaling).view(largest.shape)
+            near = self.mix((near, near_size), [(far, far_size)], largest, norm)
+        return near.view(batch, 1, heads, width).to(query.dtype), tuple(new)
 
     def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
         """The causal form. Padding is at the left end of the new tokens."""

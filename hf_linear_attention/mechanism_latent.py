@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .attention_kernels import accumulation_dtype
+from .attention_kernels import accumulated
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .slot_attention import slot_attention
 
 
 class LatentAttention(AttentionMechanism):
@@ -49,21 +49,9 @@ class LatentAttention(AttentionMechanism):
         init.copy_(self.latents, self.initial_std * torch.randn(size, generator=self.generator()))
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
-        groups, dtype = self.shape.num_heads // self.shape.num_key_value_heads, accumulation_dtype(query)
-        keys, values = self._gather(key.to(dtype), value.to(dtype), attention_mask, scaling)
-        output = F.scaled_dot_product_attention(
-            query.to(dtype),
-            keys.repeat_interleave(groups, dim=1),
-            values.repeat_interleave(groups, dim=1),
-            scale=scaling,
-        )
+        queries, key, value = accumulated(query), accumulated(key), accumulated(value)
+        latents = self.latents.to(key.dtype).expand(key.shape[0], -1, -1, -1)
+        mask = None if attention_mask is None else attention_mask.unsqueeze(1)
+        keys, values = (slot_attention(latents, key, x, mask, scaling) for x in (key, value))  # [B, Hkv, L, D]
+        output = slot_attention(queries, keys, values, None, scaling)
         return output.transpose(1, 2).to(query.dtype), None
-
-    def _gather(self, key, value, mask: torch.Tensor | None, scaling: float):
-        """C K and C V `[B, Hkv, L, D]`; 0 for a row that is all padding, so that its outputs are 0 too."""
-        logits = scaling * self.latents.to(key.dtype) @ key.transpose(-1, -2)  # [B, Hkv, L, S]
-        if mask is not None:  # pads may hold anything, and 0 times infinity is not 0
-            logits = logits.masked_fill(~mask[:, None, None, :], torch.finfo(logits.dtype).min)
-            key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-        weights = logits.softmax(dim=-1)
-        return weights @ key, weights @ value

@@ -26,12 +26,18 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from .attention_kernels import accumulated
 from .attention_kernels import accumulation_dtype
+from .attention_masks import is_tracing
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .segment_means import real_first
 from .segment_means import segment_mean_weights
+from .segment_means import segment_means
 from .segment_means import take
+from .segment_means import weigh_tokens
+from .segment_means import without_padding
+from .slot_attention import slot_attention
 
 
 class LinformerAttention(AttentionMechanism):
@@ -136,43 +142,24 @@ class LinformerAttention(AttentionMechanism):
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         key, value, hidden = self._compress(key, value, attention_mask)
-        groups = self.shape.num_heads // self.shape.num_key_value_heads
-        output = F.scaled_dot_product_attention(
-            query,
-            key.repeat_interleave(groups, dim=1),
-            value.repeat_interleave(groups, dim=1),
-            attn_mask=~(hidden.repeat_interleave(groups, dim=1) if hidden.shape[1] > 1 else hidden).unsqueeze(2),
-            scale=scaling,
-        )
-        if attention_mask is not None:  # a row with every slot empty
-            output = output.masked_fill(~attention_mask.any(dim=1)[:, None, None, None], 0.0)
-        return output.transpose(1, 2), None
+        return slot_attention(query, key, value, ~hidden, scaling).transpose(1, 2), None
 
     def _compress(self, key, value, mask):
         """`[B, Hkv, S, D]` -> E K and F V `[B, Hkv, k, D]`, and which slots are empty `[B or 1, 1 or Hkv, k]`."""
         if self.projection is None:
             return mean_pool(key, value, mask, self.num_slots)
-        key, value, mask = self._tokens(key, value, mask)
+        self._check_length(key)
         key_projection, value_projection = self._projections
-        key, empty = self.projection.compress(key, key_projection, mask)
-        return key, self.projection.compress(value, value_projection, mask)[0], empty
+        key, empty = self.projection.compress(without_padding(key, mask), key_projection, mask)
+        return key, self.projection.compress(without_padding(value, mask), value_projection, mask)[0], empty
 
-    def _tokens(self, key, value, mask):
-        """The real tokens moved to the front, in order, and 0 behind them: columns of E count tokens, not padding.
-
-        Raises:
-            ValueError: for more positions than E has columns.
-        """
+    def _check_length(self, key):
+        """Raises ValueError for more positions than E has columns."""
         if key.shape[2] > self.max_length:
             raise ValueError(
                 f"Got {key.shape[2]} positions, but this Linformer was built for at most `max_length` = "
                 f"{self.max_length}; shorten the input or convert again with a larger `--max_length`."
             )
-        if mask is None:
-            return key, value, None
-        places = real_first(mask)
-        mask = mask.gather(1, places)
-        return *(take(x, places).masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value)), mask
 
 
 def mean_pool_matrix(slots: int, length: int) -> torch.Tensor:
@@ -184,32 +171,51 @@ def mean_pool_matrix(slots: int, length: int) -> torch.Tensor:
 
 def mean_pool(key, value, mask: torch.Tensor | None, slots: int):
     """Means over `slots` segments of each row's real tokens; a row of fewer tokens keeps them one by one."""
-    if mask is None:
-        mask = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
-    else:
-        key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-    means = segment_mean_weights(mask, slots, accumulation_dtype(key)).unsqueeze(1)
-    key, value = ((means @ x.to(means.dtype)).to(x.dtype) for x in (key, value))
-    return key, value, means.sum(dim=3) == 0
+    weights = None
+    empty = (torch.arange(slots, device=key.device) >= key.shape[2])[None, None]
+    if mask is not None:
+        key, value = without_padding(key, mask), without_padding(value, mask)
+        weights = segment_mean_weights(mask, slots, accumulation_dtype(key)).unsqueeze(1)
+        empty = weights.sum(dim=3) == 0
+    key, value = (segment_means(accumulated(x), slots, weights).to(x.dtype) for x in (key, value))
+    return key, value, empty
 
 
 def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None):
-    """`x [B, Hkv, n, D]`, `projection [1 or Hkv, k, max_length]` -> `([B, Hkv, k, D], empty [B or 1, 1 or Hkv, k])`."""
+    """`x [B, Hkv, n, D]`, `projection [1 or Hkv, k, max_length]` -> `([B, Hkv, k, D], empty [B or 1, 1 or Hkv, k])`.
+
+    `x` holds 0 at the padding of `mask`.
+    """
     slots, max_length = projection.shape[1:]
-    weights = projection.abs().to(accumulation_dtype(x))
-    scale, empty = _share(weights.sum(dim=2), _mass(weights, x.shape[2], mask), slots / max_length)
-    return project(x, projection, mask)[0] * scale.to(x.dtype).unsqueeze(-1), empty
+    if mask is None and not is_tracing() and x.shape[2] == max_length:
+        return project(x, projection, mask)
+    columns = _columns(projection, mask, x.shape[2])
+    total, mass = (weights.abs().to(accumulation_dtype(x)).sum(dim=-1) for weights in (projection, columns))
+    scale, empty = _share(total, mass, slots / max_length)
+    return weigh_tokens(columns.to(x.dtype), x) * scale.to(x.dtype).unsqueeze(-1), empty
 
 
 def project(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None):
     """As `compress`, with the matrix as it is: fewer columns of a Gaussian are a Gaussian, and no slot is empty."""
     empty = torch.zeros(1, 1, projection.shape[1], dtype=torch.bool, device=x.device)
-    return projection[..., : x.shape[2]].to(x.dtype) @ x, empty
+    return weigh_tokens(_columns(projection, mask, x.shape[2]).to(x.dtype), x), empty
+
+
+def _columns(projection: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch.Tensor:
+    """Of E, the column of each token, `[1 or B, 1 or Hkv, k, n]`: they count real tokens, and padding has 0."""
+    if mask is None:
+        return projection[None, ..., :length]
+    rank = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    columns = projection.index_select(2, rank.flatten()).unflatten(2, rank.shape).movedim(2, 0)
+    return columns * mask[:, None, None, :]
 
 
 def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None):
     """As `compress`, for the E whose row s holds `kernel [1 or Hkv, w]` at positions s w .. (s + 1) w - 1."""
     width, length = kernel.shape[1], x.shape[2]
+    if mask is not None:
+        places = real_first(mask)
+        x, mask = take(x, places), mask.gather(1, places)
     slots = -(-length // width)
     end = slots * width - length
     segments = F.pad(x, (0, 0, 0, end)).unflatten(2, (slots, width))  # [B, Hkv, k, w, D]
@@ -219,13 +225,6 @@ def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None):
     scale, empty = _share(weights.sum(dim=1, keepdim=True), torch.einsum("bkw,hw->bhk", real, weights), 1 / width)
     compressed = (segments * kernel.to(x.dtype)[:, None, :, None]).sum(dim=3)
     return compressed * scale.to(x.dtype).unsqueeze(-1), empty
-
-
-def _mass(weights: torch.Tensor, length: int, mask: torch.Tensor | None) -> torch.Tensor:
-    """Absolute weight of each slot on real tokens: `weights [1 or Hkv, k, max_length]` -> `[B or 1, 1 or Hkv, k]`."""
-    if mask is None:
-        return weights[..., :length].sum(dim=2).unsqueeze(0)
-    return torch.einsum("hkn,bn->bhk", weights[..., :length], mask.to(weights.dtype))
 
 
 def _share(total: torch.Tensor, mass: torch.Tensor, density: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ from .mechanism_linear import LinearAttention
 from .mechanism_linformer import LinformerAttention
 from .mechanism_linformer import compress
 from .mechanism_linformer import project
+from .segment_means import without_padding
 
 
 class LinformerLinearAttention(LinformerAttention):
@@ -68,14 +69,15 @@ class LinformerLinearAttention(LinformerAttention):
         self.feature_map.reset_parameters(self.generator())
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
-        key, value, mask = self._tokens(key, value, attention_mask)
+        self._check_length(key)
+        mask = attention_mask
+        key = without_padding(key, mask)
         queries = self.feature_map.forward_queries(query, scaling)
         keys = self.feature_map.forward_visible_keys(key, scaling, mask)
         if self.feature_map.log_features:
             queries, keys = exponentiate(queries, keys, mask)
-        values = with_ones(value, accumulation_dtype(value))
-        if mask is not None:
-            keys, values = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (keys, values))
+        keys = without_padding(keys, mask)
+        values = without_padding(with_ones(value, accumulation_dtype(value)), mask)
         key_projection, value_projection = self._projections
         slots, _ = compress(keys, key_projection, mask)  # [B, Hkv, k, F]
         sums = slots.transpose(-1, -2) @ project(values, value_projection, mask)[0]  # [B, Hkv, F, D + 1]

@@ -22,8 +22,11 @@ from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .segment_means import real_first
 from .segment_means import segment_mean_weights
+from .segment_means import segment_means
 from .segment_means import take
 from .segment_means import way_back
+from .segment_means import without_padding
+from .slot_attention import slot_attention
 
 
 class NystromAttention(AttentionMechanism):
@@ -64,36 +67,36 @@ class NystromAttention(AttentionMechanism):
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         dtype, mask = accumulation_dtype(query), attention_mask
         query_, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if mask is not None:  # pads may hold anything, and 0 times infinity is not 0
-            key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
         if key.shape[2] <= self.num_landmarks:
-            output = attend(query_, key, value, mask, scaling)
+            output = slot_attention(query_, key, value, None if mask is None else mask.unsqueeze(1), scaling)
         else:
             output = self._through_landmarks(query_, key, value, mask, scaling, groups)
         if self.conv_weight is not None:
-            output = output + self._convolve(value.repeat_interleave(groups, dim=1), mask, self.conv_weight)
-        if mask is not None:
-            output = output.masked_fill(~mask[:, None, :, None], 0.0)
-        return output.transpose(1, 2).to(query.dtype), None
+            values = without_padding(value, mask).repeat_interleave(groups, dim=1)
+            output = output + self._convolve(values, mask, self.conv_weight)
+        return without_padding(output, mask).transpose(1, 2).to(query.dtype), None
 
     def _through_landmarks(self, query, key, value, mask, scaling, groups):
-        batch, length = key.shape[0], key.shape[2]
-        real = mask if mask is not None else torch.ones(1, length, dtype=torch.bool, device=key.device)
-        means = segment_mean_weights(real, self.num_landmarks, query.dtype).unsqueeze(1)
-        real_query = query if mask is None else query.masked_fill(~mask[:, None, :, None], 0.0)
-        query_landmarks, key_landmarks = means @ real_query, means @ key  # [B, H, M, D], [B, Hkv, M, D]
-        occupied = (means.squeeze(1).sum(dim=2) > 0).expand(batch, -1)  # [B, M]
+        weights = occupied = visible = None
+        if mask is not None:
+            weights = segment_mean_weights(mask, self.num_landmarks, query.dtype).unsqueeze(1)
+            occupied, visible = weights.sum(dim=3) > 0, mask.unsqueeze(1)  # [B, 1, M], [B, 1, N]
+
+        def means(x):
+            return segment_means(without_padding(x, mask), self.num_landmarks, weights)
+
+        query_landmarks, key_landmarks = means(query), means(key)  # [B, H, M, D], [B, Hkv, M, D]
         # Grouped queries: the landmarks of a group are rows of one product with their key/value head.
         rows = query_landmarks.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, Hkv, G M, D]
-        gathered = attend(rows, key, value, mask, scaling).unflatten(2, (groups, -1)).flatten(1, 2)  # [B, H, M, D]
+        gathered = slot_attention(rows, key, value, visible, scaling).unflatten(2, (groups, -1)).flatten(1, 2)
         key_landmarks = key_landmarks.repeat_interleave(groups, dim=1)
         mixing = landmark_weights(query_landmarks, key_landmarks, occupied, scaling)
-        summaries = iterative_pinv(mixing, self.pinv_iterations) @ gathered
-        if mask is None:
-            return attend(query, key_landmarks, summaries, None, scaling)
-        tokens = (means @ value).repeat_interleave(groups, dim=1)
-        is_short = (mask.sum(dim=1) <= self.num_landmarks)[:, None, None, None]
-        return attend(query, key_landmarks, torch.where(is_short, tokens, summaries), occupied, scaling)
+        summaries = iterative_pinv(mixing, self.pinv_iterations) @ gathered  # [B, H, M, D]
+        if mask is not None:
+            tokens = means(value).repeat_interleave(groups, dim=1)
+            is_short = (mask.sum(dim=1) <= self.num_landmarks)[:, None, None, None]
+            summaries = torch.where(is_short, tokens, summaries)
+        return slot_attention(query, key_landmarks, summaries, occupied, scaling)
 
     def _convolve(self, value: torch.Tensor, mask: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """One kernel per head along the real tokens; `[B, H, N, D]`, arbitrary at padding."""
@@ -106,24 +109,17 @@ class NystromAttention(AttentionMechanism):
         return take(together, way_back(places))
 
 
-def attend(query, key, value, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """softmax(scaling q k^T) v for `key, value [B, Hkv, S, D]` and `mask [B, S]`; arbitrary for a row without a key."""
-    groups = query.shape[1] // key.shape[1]
-    if mask is not None:
-        mask = (mask | ~mask.any(dim=1, keepdim=True))[:, None, None, :]
-    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-
-
-def landmark_weights(query, key, occupied: torch.Tensor, scaling: float) -> torch.Tensor:
-    """softmax(scaling Ql Kl^T) `[B, H, M, M]` with rows and columns of 0 for landmarks that stand for no token."""
+def landmark_weights(query, key, occupied: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """softmax(scaling Ql Kl^T) `[B, H, M, M]`, 0 where one of the two landmarks stands for no token (`[B, 1, M]`)."""
     logits = scaling * query @ key.transpose(-1, -2)
-    logits = logits.masked_fill(~occupied[:, None, None, :], torch.finfo(logits.dtype).min)
-    return logits.softmax(dim=-1) * (occupied[:, None, :, None] & occupied[:, None, None, :])
+    if occupied is None:
+        return logits.softmax(dim=-1)
+    logits = logits.masked_fill(~occupied.unsqueeze(2), torch.finfo(logits.dtype).min)
+    return logits.softmax(dim=-1) * (occupied.unsqueeze(3) & occupied.unsqueeze(2))
 
 
 def iterative_pinv(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Approximate pseudo-inverse of each `[..., M, M]` (Razavi 2014; Nystromformer, equation 15).
+    """Approximate pseudo-inverse of each matrix of `[..., M, M]` (Razavi 2014; Nystromformer, equation 15).
 
     Starts from A^T / (|A|_1 |A|_inf) of each matrix by itself; the common implementations take the maximum over the
     whole batch, so that an output depends on the other samples.
@@ -131,9 +127,10 @@ def iterative_pinv(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     size = matrix.abs()
     norms = size.sum(dim=-2).amax(dim=-1) * size.sum(dim=-1).amax(dim=-1)
     inverse = matrix.transpose(-1, -2) / torch.where(norms > 0, norms, 1.0)[..., None, None]
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    for _ in range(iterations):
-        product = matrix @ inverse
-        inner = 15 * identity - product @ (7 * identity - product)
-        inverse = 0.25 * inverse @ (13 * identity - product @ inner)
-    return inverse
+    matrices, inverse = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, inverse))
+    for _ in range(iterations):  # Z (13 I - P (15 I - P (7 I - P))) / 4 with P = A Z
+        product = matrices @ inverse
+        inner = torch.baddbmm(product, product, product, beta=7, alpha=-1)
+        inner = torch.baddbmm(product, product, inner, beta=15, alpha=-1)
+        inverse = torch.baddbmm(inverse, inverse, inner, beta=13 / 4, alpha=-1 / 4)
+    return inverse.view_as(matrix)

@@ -16,8 +16,9 @@ from .backends import native_library
 from .backends import run_attention
 
 
-# What a map does to numbers, as native_blocks counts them: nothing, elu(x) + 1, exp with a running maximum.
-PLAIN, ELU_PLUS_ONE, EXP = 0, 1, 2
+# What a map does to numbers, as native_blocks counts them: nothing, elu(x) + 1, exp with a running maximum, and the
+# same of [log softmax(u), log softmax(-u)] for the affine images u.
+PLAIN, ELU_PLUS_ONE, EXP, HEDGEHOG = 0, 1, 2, 3
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # Heads are filled up to 16 columns; narrower ones than this (`aft` has 1) are faster in torch.
 NARROWEST = 4
@@ -65,11 +66,11 @@ def native_attention(
 
     Returns:
         The output `[B, N, H, W]` in the dtype of `query`, and in float32 its denominator and log scale (None without
-        EXP) `[B, Hkv, G, N, 1]`, and the state.
+        exponents) `[B, Hkv, G, N, 1]`, and the state.
     """
     affine = (part for pair in (feature_map.key, feature_map.query) for part in (pair or (None, None, None)))
     features = key.shape[-1] if feature_map.key is None else feature_map.key.weight.shape[-1]
-    function = (features, feature_map.function, is_causal)
+    function = (features * (1 + (feature_map.function == HEDGEHOG)), feature_map.function, is_causal)
     return _NativeAttention.apply(function, query, key, value, key_mask, log_decay, state, *affine)
 
 
@@ -78,7 +79,7 @@ class _NativeAttention(torch.autograd.Function):
     def forward(ctx, function, query, key, value, key_mask, log_decay, state, *affine):
         (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
         features = function[0]
-        is_exp = function[1] == EXP
+        is_exp = function[1] >= EXP
         output = in_large_pages(query.new_empty(batch, length, heads, width))
         numbers = (batch, kv_heads, heads // kv_heads, length, 1)
         denominator = query.new_empty(numbers, dtype=torch.float32)
@@ -166,6 +167,20 @@ class _NativeWindow(torch.autograd.Function):
         arguments = _window_arguments(ctx.scaling, *given)
         run_attention("window_backward", ctx.function, (*arguments, output, size, None, *incoming, *made))
         return None, *grads[:3], None, *grads[3:], None
+
+
+def native_softmax(query, key, value, visible: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """`slot_attention.slot_attention`, without a gradient."""
+    (batch, heads, length, _), kv_heads = query.shape, key.shape[1]
+    output = in_large_pages(query.new_empty(batch, length, heads, value.shape[-1])).transpose(1, 2)
+    are_few_keys = key.shape[2] <= length
+    query, key = (query, key * scaling) if are_few_keys else (query * scaling, key)
+    if visible is not None:
+        visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
+    query, output = (_grouped(_with_rows(x), kv_heads) for x in (query, output))
+    key, value = (_with_rows(x).unsqueeze(2) for x in (key, value))
+    run_attention("slots_forward", (0, PLAIN, are_few_keys), (query, key, value, visible, output))
+    return output.flatten(1, 2)
 
 
 def _window_arguments(scaling: float, query, key, value, visible, sink_key, sink_value, seen) -> list[torch.Tensor]:

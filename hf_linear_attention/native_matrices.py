@@ -4,6 +4,9 @@ Everything is float32, dense and in whole vectors of 16 (with AVX-512) or 8 numb
 """
 
 MATRICES = r"""
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,7 +41,7 @@ static __thread struct { const char *row; int64_t step, left, bytes, at_once; } 
 INLINE void fetch_ahead(void) {
     for (int i = 0; i < STREAMS; i++)
         for (int64_t count = 0; count < ahead[i].at_once && ahead[i].left > 0; count++, ahead[i].left--) {
-            for (int64_t j = 0; j < ahead[i].bytes; j += 64) __builtin_prefetch(ahead[i].row + j);
+            for (int64_t j = 0; j < ahead[i].bytes; j += 64) __builtin_prefetch(ahead[i].row + j, 0, 2);
             ahead[i].row += ahead[i].step;
         }
 }
@@ -109,11 +112,16 @@ INLINE vec all(float x) { return x - (vec){0}; }
 
 INLINE vec choose(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
 
+/* nan where b is nan */
+#ifdef __AVX512F__
+INLINE vec larger(vec a, vec b) { return _mm512_max_ps(a, b); }
+#else
 INLINE vec larger(vec a, vec b) { return choose(a > b, a, b); }
+#endif
 
 /* exp for x <= 0, relative error 2e-7 and exactly 1 at 0; no smaller than exp(-86.6), so that no result is denormal */
 INLINE vec exp_of_negative(vec x) {
-    x = choose(x < -86.6f, all(-86.6f), x); /* keeps nan */
+    x = larger(all(-86.6f), x); /* keeps nan */
     ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
     vec r = x - __builtin_convertvector(power, vec) * 0.693147181f; /* at most log(2) / 2 in size */
     vec p = 8.2902721009e-3f * r + 4.1898159624e-2f; /* minimax, fitted with the first term held at 1 */
@@ -124,7 +132,7 @@ INLINE vec exp_of_negative(vec x) {
     return (vec)((ints)p + (power << 23));
 }
 
-INLINE vec elu_of(vec x) { return choose(x > 0, x + 1, exp_of_negative(x)); }
+INLINE vec elu_of(vec x) { return exp_of_negative(-larger((vec){0}, -x)) + larger((vec){0}, x); }
 
 /* out[C]: the sum, or the largest, over j of a[t, j] b[t, j] */
 INLINE void reduce_rows(float *out, const float *a, const float *b, int64_t ldb, int64_t columns, int is_maximum) {
@@ -156,8 +164,11 @@ static void add_scaled(float *out, const float *x, float scale, int64_t n) {
 }
 
 static void add_rows(float *out, const float *x, int64_t rows, int64_t columns) {
-    for (int64_t t = 0; t < rows; t++)
-        for (int64_t j = 0; j < columns; j++) out[j] += x[t * columns + j];
+    for (int64_t j = 0; j < columns; j += LANES) {
+        vec sum = *(vec *)(out + j);
+        for (int64_t t = 0; t < rows; t++) sum += *(const vec *)(x + t * columns + j);
+        *(vec *)(out + j) = sum;
+    }
 }
 
 /* scores[i, j] += add[i] where j <= i, and 0 elsewhere */

@@ -1,6 +1,7 @@
 """C source of the CPU kernels that `backends` compiles: attention forward and backward, one step, elu(x) + 1.
 
-The exact window of `hybrid` stands in `native_window`.
+The exact window of `hybrid` stands in `native_window`, softmax over few keys in `native_slots`, a step of one token in
+`native_step`.
 
 Forward, causal or not: O = (phi(q) S) / (phi(q) Z) block by block (Katharopoulos 2020, equations 9 and 18-20). Backward
 (equations 13-15): forwards over the blocks for the gradients of queries, then backwards for those of keys and values.
@@ -9,6 +10,8 @@ Features are made from queries and keys a block at a time, and again in the back
 
 from .native_blocks import BLOCKS
 from .native_matrices import MATRICES
+from .native_slots import SLOTS
+from .native_step import STEP
 from .native_window import WINDOW
 
 
@@ -16,12 +19,16 @@ SOURCE = (
     MATRICES
     + BLOCKS
     + WINDOW
+    + SLOTS
+    + STEP
     + r"""
 /* 0 where there is nothing to see */
 INLINE float inverse_of(float x) { return x < TINY && x > -TINY ? 0 : 1 / x; }
 
 static void absorb(work *w) {
-    product(w->sums, w->d, w->key_t, C, 1, w->value, w->d, w->f, C, w->d, 1, FULL);
+    int64_t f = w->f, d = w->d;
+    if (w->s->causal) product(w->sums, d, w->key_t, C, 1, w->value, d, f, C, d, 1, FULL);
+    else product(w->sums, d, w->key, 1, f, w->value, d, f, C, d, 1, FULL);
     add_rows(w->z, w->key, w->c, w->f);
 }
 
@@ -48,27 +55,49 @@ static void attend(work *w, int64_t n) {
     }
 }
 
-int attention_forward(const sizes *s, const tensor *x) {
-    work space, *w = &space;
-    if (begin(w, s, x, 0)) return 1;
-    for (int64_t i = s->start; i < s->stop; i++) {
-        enter(w, i);
-        unpack(w, STATE, w->sums, w->z, w->maximum);
-        for (int64_t n = 0; n < s->keys; n += w->c) {
-            load_keys(w, n, 0);
-            before_block(w, w->sums, w->z, 1);
-            if (s->causal) attend(w, n);
-            absorb(w);
-            after_block(w, w->sums, w->z);
-        }
-        for (int64_t n = 0; n < s->queries && !s->causal; n += w->c) {
-            whole_block(w, n);
-            attend(w, n);
-        }
-        pack(w, NEW_STATE, w->sums, w->z, w->maximum);
+/* Heads go on block by block in turns: what lies beside each other in memory is read together. */
+static void take_turns(work *w, int64_t count, int (*go_on)(work *)) {
+    for (int64_t i = 0; i < count; i++) w[i].n = 0, w[i].other = count > 1 ? w + (i + 1) % count : NULL;
+    for (int is_going = 1; is_going;) {
+        is_going = 0;
+        for (int64_t i = 0; i < count; i++) is_going |= go_on(w + i);
     }
-    free(w->memory);
-    return 0;
+}
+
+static int forward_block(work *w) {
+    if (w->n >= w->s->keys) return 0;
+    load_keys(w, w->n, 0);
+    before_block(w, w->sums, w->z, 1);
+    if (w->s->causal) attend(w, w->n);
+    absorb(w);
+    after_block(w, w->sums, w->z);
+    w->n += w->c;
+    return 1;
+}
+
+static int forward_queries(work *w) {
+    if (w->n >= w->s->queries) return 0;
+    whole_block(w, w->n);
+    attend(w, w->n);
+    w->n += w->c;
+    return 1;
+}
+
+int attention_forward(const sizes *s, const tensor *x) {
+    work w[TOGETHER];
+    int64_t most = begin(w, s, x, 0);
+    for (int64_t first = s->start; first < s->stop && most; first += most) {
+        int64_t count = s->stop - first < most ? s->stop - first : most;
+        for (int64_t i = 0; i < count; i++) {
+            enter(w + i, first + i);
+            unpack(w + i, STATE, w[i].sums, w[i].z, w[i].maximum);
+        }
+        take_turns(w, count, forward_block);
+        if (!s->causal) take_turns(w, count, forward_queries);
+        for (int64_t i = 0; i < count; i++) pack(w + i, NEW_STATE, w[i].sums, w[i].z, w[i].maximum);
+    }
+    if (most) free(w->memory);
+    return !most;
 }
 
 /* Gradients of numerator, w->out[C, d], and denominator, e[C], of a block of queries. */
@@ -102,18 +131,21 @@ static void finish(work *w, const float *features, const float *input, const flo
     for (int64_t t = 0; t < w->c; t++)
         for (int64_t j = 0; j < f; j++) {
             float x = features[t * f + j], below = x < factor[t] ? x : factor[t];
-            w->grad[t * f + j] *= w->s->map == EXP ? x : w->s->map == ELU ? below : factor[t];
+            w->grad[t * f + j] *= w->s->map >= EXP ? x : w->s->map == ELU ? below : factor[t];
         }
     if (!m->weight) {
         store(w, w->grad, f, w->one, to, g, n, w->s->inputs);
         return;
     }
-    memset(w->grad + w->c * f, 0, 4 * f * (C - w->c));
+    if (w->image) grad_of_image(w, is_query ? w->query_softmax : w->key_softmax);
+    float *grad = w->image ? w->image : w->grad;
+    int64_t i = w->i;
+    memset(grad + w->c * i, 0, 4 * i * (C - w->c));
     if (w->x[is_query ? GRAD_QUERY_MAP : GRAD_KEY_MAP].data)
-        product(m->grad_weight, f, input, 1, p, w->grad, f, p, C, f, 1, FULL);
-    add_rows(m->grad_bias, w->grad, w->c, f);
-    product(w->grad_input, p, w->grad, f, 1, m->weight_t, p, C, f, p, 0, FULL);
-    row_dots(total, w->grad, w->one, 0, f);
+        product(m->grad_weight, i, input, 1, p, grad, i, p, C, i, 1, FULL);
+    add_rows(m->grad_bias, grad, w->c, i);
+    product(w->grad_input, p, grad, i, 1, m->weight_t, p, C, i, p, 0, FULL);
+    row_dots(total, grad, w->one, 0, i);
     row_dots(half, input, input, p, p);
     for (int64_t t = 0; t < w->c; t++) {
         m->grad_norm -= (double)total[t] * half[t] / 2;
@@ -171,14 +203,14 @@ static void key_gradients(work *w, int64_t n) {
 
 static void remember_block(work *w, int64_t number, int64_t n) {
     w->starts[2 * number] = n, w->starts[2 * number + 1] = w->real;
-    if (w->s->map != EXP) return;
+    if (w->s->map < EXP) return;
     memcpy(w->maxima + 2 * number * w->f, w->maximum, 4 * w->f);
     memcpy(w->maxima + (2 * number + 1) * w->f, w->rescale, 4 * w->f);
 }
 
 static int64_t recall_block(work *w, int64_t number) {
     w->real = w->starts[2 * number + 1];
-    if (w->s->map == EXP) {
+    if (w->s->map >= EXP) {
         memcpy(w->maximum, w->maxima + 2 * number * w->f, 4 * w->f);
         memcpy(w->rescale, w->maxima + (2 * number + 1) * w->f, 4 * w->f);
     }
@@ -188,98 +220,98 @@ static int64_t recall_block(work *w, int64_t number) {
 static void store_map_gradients(const work *w, int which, int64_t g, const affine *m) {
     const tensor *x = w->x + which;
     for (int64_t i = 0; i < w->s->inputs && x->data; i++)
-        memcpy(at(w, which, g, i), m->grad_weight + i * w->f, 4 * w->s->features);
+        memcpy(at(w, which, g, i), m->grad_weight + i * w->i, 4 * image_columns(w->s));
     if (x[1].data) memcpy(at(w, which + 1, g, 0), m->grad_bias, 4 * w->s->features);
     if (x[2].data) *(float *)at(w, which + 2, g, 0) = m->grad_norm;
 }
 
-/* Forwards over the blocks for the gradients of queries, then backwards for those of keys and values. */
-static void backward_of_head(work *w) {
-    const sizes *s = w->s;
-    int64_t f = w->f, d = w->d, number = 0;
-    unpack(w, STATE, w->sums, w->z, w->maximum);
-    unpack(w, GRAD_STATE, w->grad_sums, w->grad_z, NULL);
-    transpose(w->sums_t, f, w->sums, d, f, d);
-    if (!s->causal) remember_block(w, 0, 0);
-    for (int64_t n = 0; n < s->keys; n += w->c) {
-        load_keys(w, n, 0);
-        before_block(w, w->sums_t, w->z, 0);
-        transpose(w->value_t, C, w->value, d, C, d);
-        if (s->causal) {
-            remember_block(w, number++, n);
-            query_gradients(w, n);
-        }
-        product(w->sums_t, f, w->value_t, C, 1, w->key, f, d, C, f, 1, FULL);
-        add_rows(w->z, w->key, w->c, f);
-        after_block(w, w->sums_t, w->z);
+/* Forwards over the blocks, for the gradients of queries. */
+static int backward_block(work *w) {
+    int64_t f = w->f, d = w->d;
+    if (w->n >= w->s->keys) return 0;
+    load_keys(w, w->n, 0);
+    before_block(w, w->sums_t, w->z, 0);
+    transpose(w->value_t, C, w->value, d, C, d);
+    if (w->s->causal) {
+        remember_block(w, w->number++, w->n);
+        query_gradients(w, w->n);
     }
-    for (int64_t n = 0; n < s->queries && !s->causal; n += w->c) {
-        whole_block(w, n);
-        query_gradients(w, n);
+    product(w->sums_t, f, w->value_t, C, 1, w->key, f, d, C, f, 1, FULL);
+    add_rows(w->z, w->key, w->c, f);
+    after_block(w, w->sums_t, w->z);
+    w->n += w->c;
+    return 1;
+}
+
+static int backward_queries(work *w) {
+    if (w->n >= w->s->queries) return 0;
+    whole_block(w, w->n);
+    query_gradients(w, w->n);
+    w->n += w->c;
+    return 1;
+}
+
+/* Backwards over the blocks, for the gradients of keys and values; `end` is where the last one began. */
+static int backward_keys(work *w) {
+    int is_causal = w->s->causal;
+    if (is_causal ? !w->number : w->n >= w->s->keys) return 0;
+    if (is_causal) w->n = recall_block(w, --w->number);
+    load_keys(w, w->n, is_causal ? w->end - w->n : C);
+    if (w->s->map < EXP) after_block(w, w->grad_sums, w->grad_z);
+    if (is_causal) {
+        w->real = w->starts[2 * w->number + 1];
+        transpose(w->value_t, C, w->value, w->d, C, w->d);
     }
-    for (int64_t j = 0; j < f && w->decay; j++) {
+    key_gradients(w, w->n);
+    if (is_causal) before_block(w, w->grad_sums, w->grad_z, 1);
+    w->end = w->n;
+    w->n = !is_causal ? w->n + w->c : w->number ? w->starts[2 * w->number - 2] : w->n;
+    return 1;
+}
+
+static void turn_round(work *w) {
+    for (int64_t j = 0; j < w->f && w->decay; j++) {
         double product = (double)w->z[j] * w->grad_z[j];
-        for (int64_t i = 0; i < d; i++) product += (double)w->sums_t[i * f + j] * w->grad_sums[j * d + i];
+        for (int64_t i = 0; i < w->d; i++) product += (double)w->sums_t[i * w->f + j] * w->grad_sums[j * w->d + i];
         w->grad_decay += w->real * product;
     }
-    if (s->causal) w->next = -C;
-    for (int64_t end = s->keys, n = 0; s->causal ? number > 0 : n < s->keys;) {
-        if (s->causal) n = recall_block(w, --number);
-        load_keys(w, n, s->causal ? end - n : C);
-        if (s->map != EXP) after_block(w, w->grad_sums, w->grad_z);
-        if (s->causal) {
-            w->real = w->starts[2 * number + 1];
-            transpose(w->value_t, C, w->value, d, C, d);
-        }
-        key_gradients(w, n);
-        if (s->causal) before_block(w, w->grad_sums, w->grad_z, 1);
-        end = n;
-        n += w->c;
+    w->end = w->s->keys;
+    if (w->s->causal) w->next = -C;
+}
+
+static void finish_head(work *w) {
+    const sizes *s = w->s;
+    if (!s->causal && s->map >= EXP) { /* from the first maximum to the last */
+        for (int64_t j = 0; j < w->f; j += LANES)
+            *(vec *)(w->rescale + j) = exp_of_negative(*(vec *)(w->maxima + j) - *(vec *)(w->maximum + j));
+        before_block(w, w->grad_sums, w->grad_z, 1);
     }
-    if (s->causal || s->map != EXP) return;
-    for (int64_t j = 0; j < f; j += LANES) /* from the first maximum to the last */
-        *(vec *)(w->rescale + j) = exp_of_negative(*(vec *)(w->maxima + j) - *(vec *)(w->maximum + j));
-    before_block(w, w->grad_sums, w->grad_z, 1);
+    pack(w, GRAD_FIRST, w->grad_sums, w->grad_z, NULL);
+    if (w->x[GRAD_DECAY].data) *(float *)at(w, GRAD_DECAY, 0, 0) = w->grad_decay;
+    store_map_gradients(w, GRAD_KEY_MAP, 0, w->maps);
+    for (int64_t g = 0; g < s->groups; g++) store_map_gradients(w, GRAD_QUERY_MAP, g, w->maps + 1 + g);
 }
 
 int attention_backward(const sizes *s, const tensor *x) {
-    work space, *w = &space;
-    if (begin(w, s, x, 1)) return 1;
-    for (int64_t i = s->start; i < s->stop; i++) {
-        enter(w, i);
-        backward_of_head(w);
-        pack(w, GRAD_FIRST, w->grad_sums, w->grad_z, NULL);
-        if (x[GRAD_DECAY].data) *(float *)at(w, GRAD_DECAY, 0, 0) = w->grad_decay;
-        store_map_gradients(w, GRAD_KEY_MAP, 0, w->maps);
-        for (int64_t g = 0; g < s->groups; g++) store_map_gradients(w, GRAD_QUERY_MAP, g, w->maps + 1 + g);
-    }
-    free(w->memory);
-    return 0;
-}
-
-/* one token, everything dense: query [heads, groups, f], key [heads, f], value [heads, d], state [heads, f, d + 1] */
-void one_step(const float *query, const float *key, const float *value, const float *state, float *output,
-        float *new_state, int64_t heads, int64_t groups, int64_t f, int64_t d) {
-    for (int64_t h = 0; h < heads; h++) {
-        const float *k = key + h * f, *v = value + h * d, *old = state + h * f * (d + 1);
-        float *new = new_state + h * f * (d + 1);
-        for (int64_t j = 0; j < f; j++) {
-            float *row = new + j * (d + 1);
-            for (int64_t n = 0; n < d; n++) row[n] = old[j * (d + 1) + n] + k[j] * v[n];
-            row[d] = old[j * (d + 1) + d] + k[j];
+    work w[TOGETHER];
+    int64_t most = begin(w, s, x, 1);
+    for (int64_t first = s->start; first < s->stop && most; first += most) {
+        int64_t count = s->stop - first < most ? s->stop - first : most;
+        for (int64_t i = 0; i < count; i++) {
+            enter(w + i, first + i);
+            unpack(w + i, STATE, w[i].sums, w[i].z, w[i].maximum);
+            unpack(w + i, GRAD_STATE, w[i].grad_sums, w[i].grad_z, NULL);
+            transpose(w[i].sums_t, w->f, w[i].sums, w->d, w->f, w->d);
+            if (!s->causal) remember_block(w + i, 0, 0);
         }
-        for (int64_t g = h * groups; g < (h + 1) * groups; g++) {
-            const float *q = query + g * f;
-            float *o = output + g * d, total = 0;
-            memset(o, 0, sizeof(float) * d);
-            for (int64_t j = 0; j < f; j++) {
-                add_scaled(o, new + j * (d + 1), q[j], d);
-                total += q[j] * new[j * (d + 1) + d];
-            }
-            float inverse = 1 / (total < TINY ? TINY : total);
-            for (int64_t j = 0; j < d; j++) o[j] *= inverse;
-        }
+        take_turns(w, count, backward_block);
+        if (!s->causal) take_turns(w, count, backward_queries);
+        for (int64_t i = 0; i < count; i++) turn_round(w + i);
+        take_turns(w, count, backward_keys);
+        for (int64_t i = 0; i < count; i++) finish_head(w + i);
     }
+    if (most) free(w->memory);
+    return !most;
 }
 
 void elu_plus_one(const float *x, float *out, int64_t n) {

@@ -37,6 +37,10 @@ class NearFarMix(nn.Module):
     def reset_parameters(self, feature_map: nn.Module) -> None:
         raise NotImplementedError
 
+    def native_parameters(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the C kernels need to join the parts of a token themselves; None where they do not know how."""
+        return None
+
     def _per_query(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """`[H]` -> `[Hkv, G, 1, 1]`."""
         return parameter.to(like.dtype).unflatten(0, (like.shape[1], -1))[:, :, None, None]
@@ -61,6 +65,9 @@ class JointMix(NearFarMix):
         init.ones_(self.query_norm_weight)
         if isinstance(norm_weight := getattr(feature_map, "key_norm_weight", None), torch.Tensor):
             init.ones_(norm_weight)
+
+    def native_parameters(self):
+        return self.far_log_scale.float(), self.query_norm_weight.float()
 
     def forward(self, near, far, largest, half_query_norm):
         log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))

@@ -175,20 +175,30 @@ def test_bfloat16_is_widened_in_blocks(monkeypatch):
         assert torch.equal(actual, expected)
 
 
-def test_native_step_and_map_agree_with_torch(monkeypatch):
-    x = torch.linspace(-80, 20, 4 * 5 * 15).view(1, 4, 5, 15)
-    x[0, 0, 0, 0], x[0, 0, 0, 1] = float("nan"), float("inf")
-    arguments = (torch.rand(2, 4, 1, 32), torch.rand(2, 2, 1, 32), torch.randn(2, 2, 1, 48))
-    options = {"log_features": False, "is_causal": True, "state": torch.rand(2, 2, 32, 49)}
+@pytest.mark.parametrize("log_decay", [None, torch.tensor([0.0, -0.7])], ids=["constant", "decay"])
+@pytest.mark.parametrize("log_features", [False, True], ids=["features", "exponents"])
+def test_native_step_agrees_with_torch(monkeypatch, log_features, log_decay):
+    arguments = (torch.rand(2, 4, 1, 32), torch.rand(2, 2, 1, 32) * 4, torch.randn(2, 2, 1, 48))
+    options = {"log_features": log_features, "log_decay": log_decay, "is_causal": True}
+    options["state"] = torch.rand(2, 2, 32, 50 if log_features else 49)
     before = options["state"].clone()
     with torch.no_grad():
-        native = [elu_plus_one(x), *kernel_attention(*arguments, **options)]
+        native = kernel_attention(*arguments, **options)
         monkeypatch.setattr(backends, "_library", lambda: None)
-        plain = [elu_plus_one(x), *kernel_attention(*arguments, **options)]
+        plain = kernel_attention(*arguments, **options)
     assert torch.equal(options["state"], before)
     for a, e in zip(native, plain):
-        # both round at 6e-8; the exponential is within 3e-7
-        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)  # both round at 6e-8
+
+
+@torch.no_grad()
+def test_native_map_agrees_with_torch(monkeypatch):
+    x = torch.linspace(-80, 20, 4 * 5 * 15).view(1, 4, 5, 15)
+    x[0, 0, 0, 0], x[0, 0, 0, 1] = float("nan"), float("inf")
+    native = elu_plus_one(x)
+    monkeypatch.setattr(backends, "_library", lambda: None)
+    # the exponential is within 3e-7
+    torch.testing.assert_close(native, elu_plus_one(x), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_the_native_map_keeps_relative_accuracy_where_features_are_tiny():

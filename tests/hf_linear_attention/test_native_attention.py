@@ -9,19 +9,25 @@ import torch.nn.functional as F
 from hf_linear_attention import backends
 from hf_linear_attention.attention_kernels import kernel_attention
 from hf_linear_attention.backends import native_library
-from hf_linear_attention.feature_maps import EluFeatureMap, ExpFeatureMap, FeatureMap
+from hf_linear_attention.feature_maps import EluFeatureMap, ExpFeatureMap, FeatureMap, HedgehogFeatureMap
 from hf_linear_attention.native_attention import Affine, NativeMap, native_attention, takes_native
 from hf_linear_attention.random_features import CoshRandomFeatureMap, ExpRandomFeatureMap
 
 
 HEADS, KV_HEADS, SCALING = 4, 2, 0.3
+MAPS = {
+    "elu1": EluFeatureMap,
+    "exp": ExpFeatureMap,
+    "hedgehog": HedgehogFeatureMap,
+    "performer": ExpRandomFeatureMap,
+    "cosh": CoshRandomFeatureMap,
+}
 
 pytestmark = pytest.mark.skipif(native_library(torch.zeros(1)) is None, reason="no C compiler")
 
 
 def build(name: str, dim: int, features: int | None = None) -> FeatureMap:
-    maps = {"elu1": EluFeatureMap, "exp": ExpFeatureMap, "performer": ExpRandomFeatureMap, "cosh": CoshRandomFeatureMap}
-    feature_map = maps[name](HEADS, KV_HEADS, dim, features)
+    feature_map = MAPS[name](HEADS, KV_HEADS, dim, features)
     feature_map.reset_parameters(torch.Generator().manual_seed(0))
     with torch.no_grad():
         for parameter in feature_map.parameters():
@@ -90,7 +96,7 @@ def compare(feature_map, inputs, state, log_decay, **options):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("name", ["elu1", "exp", "performer", "cosh"])
+@pytest.mark.parametrize("name", MAPS)
 def test_values_and_gradients_agree_with_float64(name, padded, with_state, is_causal):
     for length, dim, width, features in ((2, 16, 16, 16), (33, 6, 5, 10), (101, 48, 80, 64)):
         feature_map = build(name, dim, None if name == "elu1" else features)
@@ -100,7 +106,7 @@ def test_values_and_gradients_agree_with_float64(name, padded, with_state, is_ca
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("name", ["elu1", "exp", "hedgehog"])
 def test_decay_agrees_with_float64(name, padded):
     feature_map, log_decay = build(name, 8), torch.tensor([-0.02, -5.0])
     mask = torch.rand(2, 90) > 0.4 if padded else None
@@ -127,7 +133,7 @@ def test_features_given_as_they_are_agree_with_float64():
             assert (actual - exact).norm() < 3e-5 * exact.norm()  # exponents of 500 round at 3e-5
 
 
-@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("name", ["elu1", "exp", "hedgehog"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_bfloat16_is_as_near_to_float64_as_its_own_rounding(name, is_causal):
     feature_map = build(name, 32)
@@ -143,7 +149,7 @@ def test_bfloat16_is_as_near_to_float64_as_its_own_rounding(name, is_causal):
 def test_what_is_padded_may_be_anything_and_does_not_matter():
     query, key, value = sample(70, 8, 8)
     mask = torch.rand(2, 70) > 0.4
-    for name in ("elu1", "exp"):
+    for name in ("elu1", "exp", "hedgehog"):
         feature_map = build(name, 8)
         expected = in_c(feature_map, query, key, value, is_causal=True, key_mask=mask)
         hidden = ~mask[:, None, :, None]

@@ -1,0 +1,34 @@
+"""Softmax attention with few keys (compressed ones, landmarks, latents) or few queries (those that gather them)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .native_attention import native_softmax
+from .native_attention import takes_native
+
+
+def slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """softmax(scaling q k^T) v, `[B, H, N, W]`; 0 for a row that sees no key. What is hidden may be anything.
+
+    torch's fused kernel is made for many of both: in C this takes two thirds of its time, where no gradient is asked.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, W]`.
+        visible: bool `[B or 1, Hkv or 1, S]`, or None for all keys.
+    """
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if not has_gradient and takes_native(query, key, value, visible):
+        return native_softmax(query, key, value, visible, scaling)
+    groups = query.shape[1] // key.shape[1]
+    if visible is not None:
+        key, value = (torch.where(visible.unsqueeze(3), x, 0.0) for x in (key, value))
+        visible = visible | ~visible.any(dim=-1, keepdim=True)
+        visible = (visible.repeat_interleave(groups, dim=1) if visible.shape[1] > 1 else visible).unsqueeze(2)
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)

@@ -1,0 +1,68 @@
+"""A token of `hybrid` in C against the same in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.backends import native_library
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.mechanism_hybrid import HybridAttention
+
+
+pytestmark = pytest.mark.skipif(native_library(torch.zeros(1)) is None, reason="no C compiler")
+
+HEADS, KV_HEADS, DIM, LENGTH = 4, 2, 16, 14
+SETTINGS = [
+    {},
+    {"window_size": 1, "num_sinks": 0, "decay": "learned"},
+    {"window_size": 5, "feature_map": "hedgehog", "normalization": "separate"},
+    {"window_size": 5, "normalization": "window_maximum", "rope": "none"},
+    {"window_size": 3, "num_sinks": 7, "decay": "learned", "rope": "none"},
+    {"window_size": 1, "num_sinks": 3, "feature_map": "hedgehog"},
+]
+
+
+def hybrid(settings) -> HybridAttention:
+    checked = LinearAttentionSettings({"mechanism": "hybrid", **settings}, is_causal=True, model_type="test")
+    mechanism = HybridAttention(checked, LayerShape(HEADS, KV_HEADS, DIM, 0, None)).eval()
+    mechanism.reset_parameters()
+    if mechanism.decay is not None:
+        torch.nn.init.constant_(mechanism.decay.rate, -1.0)  # from 0.3 nats a token
+    return mechanism
+
+
+def decoded(mechanism, query, key, value):
+    """Outputs of all tokens but the first two, of which one is padding in the first row, and the last state."""
+    mask = torch.tensor([[False, True], [True, True]])
+    options = {"scaling": 0.25, "is_causal": True}
+    outputs = []
+    _, state = mechanism(*(x[:, :, :2] for x in (query, key, value)), attention_mask=mask, state=None, **options)
+    for t in range(2, LENGTH):
+        token = (x[:, :, t : t + 1] for x in (query, key, value))
+        output, state = mechanism(*token, attention_mask=None, state=state, **options)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_in_c_is_that_in_torch(monkeypatch, settings, dtype):
+    mechanism = hybrid(settings)
+    stored = 2 * DIM if "rope" in settings else DIM
+    shapes = ((HEADS, stored), (KV_HEADS, stored), (KV_HEADS, DIM))
+    inputs = [torch.randn(2, heads, LENGTH, dim).to(dtype) for heads, dim in shapes]
+    calls = []
+    step = HybridAttention._step
+    monkeypatch.setattr(HybridAttention, "_step", lambda *given: calls.append(1) or step(*given))
+    output, state = decoded(mechanism, *inputs)
+    assert len(calls) == LENGTH - 2
+    monkeypatch.setattr(HybridAttention, "_takes_step", lambda *given: False)
+    expected, expected_state = decoded(mechanism, *inputs)
+    # sums of 14 terms of the size of 1, which float32 rounds at 6e-8; bfloat16 rounds the outputs at 4e-3
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    for actual, wanted in zip(state, expected_state):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
