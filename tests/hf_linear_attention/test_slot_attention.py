@@ -7,7 +7,7 @@ import torch
 
 from hf_linear_attention import backends
 from hf_linear_attention.reference import attend, repeat_heads
-from hf_linear_attention.segment_means import segment_mean_weights, segment_means
+from hf_linear_attention.segment_means import segment_mean_weights, segment_means, weigh_tokens
 from hf_linear_attention.slot_attention import slot_attention
 
 
@@ -36,11 +36,17 @@ def masks(keys: int):
     return None, *some, (torch.arange(keys) > 0.7 * keys - 1).expand(1, 1, -1)
 
 
-@pytest.mark.parametrize(("length", "keys"), [(70, 33), (33, 128), (33, 300), (1, 1), (5, 2)])
-@pytest.mark.parametrize("in_torch", [True, False])
-def test_values_agree_with_float64(length, keys, in_torch, monkeypatch):
-    if in_torch:
+@pytest.fixture(params=["C", "torch"])
+def kernel(request, monkeypatch):
+    """Both, where there is a compiler."""
+    if request.param == "torch":
         monkeypatch.setattr(backends, "_library", lambda: None)
+    elif backends.native_library(torch.zeros(1)) is None:
+        pytest.skip("no C compiler")
+
+
+@pytest.mark.parametrize(("length", "keys"), [(70, 33), (33, 128), (33, 300), (1, 1), (5, 2)])
+def test_values_agree_with_float64(length, keys, kernel):
     for dim, width in ((6, 5), (16, 48)):
         tensors = sample(length, keys, dim, width)
         for visible in masks(keys):
@@ -61,8 +67,7 @@ def test_gradients_agree_with_float64():
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)  # sums of 40 terms of both signs
 
 
-@pytest.mark.skipif(backends.native_library(torch.zeros(1)) is None, reason="no C compiler")
-def test_what_is_hidden_may_be_anything_and_rows_without_keys_are_0():
+def test_what_is_hidden_may_be_anything_and_rows_without_keys_are_0(kernel):
     query, key, value = sample(40, 150, 8, 8)
     visible = masks(150)[1]
     visible[1] = False
@@ -78,3 +83,10 @@ def test_means_of_segments_are_those_of_the_matrix(length):
     x = torch.randn(2, 3, length, 4, dtype=torch.float64)
     weights = segment_mean_weights(torch.ones(1, length, dtype=torch.bool), 12, x.dtype)
     torch.testing.assert_close(segment_means(x, 12), weights @ x)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_weighing_tokens_does_not_depend_on_their_order_in_memory(batch, heads):
+    x, weights = torch.randn(3, 9, 2, 4, dtype=torch.float64).transpose(1, 2), torch.randn(batch, heads, 5, 9).double()
+    torch.testing.assert_close(weigh_tokens(weights, x), weights @ x)
+    torch.testing.assert_close(weigh_tokens(weights, x.contiguous()), weights @ x)
