@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from .backends import gpu_kernel
+from .backends import is_tracing
 from .backends import native_library
 from .backends import run_log_step
 from .backends import run_step
@@ -177,7 +178,7 @@ def _native(query, key, value, log_features, is_causal, key_mask, state, log_dec
 def _is_in_graph(key_mask: torch.Tensor | None) -> bool:
     """Whether plain operations are needed: while tracing, and for packed sequences by number, which come then alone."""
     is_packed = key_mask is not None and key_mask.dtype != torch.bool
-    return is_packed or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return is_packed or is_tracing()
 
 
 def _causal(query, key, value, log_features, key_mask, state, log_decay):
@@ -240,7 +241,7 @@ def _traced_causal(query, key, values, key_mask, segments, state, log_features, 
 
 def _step(query, key, value, state, log_features, log_decay):
     """`kernel_attention` of one token after others in few operations: at this size each costs more than its sums."""
-    is_alone = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    is_alone = not (torch.is_grad_enabled() or is_tracing())
     if is_alone and (log_features or log_decay is None) and native_library(query, key, state) is not None:
         value = with_dtype(value, state.dtype)
         return run_log_step(query, key, value, state, log_decay) if log_features else run_step(query, key, value, state)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from .backends import is_tracing
+
 
 # Stock models that call a method of the mask they get back, and so cannot take None for "all visible".
 NEED_A_MASK = ("mpt",)
@@ -61,11 +63,6 @@ def linear_attention_mask(
     if attention_mask is not None:
         segments = segments * attention_mask
     return segments[:, None, None]
-
-
-def is_tracing() -> bool:
-    """Inside a graph (torch.compile, torch.export) nothing may branch on data."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) -> torch.Tensor:

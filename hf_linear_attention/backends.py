@@ -46,6 +46,11 @@ SECONDS_TO_COMPILE = 60
 LARGE = 1 << 22
 
 
+def is_tracing() -> bool:
+    """Inside a graph (torch.compile, torch.export) nothing may branch on data."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def native_library(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> Any:
     """The C kernels if they take these tensors, or None."""
     for tensor in tensors:

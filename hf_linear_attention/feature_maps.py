@@ -21,6 +21,7 @@ from transformers import initialization as init
 from .attention_kernels import accumulated
 from .attention_kernels import accumulation_dtype
 from .attention_kernels import with_dtype
+from .backends import is_tracing
 from .backends import native_library
 from .backends import run_elu_plus_one
 from .causal_kernel import ElementwiseMap
@@ -129,7 +130,7 @@ def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
 
     In C it goes no lower than the smallest normal number.
     """
-    if x.ndim != 4 or x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if x.ndim != 4 or x.device.type != "cpu" or is_tracing():
         return x.clamp(max=0).exp_() + x.relu()
     return _EluPlusOne.apply(x) if torch.is_grad_enabled() else _elu_plus_one(x)
 

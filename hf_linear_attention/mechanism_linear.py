@@ -14,6 +14,7 @@ from .attention_kernels import with_dtype
 from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .backends import is_tracing
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import FeatureMap
 from .native_attention import native_attention
@@ -134,8 +135,7 @@ class LinearAttention(AttentionMechanism):
 
     def _takes_pieces(self, query, mask) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
-        in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        return query.device.type == "cpu" and not in_graph and not is_packed
+        return query.device.type == "cpu" and not is_tracing() and not is_packed
 
     def _tokens_at_a_time(self, query, key, mask) -> int:
         """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""

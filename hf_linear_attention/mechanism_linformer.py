@@ -28,9 +28,9 @@ from transformers import initialization as init
 
 from .attention_kernels import accumulated
 from .attention_kernels import accumulation_dtype
-from .attention_masks import is_tracing
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
+from .backends import is_tracing
 from .segment_means import real_first
 from .segment_means import segment_mean_weights
 from .segment_means import segment_means

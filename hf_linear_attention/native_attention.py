@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .backends import in_large_pages
+from .backends import is_tracing
 from .backends import native_library
 from .backends import run_attention
 
@@ -42,7 +43,7 @@ class NativeMap(NamedTuple):
 
 def takes_native(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
     """Whether `native_attention` is the way: on a CPU, outside a graph, no sequences by number, no thin heads."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if is_tracing():
         return False
     if key_mask is not None and key_mask.dtype != torch.bool:
         return False

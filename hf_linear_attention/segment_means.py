@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from .attention_masks import is_tracing
+from .backends import is_tracing
 
 
 def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) -> torch.Tensor:

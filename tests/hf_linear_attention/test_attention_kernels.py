@@ -192,6 +192,22 @@ def test_native_step_agrees_with_torch(monkeypatch, log_features, log_decay):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("log_features", [False, True], ids=["features", "exponents"])
+def test_a_traced_step_computes(log_features):
+    def step(*arguments):
+        query, key, value, state = arguments
+        return kernel_attention(query, key, value, state=state, log_features=log_features, is_causal=True)
+
+    def tokens():
+        state = torch.rand(2, 2, 16, 14 if log_features else 13)
+        return torch.rand(2, 4, 1, 16), torch.rand(2, 2, 1, 16), torch.randn(2, 2, 1, 12), state
+
+    traced, other = torch.jit.trace(step, tokens()), tokens()
+    for actual, expected in zip(traced(*other), step(*other)):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # both round at 6e-8
+
+
+@torch.no_grad()
 def test_native_map_agrees_with_torch(monkeypatch):
     x = torch.linspace(-80, 20, 4 * 5 * 15).view(1, 4, 5, 15)
     x[0, 0, 0, 0], x[0, 0, 0, 1] = float("nan"), float("inf")
