@@ -28,12 +28,6 @@ from hf_linear_attention import convert
 
 
 RANKS = (16, 32, 64, 128, 256)
-# The project's notes, MiniLM at n = 512 on another text: {rank: per layer}.
-REFERENCE = {
-    32: (0.53, 0.36, 0.43, 0.59, 0.60, 0.86),
-    128: (0.823, 0.708, 0.773, 0.870, 0.865, 0.984),
-    256: (0.94, 0.90, 0.93, 0.97, 0.97, 1.00),
-}
 
 
 def spectra(folder: str | Path, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -66,25 +60,19 @@ def minilm_folder_or_none() -> Path | None:
 
 
 def report(figures: dict[str, Any]) -> str:
-    is_reference = figures["model"] == "MiniLM" and figures["length"] == 512
     rows = []
     for layer in range(len(figures["curves"])):
         row: list[Any] = [f"layer {layer}"]
         for rank in figures["ranks"]:
             heads = figures["share"][str(rank)][layer]
             row += [sum(heads) / len(heads), f"{min(heads):.2f}-{max(heads):.2f}"]
-            if is_reference and rank in REFERENCE:
-                row.append(f"({REFERENCE[rank][layer]:.2f})")
-            else:
-                row.append("")
         rows.append(row)
     header = [""]
     for rank in figures["ranks"]:
-        header += [f"rank {rank}", "heads", ""]
-    note = "; in brackets the project's notes on another text" if is_reference else ""
+        header += [f"rank {rank}", "heads"]
     return (
         f"Share of the singular values of attention, {figures['model']}, n = {figures['length']}, "
-        f"{figures['texts']} texts: mean over heads, lowest to highest head{note}\n\n" + table(header, rows)
+        f"{figures['texts']} texts: mean over heads, lowest to highest head\n\n" + table(header, rows)
     )
 
 

@@ -5,8 +5,8 @@
 Relative error of the head outputs (mean over the layers and heads of the real MiniLM, 512 tokens of Python's
 documentation) for every mechanism that serves encoders and every first choice it offers, at 32 to 1024 features, slots,
 landmarks, latents, or tokens of a window to each side. Beside them the best matrix of that rank (truncated SVD), the
-mean of the values, and the float64 formulas of Nystromformer and Linformer, which ours must equal. `reference` is what
-prototypes gave on another text; texts differ by as much (`--text_file`). Five minutes on one core.
+mean of the values, and the float64 formulas of Nystromformer and Linformer, which ours must equal. Another text
+(`--text_file`) gives other errors. Five minutes on one core.
 """
 
 from __future__ import annotations
@@ -42,21 +42,6 @@ SIZES = (32, 64, 128, 256, 512, 1024)
 # window besides its features, and untrained features hardly move it.
 SIZE_OPTIONS = ("num_features", "num_landmarks", "num_latents", "projection_size")
 SIZE_OPTION_OF = {"hybrid": "window_size"}
-# Measured earlier on another text, by prototypes: {row: {size: error}}.
-REFERENCE: dict[str, dict[int | None, float]] = {
-    "truncated SVD": {32: 0.252, 64: 0.171, 128: 0.100, 256: 0.039},
-    "mean of the values": {None: 0.819},
-    "nystrom": {32: 0.479, 64: 0.418, 128: 0.344, 256: 0.270},
-    "linformer mean-pool": {32: 0.698, 64: 0.637, 128: 0.560, 256: 0.431},
-    "linformer random": {32: 12.1, 64: 8.1, 256: 3.5},
-    "performer exp": {32: 0.979, 64: 0.914, 256: 0.826, 1024: 0.741},
-    "performer cosh": {32: 0.966, 64: 0.908, 256: 0.832, 1024: 0.742},
-    "performer favor++": {32: 1.07, 64: 0.983, 256: 0.856, 1024: 0.714},
-    "performer relu": {32: 0.737, 64: 0.726, 256: 0.722, 1024: 0.721},
-    "performer trig": {32: 20, 64: 18, 256: 15, 1024: 18},
-    "linear elu1": {None: 0.789},
-    "linear hedgehog": {64: 0.733},
-}
 PLOTTED = (
     "nystrom",
     "hybrid exp",
@@ -164,7 +149,6 @@ def run(text: str, num_texts: int, length: int, sizes) -> dict[str, Any]:
             "error": statistics.mean(values),
             "lowest": min(values),
             "highest": max(values),
-            "reference": REFERENCE.get(row, {}).get(size) if length == 512 else None,
         }
         for (row, size), values in errors.items()
     ]
@@ -178,17 +162,12 @@ def report(figures: dict[str, Any]) -> str:
     for name in dict.fromkeys(row["row"] for row in rows):
         found = {row["size"]: row for row in rows if row["row"] == name}
         lines.append([name, *(found[size]["error"] if size in found else None for size in (*sizes, None))])
-        if any(row["reference"] for row in found.values()):
-            references = {size: row["reference"] for size, row in found.items()}
+        if figures["texts"] > 1:
             ranges = {size: f"{row['lowest']:.2f}-{row['highest']:.2f}" for size, row in found.items()}
             lines.append(["    texts", *(ranges.get(size) for size in (*sizes, None))])
-            lines.append(["    reference", *(references.get(size) for size in (*sizes, None))])
-    worst = [row for row in rows if row["reference"] and row["lowest"] > row["reference"]]
-    listed = ", ".join(f"{row['row']} {row['size']}" for row in worst) or "none"
     return (
-        f"Relative error of head outputs, MiniLM, n = {figures['length']}, mean of {figures['texts']} texts\n\n"
-        + table(["", *(str(size) for size in sizes), "one size"], lines)
-        + f"\n\n`texts`: lowest to highest text. Worse than the reference (of another text) on every text: {listed}."
+        f"Relative error of head outputs, MiniLM, n = {figures['length']}, mean of {figures['texts']} texts "
+        "(`texts`: lowest to highest)\n\n" + table(["", *(str(size) for size in sizes), "one size"], lines)
     )
 
 

@@ -47,8 +47,8 @@ class ConversionArguments:
         DTYPES,
     )
     calibration_file: str | None = option(
-        "real inputs for --features favor++, which is fitted to them, and for --spectrum: .txt, .jsonl, .csv or .tsv "
-        "(column `text`), or for a vision model a folder of images (default: built-in sentences)"
+        "real inputs for --features favor++, which is fitted to them, and for --spectrum: .txt, .jsonl, .csv, .tsv "
+        "or .parquet (column `text`), or for a vision model a folder of images (default: built-in sentences)"
     )
     calibration_tokens: int | None = option("tokens or patches of it to calibrate on (default 4096)")
     spectrum: bool = option(
@@ -60,11 +60,13 @@ class ConversionArguments:
         "convert and train: a recipe of training/preset_files, whose settings of the attention hold where none are "
         "given. A killed run goes on when the same command is given again"
     )
-    train_file: str | None = option("text to train on with --preset: .txt, .jsonl, .csv or .tsv (column `text`)")
+    train_file: str | None = option(
+        "text to train on with --preset: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)"
+    )
     validation_file: str | None = option("held-out text, in such a file, for the figures of --preset and --evaluate")
     pairs_file: str | None = option(
         "for an embedding model, pairs of texts with a score of their similarity, for Spearman's correlation in the "
-        "figures: .jsonl, .csv or .tsv with the columns sentence1, sentence2 and score, as STS-B has"
+        "figures: .jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as STS-B has"
     )
     tokens: str | None = option("to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)")
     max_eval_tokens: int = option("measure on about the first so many tokens of --validation_file", 50_000)
@@ -125,8 +127,10 @@ class Request:
         """The settings, with those of a preset where nothing is given; they say nothing about another mechanism."""
         defaults = preset if self.given.get("mechanism") in (None, preset.get("mechanism")) else {}
         settings = {"mechanism": "linear", "layers": "all", **defaults, **self.given}
+        mechanism = MECHANISMS[settings["mechanism"]]
         # The seed serves every mechanism; one that draws its function from it also stores it.
-        if self.arguments.seed is not None and "seed" in MECHANISMS[settings["mechanism"]].options:
+        draws = "seed" in mechanism.options and "seed" not in mechanism.unused(mechanism.filled(settings))
+        if self.arguments.seed is not None and draws:
             settings["seed"] = self.arguments.seed
         return settings
 

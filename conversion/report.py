@@ -151,11 +151,12 @@ def _loading_lines(plan: Plan, output_dir: str) -> list[str]:
 def _healing_command(plan: Plan, source: Source, output_dir: str) -> str | None:
     if plan.head.task is None:
         return None
-    config = Path(__file__).resolve().parents[1] / "training" / "configs" / str(plan.head.recipe)
+    training = Path(__file__).resolve().parents[1] / "training"
     data = "IMAGES.jsonl" if plan.head.task == "image_classification" else "TEXT.jsonl"
     return (
-        f"  accelerate launch {config.parents[1] / 'finetune.py'} --config {config} \\\n"
-        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.name} \\\n"
+        f"  accelerate launch --config_file {training / 'launch' / 'one.yaml'} {training / 'finetune.py'} \\\n"
+        f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
+        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
         f"    --train_file {data} --output_dir {output_dir}-healed"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from conversion.errors import UsageError
@@ -118,11 +119,19 @@ def _root(name: str, allow_pickle: bool) -> Path:
     patterns = [*HUB_PATTERNS, "*.bin"] if allow_pickle else list(HUB_PATTERNS)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(HUB_IGNORED)))
-    except (OSError, ValueError) as error:  # not found, not reachable, not a name
-        reason = " ".join(str(error).split(". ")[0].split())
-        raise UsageError(
-            f"`--model_name_or_path` = {name!r} is no folder here, and no model on the hub: {reason}"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"`--model_name_or_path` = {name!r} is no folder here, and {_hub_problem(error)}") from error
+
+
+def _hub_problem(error: Exception) -> str:
+    """What `snapshot_download` met, as half a sentence."""
+    what = "could not be fetched from the hub"
+    if isinstance(error, (RepositoryNotFoundError, HFValidationError)) and not isinstance(error, GatedRepoError):
+        what = "no model on the hub"
+    # Where the hub cannot be reached, the error is about the cache, and its cause says why.
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
+    reason = " ".join(str(cause or error).rpartition("\n\n")[2].split())
+    return f"{what}: {reason.split('. ')[0]}"
 
 
 def _read_modules(root: Path) -> tuple[Mapping[str, Any], ...] | None:

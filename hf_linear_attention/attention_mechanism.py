@@ -111,6 +111,16 @@ class AttentionMechanism(nn.Module):
         return value[self.shape.layer]
 
     @classmethod
+    def filled(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of every option, the default of those that `settings` lacks."""
+        return {name: settings.get(name, option.default) for name, option in cls.options.items()}
+
+    @classmethod
+    def unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
+        """The options that the other ones leave without effect: `{name: what it has no effect with}`."""
+        return {}
+
+    @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
         """Every impossible combination of options in `settings`, each as one sentence."""
         return []

@@ -43,6 +43,7 @@ class LinearAttentionSettings(dict):
         is_causal: whether the model attends causally; None skips that check.
         num_layers: number of attention layers, to check `layers`; None skips that check.
         max_length: the longest input the architecture takes, or None.
+        is_saved: whether a config.json holds them. Earlier versions saved options without effect; these may stay.
 
     Raises:
         ValueError: naming every unknown option, impossible value and impossible combination at once.
@@ -56,6 +57,7 @@ class LinearAttentionSettings(dict):
         is_causal: bool | None = None,
         num_layers: int | None = None,
         max_length: int | None = None,
+        is_saved: bool = False,
     ):
         from .mechanisms import MECHANISMS
 
@@ -63,13 +65,13 @@ class LinearAttentionSettings(dict):
         mechanism = MECHANISMS.get(given["mechanism"])
         if mechanism is None:
             raise _settings_error([f"`mechanism` = {given['mechanism']!r}; it must be one of {_names(MECHANISMS)}"])
-        options = mechanism.options
-        filled = {name: given.get(name, option.default) for name, option in options.items()}
-        problems = _option_problems(given, filled, options, num_layers)
+        filled = mechanism.filled(given)
+        problems = _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
         problems += _cross_attention_problems(given["cross_attention"], mechanism, given["mechanism"], filled)
         if not problems:
             problems += mechanism.problems(filled, max_length)
+            problems += [] if is_saved else _unused_problems(filled, mechanism)
         capability = "causal" if is_causal else "bidirectional"
         if is_causal is not None and (obstacle := mechanism.obstacle(capability, filled)):
             able = _names(name for name, other in MECHANISMS.items() if getattr(other, f"supports_{capability}"))
@@ -105,6 +107,15 @@ def _option_problems(given, filled, options, num_layers: int | None) -> list[str
                 f"`{name}` has {len(value)} values, but the model has {num_layers} layers; give one a layer"
             )
     return problems
+
+
+def _unused_problems(filled, mechanism) -> list[str]:
+    unused = mechanism.unused(filled)
+    return [
+        f"`{name}` = `{filled[name]}` has no effect with {unused[name]}; leave it out"
+        for name, option in mechanism.options.items()
+        if name in unused and filled[name] != option.default
+    ]
 
 
 def _layer_problems(layers, num_layers: int | None) -> list[str]:
@@ -170,6 +181,7 @@ class LinearAttentionConfigMixin:
                 is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
                 num_layers=num_attention_layers(self),
                 max_length=max_length_of(self),
+                is_saved=self.transformers_version is not None,
             )
         )
         # Every save, a Trainer checkpoint too, then names the class of every head.

@@ -96,6 +96,18 @@ class AftAttention(AttentionMechanism):
         return super().obstacle(capability, settings)
 
     @classmethod
+    def unused(cls, settings):
+        variant, rank = settings["variant"], settings["position_rank"]
+        is_used = {
+            "window_size": variant in ("local", "conv"),
+            "position_rank": variant == "full",
+            "max_length": variant in ("local", "full"),
+            "seed": variant == "full",
+        }
+        unused = {name: f"`variant` = `{variant}`" for name, used in is_used.items() if not used}
+        return unused if rank else {"seed": "`position_rank` = 0", **unused}
+
+    @classmethod
     def problems(cls, settings, max_length):
         if settings["variant"] in ("full", "local") and (settings["max_length"] or max_length) is None:
             return ["`max_length` is needed: the architecture sets no limit of its own; give the longest input"]

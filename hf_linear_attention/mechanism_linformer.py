@@ -94,16 +94,17 @@ class LinformerAttention(AttentionMechanism):
         return settings["projection"]
 
     @classmethod
+    def unused(cls, settings):
+        kind = cls.projection_kind(settings)
+        names = {"mean-pool": ("projection_sharing", "max_length", "seed"), "random": ()}.get(kind, ("seed",))
+        return dict.fromkeys(names, f"`projection` = `{kind}`")
+
+    @classmethod
     def problems(cls, settings, max_length):
         sharing, sizes = settings["projection_sharing"], settings["projection_size"]
-        problems = []
         if cls.projection_kind(settings) == "mean-pool":
-            if sharing != "headwise":
-                problems.append(f"`projection_sharing` = `{sharing}` has no effect with `projection` = `mean-pool`")
-            if settings["max_length"] is not None:
-                problems.append("`max_length` has no effect with `projection` = `mean-pool`, which takes any length")
-            return problems
-        length = settings["max_length"] or max_length
+            return []
+        problems, length = [], settings["max_length"] or max_length
         largest = max(sizes) if isinstance(sizes, (list, tuple)) else sizes
         if length is None:
             problems.append(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from checkpoints import run, save_twin
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from conversion import pipeline
 from conversion.arguments import ConversionArguments, mechanism_arguments, parse
@@ -55,13 +57,28 @@ def test_sources_that_cannot_be_converted(llama, linear_llama, tmp_path):
         (empty, "holds no config.json"),
         (adapter, "merge it"),
         (llama / "config.json", "is a file"),
-        ("nobody/such-a-model", "no model on the hub"),
+        ("nobody/such-a-model", "could not be fetched from the hub: Cannot reach http"),  # the tests are offline
+        ("two words", "no model on the hub: Repo id must use"),
         (linear_llama, "converted already"),
     ):
         code, _, err = run("--model_name_or_path", source, "--output_dir", tmp_path / "out")
         assert code == 2
         assert said in err
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(RepositoryNotFoundError, "no model on the hub"), (GatedRepoError, "could not be fetched from the hub")],
+)
+def test_what_the_hub_answers_is_said(tmp_path, monkeypatch, error, said):
+    def answer(*args, **kwargs):
+        raise error("404 Client Error. (Request ID: 1)\n\nNothing at\nthat url. Log in.", response=Mock())
+
+    monkeypatch.setattr("conversion.source.snapshot_download", answer)
+    code, _, err = run("--model_name_or_path", "nobody/such-a-model", "--output_dir", tmp_path / "out")
+    assert code == 2
+    assert f"is no folder here, and {said}: Nothing at that url\n" in err
 
 
 def test_an_architecture_without_the_interface_is_refused(tmp_path):
@@ -87,6 +104,9 @@ def test_every_mechanism_option_is_a_flag_and_only_given_ones_are_settings(tmp_p
     assert given == {"mechanism": "linformer", "layers": [0, 2, 3], "projection_size": 9}
     assert parse([*words, "--seed", "5"]).settings == {"mechanism": "linear", "layers": "all"}
     assert parse([*words, "--seed", "5", "--attention", "performer"]).settings["seed"] == 5
+    linformer = [*words, "--seed", "5", "--attention", "linformer", "--projection"]
+    assert parse([*linformer, "random"]).settings["seed"] == 5
+    assert "seed" not in parse([*linformer, "mean-pool"]).settings
 
 
 def test_an_option_of_every_layer_takes_one_number_or_a_list(tmp_path):
@@ -150,6 +170,18 @@ def test_the_summary_is_short_and_its_python_runs(llama, tmp_path):
     exec("\n".join(code_lines), scope)
     assert type(scope["model"]).__name__ == "LinearLlamaForCausalLM"
     assert f"--model_name_or_path {out_dir} --teacher_name_or_path {llama}" in out
+
+
+def test_the_command_that_heals_it_names_no_relative_path(llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(llama.parent)
+    code, out, _ = run("--model_name_or_path", llama.name, "--output_dir", tmp_path / "out", "--no_verify")
+    assert code == 0
+    words = out[out.index("accelerate launch") :].replace("\\\n", " ").split()
+    assert words[words.index("--teacher_name_or_path") + 1] == str(llama)
+    launch, script = words[words.index("--config_file") + 1 :][:2]
+    assert Path(launch).is_file()
+    assert Path(script).is_file()
+    assert Path(words[words.index("--config") + 1]).is_file()
 
 
 def test_a_missing_head_is_said_in_our_own_words(tmp_path):

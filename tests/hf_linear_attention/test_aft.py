@@ -12,6 +12,9 @@ from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.mechanism_aft import AftAttention
 
 
+WINDOW = {"local": {"window_size": 3}, "conv": {"window_size": 3}}
+
+
 def build(**settings) -> AftAttention:
     settings = LinearAttentionSettings({"mechanism": "aft", **settings}, max_length=40)
     mechanism = AftAttention(settings, LayerShape(2, 2, 4, 0, 40))
@@ -30,7 +33,7 @@ def sample(length=20, key_scale=1.0):
 
 @pytest.mark.parametrize("variant", ["simple", "local", "conv", "full"])
 def test_constant_values_come_out_as_the_gate(variant):
-    mechanism = build(variant=variant, window_size=3)
+    mechanism = build(variant=variant, **WINDOW.get(variant, {}))
     query, key, value = sample()
     output, _ = attend(mechanism, query, key, torch.ones_like(value))
     torch.testing.assert_close(output.transpose(1, 2), query.sigmoid(), rtol=0, atol=1e-6)
@@ -38,7 +41,7 @@ def test_constant_values_come_out_as_the_gate(variant):
 
 @pytest.mark.parametrize("variant", ["local", "conv", "full"])
 def test_every_variant_starts_as_simple_and_its_biases_learn(variant):
-    mechanism, inputs = build(variant=variant, window_size=3), sample()
+    mechanism, inputs = build(variant=variant, **WINDOW.get(variant, {})), sample()
     output, _ = attend(mechanism, *inputs)
     torch.testing.assert_close(output, attend(build(variant="simple"), *inputs)[0])
     output.square().sum().backward()
@@ -53,7 +56,7 @@ def test_a_bias_that_hides_the_near_keys_leaves_the_far_ones_exact(variant, is_c
 
     Queries that see near keys alone must not be scaled by the far ones: exp(-120) is 0 in float32.
     """
-    mechanism = build(variant=variant, window_size=3)
+    mechanism = build(variant=variant, **WINDOW.get(variant, {}))
     with torch.no_grad():
         mechanism.position_bias.fill_(-120.0)
     query, key, value = sample()
@@ -81,7 +84,7 @@ def test_full_is_exact_for_any_biases_and_large_keys(spread):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("variant", ["simple", "local", "conv"])
 def test_large_keys_neither_over_nor_underflow(variant, is_causal):
-    mechanism, (query, key, value) = build(variant=variant, window_size=3), sample(40, key_scale=100.0)
+    mechanism, (query, key, value) = build(variant=variant, **WINDOW.get(variant, {})), sample(40, key_scale=100.0)
     with torch.no_grad():
         for parameter in mechanism.parameters():
             parameter.normal_(std=30.0)
@@ -144,6 +147,30 @@ def test_what_is_impossible_is_refused_by_name():
         model(**sample_inputs("bert"), output_attentions=True)
     with pytest.raises(NotImplementedError, match="no matrix of weights per head"):
         build().attention_weights(*sample()[:2], attention_mask=None, scaling=1.0, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("variant", "ignored"),
+    [
+        ("simple", {"window_size": 3, "position_rank": 4, "max_length": 20, "seed": 1}),
+        ("conv", {"position_rank": 4, "max_length": 20, "seed": 1}),
+        ("local", {"position_rank": 4, "seed": 1}),
+        ("full", {"window_size": 3}),
+    ],
+)
+def test_what_a_variant_ignores_is_refused_and_all_else_is_not(variant, ignored):
+    with pytest.raises(ValueError, match="Invalid `linear_attention` settings") as error:
+        build(variant=variant, **ignored)
+    reason = f"has no effect with `variant` = `{variant}`; leave it out"
+    expected = [f"  - `{name}` = `{value}` {reason}" for name, value in ignored.items()]
+    assert str(error.value).splitlines()[1:] == expected
+    every = {"window_size": 3, "position_rank": 4, "max_length": 20, "seed": 1}
+    build(variant=variant, **{name: value for name, value in every.items() if name not in ignored})
+
+
+def test_a_full_matrix_of_biases_draws_nothing():
+    with pytest.raises(ValueError, match="`seed` = `1` has no effect with `position_rank` = 0"):
+        build(variant="full", position_rank=0, seed=1)
 
 
 def test_the_oracle_is_the_formula():

@@ -92,6 +92,15 @@ def test_settings_may_lack_what_their_mechanism_can_do():
     assert convert_config(stock_config("bert"), mechanism="performer", features="trig")
 
 
+def test_what_an_earlier_version_saved_still_loads(tmp_path):
+    config = convert_config(stock_config("bert"), mechanism="aft")
+    config.linear_attention |= {"window_size": 5, "seed": 3}  # which versions before let pass
+    config.save_pretrained(tmp_path)
+    assert type(config).from_pretrained(tmp_path).linear_attention == config.linear_attention
+    with pytest.raises(ValueError, match="`window_size` = `5` has no effect with `variant` = `simple`"):
+        convert_config(stock_config("bert"), mechanism="aft", window_size=5)
+
+
 def test_a_decay_is_for_decoders():
     with pytest.raises(ValueError, match="with `decay` = `learned` has no bidirectional form, which `bert` needs"):
         convert_config(stock_config("bert"), decay="learned")

@@ -138,7 +138,9 @@ def test_each_layer_may_have_its_own_size():
     ("settings", "message"),
     [
         ({"projection": "mean-pool", "projection_sharing": "none"}, "`projection_sharing` = `none` has no effect"),
-        ({"projection": "mean-pool", "max_length": 64}, "`max_length` has no effect"),
+        ({"projection": "mean-pool", "max_length": 64}, "`max_length` = `64` has no effect"),
+        ({"projection": "mean-pool", "seed": 1}, "`seed` = `1` has no effect with `projection` = `mean-pool`"),
+        ({"projection": "conv", "seed": 1}, "`seed` = `1` has no effect with `projection` = `conv`"),
         ({"projection": "max-pool"}, "must be one of `learned`, `mean-pool`"),
         ({"projection_size": [7, 5]}, "has 2 values, but the model has 3 layers"),
         ({"projection_size": [7, 0, 5]}, r"at least 1 \(layer 1\)"),
