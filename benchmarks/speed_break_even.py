@@ -3,11 +3,13 @@
     python benchmarks/speed_break_even.py --output_dir outputs/benchmarks
 
 B = 1, 12 heads of 64, float32, forward, all that a layer does between its projections. Mechanism and softmax take
-turns, and a cell is the median over rounds of softmax's time over the mechanism's. About three minutes.
+turns, and a cell is the median over rounds of softmax's time over the mechanism's. About five minutes. With `--update`
+convert_checkpoint.py and model cards quote the lengths.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,37 +20,53 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from benchmarks.speed_kernels import DIM, cpu_times, inputs, mechanism_call
+from benchmarks.common import argument_parser, environment, median_ratio, save_results, table, write
+from benchmarks.speed_kernels import DIM, HEADS, cpu_times, inputs, mechanism_call
+from conversion.break_even import MEASURED
+from hf_linear_attention.mechanisms import MECHANISMS
 
 
-# Settings, by what the row is called; whether causal.
-BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+# Settings, by what the row is called.
+ROWS: dict[str, dict[str, Any]] = {
     "linear elu1": {"mechanism": "linear", "feature_map": "elu1"},
-    "linear exp 128": {"mechanism": "linear"},
-    "linear hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
+    "linear relu": {"mechanism": "linear", "feature_map": "relu"},
+    "linear squared_relu": {"mechanism": "linear", "feature_map": "squared_relu"},
+    "linear taylor": {"mechanism": "linear", "feature_map": "taylor"},
+    "linear exp 128": {"mechanism": "linear", "feature_map": "exp", "num_features": 128},
+    "linear hedgehog 128": {"mechanism": "linear", "feature_map": "hedgehog", "num_features": 128},
+    "linear t2r 64": {"mechanism": "linear", "feature_map": "t2r", "num_features": 64},
     "performer 256": {"mechanism": "performer", "num_features": 256},
     "linformer 128": {"mechanism": "linformer", "projection_size": 128},
+    "linformer_linear exp 128": {"mechanism": "linformer_linear", "feature_map": "exp", "projection_size": 128},
     "nystrom 64": {"mechanism": "nystrom", "num_landmarks": 64},
     "latent 64": {"mechanism": "latent", "num_latents": 64},
-    "aft simple": {"mechanism": "aft"},
-    "hybrid 64 + 4": {"mechanism": "hybrid"},
+    "aft simple": {"mechanism": "aft", "variant": "simple"},
+    "aft local 32": {"mechanism": "aft", "variant": "local", "window_size": 32},
+    "aft conv 32": {"mechanism": "aft", "variant": "conv", "window_size": 32},
+    "aft full": {"mechanism": "aft", "variant": "full"},
+    "hybrid 64 + 4": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4},
 }
-CAUSAL = {name: BIDIRECTIONAL[name] for name in ("linear elu1", "linear exp 128", "performer 256", "hybrid 64 + 4")}
+MODES = ("bidirectional", "causal")
+CONDITIONS = f"forward, float32, one CPU thread, {HEADS} heads of {DIM}"
 
 
-def break_even(lengths: list[int], ratios: list[float]) -> str:
-    """The first length from which softmax is slower at every longer one too."""
-    from_here = [n for place, n in enumerate(lengths) if min(ratios[place:]) >= 1]
-    return f"{from_here[0]:,}" if from_here else f"> {lengths[-1]:,}"
+def rows_of(mode: str) -> dict[str, dict[str, Any]]:
+    def takes(mechanism, settings: dict[str, Any]) -> bool:
+        return mechanism.supports(mode, mechanism.filled(settings))
+
+    return {name: row for name, row in ROWS.items() if takes(MECHANISMS[row["mechanism"]], row)}
+
+
+def break_even(lengths: list[int], ratios: list[float]) -> int | None:
+    """The first length from which softmax is slower at every longer one too, None if at the longest it is not."""
+    return next((n for place, n in enumerate(lengths) if min(ratios[place:]) >= 1), None)
 
 
 def measure(settings: dict[str, Any], is_causal: bool, lengths: list[int], rounds: int) -> list[float]:
     call = mechanism_call(is_causal=is_causal, max_length=max(lengths), **settings)
     ratios = []
     for length in lengths:
-        # In memory the heads of a token lie side by side, as models have them.
-        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(length)]
+        tensors = inputs(length)
         with torch.no_grad():
             times = cpu_times(
                 {
@@ -64,9 +82,9 @@ def measure(settings: dict[str, Any], is_causal: bool, lengths: list[int], round
 def report(figures: dict[str, Any]) -> str:
     lengths = figures["lengths"]
     parts = []
-    for mode in ("bidirectional", "causal"):
+    for mode in MODES:
         rows = [
-            [name, *(f"{ratio:.2f}x" for ratio in ratios), break_even(lengths, ratios)]
+            [name, *(f"{ratio:.2f}x" for ratio in ratios), f"{break_even(lengths, ratios) or f'> {lengths[-1]}'}"]
             for name, ratios in figures[mode].items()
         ]
         parts.append(f"softmax / mechanism, {mode}\n\n" + table(["", *lengths, "faster from"], rows))
@@ -75,7 +93,7 @@ def report(figures: dict[str, Any]) -> str:
 
 def plot(plt, figures):
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
-    for axis, mode in zip(axes, ("bidirectional", "causal")):
+    for axis, mode in zip(axes, MODES):
         for name, ratios in figures[mode].items():
             axis.plot(figures["lengths"], ratios, marker="o", markersize=3, label=name)
         axis.axhline(1, color="black", linewidth=0.8)
@@ -85,21 +103,41 @@ def plot(plt, figures):
     return figure
 
 
+def for_conversion(figures: dict[str, Any]) -> dict[str, Any]:
+    """What `convert_checkpoint.py` and model cards quote."""
+    lengths = figures["lengths"]
+    found = {mode: {name: break_even(lengths, ratios) for name, ratios in figures[mode].items()} for mode in MODES}
+    return {
+        "conditions": CONDITIONS,
+        "longest": lengths[-1],
+        "environment": environment(),
+        "rows": [
+            {"name": name, "settings": row} | {mode: found[mode][name] for mode in MODES if name in found[mode]}
+            for name, row in ROWS.items()
+        ],
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--update", action="store_true", help=f"write {MEASURED.name}, which conversions quote")
     arguments = parser.parse_args(argv)
+    if arguments.quick and arguments.update:
+        parser.error("--update needs a whole run, without --quick")
     torch.set_num_threads(1)
     if arguments.quick:
         arguments.lengths, arguments.rounds = [64, 128], 1
     figures: dict[str, Any] = {"lengths": arguments.lengths, "head_dim": DIM}
-    for mode, rows in (("bidirectional", BIDIRECTIONAL), ("causal", CAUSAL)):
+    for mode in MODES:
         figures[mode] = {
             name: measure(settings, mode == "causal", arguments.lengths, arguments.rounds)
-            for name, settings in rows.items()
+            for name, settings in rows_of(mode).items()
         }
     write(report(figures))
+    if arguments.update:
+        MEASURED.write_text(json.dumps(for_conversion(figures), indent=2) + "\n", encoding="utf-8")
     save_results(arguments, "speed_break_even", figures, plot)
 
 

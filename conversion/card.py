@@ -68,6 +68,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         preprocessor=_preprocessor(folder),
         is_sentence_model=is_sentence_model,
         settings=_rows(facts.get("settings") or {}),
+        faster_from=report.get("faster_from"),
         conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
         dropped_features=report.get("dropped_features") or [],
         training=_rows(facts.get("training") or {}),

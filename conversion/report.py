@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import transformers
 
+from conversion.break_even import faster_from
 from conversion.diagnose import describe_diagnosis
 from conversion.plan import Plan, TensorPlan
 from conversion.softmax_layers import CHOICE, describe_ranking
 from conversion.source import Source
-from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
 
 
 MAX_LISTED = 8
@@ -36,6 +37,7 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
         "tensor_counts": counts,
         "checks": dict(checks) if checks else None,
         "figures": figures,
+        "faster_from": _faster_from(plan),
     }
 
 
@@ -65,6 +67,8 @@ def describe(plan: Plan, source: Source) -> str:
     ]
     if plan.state_bytes:
         lines.append(_line("state", _state_line(plan)))
+    if (length := _faster_from(plan)) is not None:
+        lines.append(_line("speed", f"faster than softmax attention from {length}"))
     if plan.dropped:
         lines.append(_line("dropped", _names([tensor.source for tensor in plan.dropped])))
     if plan.new_base:
@@ -121,6 +125,12 @@ def _state_line(plan: Plan) -> str:
     if plan.head.task == "causal_lm" and layer.state_bytes:
         text += f" (a key-value cache takes that at {layer.state_bytes // layer.cache_bytes_per_token} tokens)"
     return text
+
+
+def _faster_from(plan: Plan) -> str | None:
+    config = plan.config
+    is_causal = None if config.is_encoder_decoder else is_causal_config(config, config.stock_model_type)
+    return faster_from(plan.settings, is_causal) if plan.layers else None
 
 
 def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:

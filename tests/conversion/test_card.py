@@ -34,6 +34,7 @@ def test_the_card_of_a_conversion(linear_llama):
     assert f"| kl to teacher | {figures['kl_to_teacher']:.4g} |" in text
     assert 'AutoModelForCausalLM.from_pretrained("llama", trust_remote_code=True)' in text
     assert "| num_features | 16 |" in text
+    assert f"faster than softmax attention from {report['faster_from']}." in text
 
 
 def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_llama, tmp_path):
