@@ -150,16 +150,15 @@ def report(figures: dict[str, Any]) -> str:
 
 
 def plot(plt, figures):
-    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for name, results in figures["decoding"].items():
-        if len(results) > 1:
-            for key in (SOFTMAX, *CONVERTED):
-                values = [1000 * result["seconds"][key] for result in results.values()]
-                axis.plot(
-                    [int(context) for context in results], values, marker="o", markersize=3, label=f"{name}, {key}"
-                )
-    axis.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="CPU ms a token, one thread")
-    axis.legend(fontsize=8)
+    drawn = {name: results for name, results in figures["decoding"].items() if len(results) > 1}
+    figure, axes = plt.subplots(1, len(drawn), figsize=(3.6 * len(drawn), 4.2), layout="constrained", squeeze=False)
+    for axis, (name, results) in zip(axes[0], drawn.items()):
+        for key in (SOFTMAX, *CONVERTED):
+            values = [1000 * result["seconds"][key] for result in results.values()]
+            axis.plot([int(context) for context in results], values, marker="o", markersize=3, label=key)
+        axis.set(xscale="log", yscale="log", xlabel="tokens of context", title=name)
+    axes[0][0].set_ylabel("CPU ms a token, one thread")
+    axes[0][-1].legend(fontsize=8)
     return figure
 
 
