@@ -53,7 +53,7 @@ bench-papers: $(VENV)/.bench ## The papers' results, into outputs/benchmarks (ab
 	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: bench
-bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (half an hour on one free core)
+bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (about 20 minutes on one free core)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: lint
