@@ -1,4 +1,4 @@
-"""C source of the CPU kernels that `backends` compiles: attention forward and backward, one step, elu(x) + 1.
+"""C source of the CPU kernels that `backends` compiles: attention forward and backward, elu(x) + 1.
 
 The exact window of `hybrid` stands in `native_window`, softmax over few keys in `native_slots`, a step of one token in
 `native_step`.
@@ -83,22 +83,29 @@ static int forward_queries(work *w) {
     return 1;
 }
 
-int attention_forward(const sizes *s, const tensor *x) {
+/* `pass` over all heads, as many at a time as take turns; 1 where there is no memory. */
+static int over_heads(const sizes *s, const tensor *x, int is_backward, void (*pass)(work *, int64_t)) {
     work w[TOGETHER];
-    int64_t most = begin(w, s, x, 0);
+    int64_t most = begin(w, s, x, is_backward);
     for (int64_t first = s->start; first < s->stop && most; first += most) {
         int64_t count = s->stop - first < most ? s->stop - first : most;
         for (int64_t i = 0; i < count; i++) {
             enter(w + i, first + i);
             unpack(w + i, STATE, w[i].sums, w[i].z, w[i].maximum);
         }
-        take_turns(w, count, forward_block);
-        if (!s->causal) take_turns(w, count, forward_queries);
-        for (int64_t i = 0; i < count; i++) pack(w + i, NEW_STATE, w[i].sums, w[i].z, w[i].maximum);
+        pass(w, count);
     }
     if (most) free(w->memory);
     return !most;
 }
+
+static void forward_pass(work *w, int64_t count) {
+    take_turns(w, count, forward_block);
+    if (!w->s->causal) take_turns(w, count, forward_queries);
+    for (int64_t i = 0; i < count; i++) pack(w + i, NEW_STATE, w[i].sums, w[i].z, w[i].maximum);
+}
+
+int attention_forward(const sizes *s, const tensor *x) { return over_heads(s, x, 0, forward_pass); }
 
 /* Gradients of numerator, w->out[C, d], and denominator, e[C], of a block of queries. */
 static void grad_of_sums(work *w, float *e, int64_t g, int64_t n) {
@@ -292,27 +299,20 @@ static void finish_head(work *w) {
     for (int64_t g = 0; g < s->groups; g++) store_map_gradients(w, GRAD_QUERY_MAP, g, w->maps + 1 + g);
 }
 
-int attention_backward(const sizes *s, const tensor *x) {
-    work w[TOGETHER];
-    int64_t most = begin(w, s, x, 1);
-    for (int64_t first = s->start; first < s->stop && most; first += most) {
-        int64_t count = s->stop - first < most ? s->stop - first : most;
-        for (int64_t i = 0; i < count; i++) {
-            enter(w + i, first + i);
-            unpack(w + i, STATE, w[i].sums, w[i].z, w[i].maximum);
-            unpack(w + i, GRAD_STATE, w[i].grad_sums, w[i].grad_z, NULL);
-            transpose(w[i].sums_t, w->f, w[i].sums, w->d, w->f, w->d);
-            if (!s->causal) remember_block(w + i, 0, 0);
-        }
-        take_turns(w, count, backward_block);
-        if (!s->causal) take_turns(w, count, backward_queries);
-        for (int64_t i = 0; i < count; i++) turn_round(w + i);
-        take_turns(w, count, backward_keys);
-        for (int64_t i = 0; i < count; i++) finish_head(w + i);
+static void backward_pass(work *w, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        unpack(w + i, GRAD_STATE, w[i].grad_sums, w[i].grad_z, NULL);
+        transpose(w[i].sums_t, w->f, w[i].sums, w->d, w->f, w->d);
+        if (!w->s->causal) remember_block(w + i, 0, 0);
     }
-    if (most) free(w->memory);
-    return !most;
+    take_turns(w, count, backward_block);
+    if (!w->s->causal) take_turns(w, count, backward_queries);
+    for (int64_t i = 0; i < count; i++) turn_round(w + i);
+    take_turns(w, count, backward_keys);
+    for (int64_t i = 0; i < count; i++) finish_head(w + i);
 }
+
+int attention_backward(const sizes *s, const tensor *x) { return over_heads(s, x, 1, backward_pass); }
 
 void elu_plus_one(const float *x, float *out, int64_t n) {
     int64_t i = 0;

@@ -46,18 +46,18 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
     return sum;
 }
 
-/* x = exp(x - their maximum), 0 where that is EMPTY; returns the maximum, and the sum in `total`. */
+/* x = exp(x - their maximum), 0 where x is EMPTY, nan where it is nan; returns the maximum, and the sum in `total`. */
 static float softmax_weights(float *x, int64_t n, float *total) {
     float largest = EMPTY;
     *total = 0;
     for (int64_t j = 0; j < n; j++) largest = x[j] > largest ? x[j] : largest;
-    for (int64_t j = 0; j < n; j++) *total += x[j] = x[j] > EMPTY ? __builtin_expf(x[j] - largest) : 0;
+    for (int64_t j = 0; j < n; j++) *total += x[j] = x[j] <= EMPTY ? 0 : __builtin_expf(x[j] - largest);
     return largest;
 }
 
 enum { FAR_LATER = 1, SINK = 2 };
-/* The new state in the place of the old one with _NEW; key and value of a place have `stored` and `d` numbers, of which
-   the exact part sees the first `p` of a key. */
+/* From S_SUMS to S_SEEN the state in the order of `HybridState`, from S_NEW on the new one likewise. The key of a place
+   has `stored` numbers, of which the exact part sees the first `p`, its value `d`. */
 enum { S_QUERY, S_KEY, S_VALUE, S_QUERY_EXPONENT, S_KEY_EXPONENT, S_DECAY, S_SUMS, S_WINDOW_KEY, S_WINDOW_VALUE, S_KIND,
        S_SINK_KEY, S_SINK_VALUE, S_SEEN, S_LOG_SCALE, S_NORM_WEIGHT, S_NEW, S_NEAR = S_NEW + 7, S_NEAR_SIZE, S_LARGEST,
        S_FAR, S_FAR_SIZE };

@@ -66,3 +66,14 @@ def test_a_step_in_c_is_that_in_torch(monkeypatch, settings, dtype):
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     for actual, wanted in zip(state, expected_state):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_number_that_is_none_is_not_hidden():
+    mechanism = hybrid({"window_size": 3, "num_sinks": 0})
+    query, key, value = (torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    key[:, :, LENGTH // 2] = torch.nan
+    output, _ = decoded(mechanism, query, key, value)
+    first = LENGTH // 2 - 2
+    assert torch.isfinite(output[:, :first]).all()
+    assert output[:, first:].isnan().all()

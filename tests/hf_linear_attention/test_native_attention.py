@@ -10,7 +10,7 @@ from hf_linear_attention import backends
 from hf_linear_attention.attention_kernels import kernel_attention
 from hf_linear_attention.backends import native_library
 from hf_linear_attention.feature_maps import EluFeatureMap, ExpFeatureMap, FeatureMap, HedgehogFeatureMap
-from hf_linear_attention.native_attention import Affine, NativeMap, native_attention, takes_native
+from hf_linear_attention.native_attention import ELU_PLUS_ONE, EXP, Affine, NativeMap, native_attention, takes_native
 from hf_linear_attention.random_features import CoshRandomFeatureMap, ExpRandomFeatureMap
 
 
@@ -103,6 +103,28 @@ def test_values_and_gradients_agree_with_float64(name, padded, with_state, is_ca
         mask = torch.rand(2, length) > 0.4 if padded else None
         state = a_state(feature_map, width) if with_state else None
         compare(feature_map, sample(length, dim, width), state, None, is_causal=is_causal, key_mask=mask)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("function", [ELU_PLUS_ONE, EXP])
+def test_heads_in_turns_are_those_one_after_the_other(function, is_causal):
+    # Heads beside each other in memory take turns, 16 at a time. Exponents of this size end blocks early, and elsewhere
+    # in every head.
+    shapes = ((2, 20, 150, 16), (2, 20, 150, 16), (2, 20, 150, 32))
+    inputs = [torch.randn(shape) * std for shape, std in zip(shapes, (1.0, 30.0, 1.0))]
+    mask, log_decay = torch.rand(2, 150) > 0.3, -torch.rand(20) if is_causal else None
+    direction = torch.randn(2, 150, 20, 32)
+
+    def attend(*leaves):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        options = {"is_causal": is_causal, "key_mask": mask, "log_decay": log_decay}
+        output, denominator, _, state = native_attention(NativeMap(function), *leaves, **options)
+        return [output, denominator, state, *torch.autograd.grad(output, leaves, direction)]
+
+    in_turns = attend(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+    for actual, expected in zip(in_turns, attend(*inputs)):
+        assert torch.isfinite(actual).all()
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("padded", [True, False])
