@@ -1,7 +1,7 @@
 """Builds the optional CPU kernels of csrc/, once per instruction set; everything else stands in pyproject.toml.
 
-Without a C compiler, or with one that does not know the vector extensions of GCC and clang, the installation goes on and
-torch computes. `HF_LINEAR_ATTENTION_REQUIRE_KERNELS=1` turns that into an error.
+Without a C compiler, or with one that does not know the vector extensions of GCC and clang, the installation goes on
+and torch computes. `HF_LINEAR_ATTENTION_REQUIRE_KERNELS=1` turns that into an error.
 """
 
 import os

@@ -119,11 +119,6 @@ static void gradient_through_map(work *w, const float *features, const float *in
     int to = is_query ? GRAD_QUERY : GRAD_KEY;
     affine *m = w->maps + (is_query ? 1 + g : 0);
     float total[BLOCK], half[BLOCK];
-    if (w->tensors[GRAD_DECAY].data) {
-        row_dot_products(total, w->grad, features, f, f);
-        for (int64_t t = 0; t < w->tokens; t++)
-            w->grad_decay += (is_query ? 1 : -1) * (w->real_tokens + w->steps[t] + 1.0) * total[t];
-    }
     for (int64_t t = 0; t < w->tokens; t++)
         for (int64_t j = 0; j < f; j++) {
             float x = features[t * f + j], below = x < factor[t] ? x : factor[t];
@@ -156,6 +151,33 @@ static void absorb_gradients(work *w, const float *e) {
     for (int64_t t = 0; t < w->tokens; t++) add_scaled(w->grad_z, w->query + t * w->feature_row, e[t], w->feature_row);
 }
 
+/* By the decay, of a block of queries whose part of the carried sums is in w->grad: weights times the real tokens
+   between query and key. Distances are counted from the block, so that digits do not get lost in long inputs. */
+static void decay_gradient(work *w, const float *e) {
+    int64_t f = w->feature_row, d = w->value_row;
+    float carried[BLOCK], carried_z[BLOCK], aged[BLOCK], aged_z[BLOCK], zeros[BLOCK] = {0};
+    row_dot_products(carried, w->grad, w->query, f, f);
+    row_dot_products(carried_z, w->query, w->z, 0, f);
+    product(w->aged, f, w->out, d, 1, w->aged_sums, f, BLOCK, d, f, 0, FULL);
+    row_dot_products(aged, w->aged, w->query, f, f);
+    row_dot_products(aged_z, w->query, w->aged_z, 0, f);
+    product(w->scores, BLOCK, w->query, f, 1, w->key_t, BLOCK, BLOCK, f, BLOCK, 0, INTO_LOWER);
+    add_and_clear_upper(w->scores, zeros);
+    product(w->pairs, BLOCK, w->out, d, 1, w->value_t, BLOCK, BLOCK, d, BLOCK, 0, INTO_LOWER);
+    add_and_clear_upper(w->pairs, e);
+    for (int64_t t = 0; t < w->tokens; t++) {
+        float sum = aged[t] + e[t] * aged_z[t] + w->steps[t] * (carried[t] + e[t] * carried_z[t]);
+        for (int64_t j = 0; j <= t; j++)
+            sum += (w->steps[t] - w->steps[j]) * w->scores[t * BLOCK + j] * w->pairs[t * BLOCK + j];
+        w->grad_decay += sum;
+    }
+}
+
+/* out = out + steps * x, numbers */
+static void age(float *out, const float *x, float steps, int64_t count) {
+    if (steps) add_scaled(out, x, steps, count);
+}
+
 /* Gradients of a block of queries, which meet the sums of what lies before them and the keys of the block. */
 static void query_gradients(work *w, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row;
@@ -164,6 +186,7 @@ static void query_gradients(work *w, int64_t n) {
         load_queries(w, g, n, scale);
         load_gradients_of_sums(w, e, g, n);
         product(w->grad, f, w->out, d, 1, w->sums_t, f, BLOCK, d, f, 0, FULL);
+        if (w->aged) decay_gradient(w, e);
         if (w->sizes->causal) {
             product(w->pairs, BLOCK, w->out, d, 1, w->value_t, BLOCK, BLOCK, d, BLOCK, 0, INTO_LOWER);
             add_and_clear_upper(w->pairs, e);
@@ -199,19 +222,18 @@ static void key_gradients(work *w, int64_t n) {
 }
 
 static void remember_block(work *w, int64_t number, int64_t n) {
-    w->starts[2 * number] = n, w->starts[2 * number + 1] = w->real_tokens;
+    w->starts[number] = n;
     if (w->sizes->map < EXP) return;
     memcpy(w->maxima + 2 * number * w->feature_row, w->maximum, 4 * w->feature_row);
     memcpy(w->maxima + (2 * number + 1) * w->feature_row, w->rescale, 4 * w->feature_row);
 }
 
 static int64_t recall_block(work *w, int64_t number) {
-    w->real_tokens = w->starts[2 * number + 1];
     if (w->sizes->map >= EXP) {
         memcpy(w->maximum, w->maxima + 2 * number * w->feature_row, 4 * w->feature_row);
         memcpy(w->rescale, w->maxima + (2 * number + 1) * w->feature_row, 4 * w->feature_row);
     }
-    return w->starts[2 * number];
+    return w->starts[number];
 }
 
 static void store_map_gradients(const work *w, int which, int64_t g, const affine *m) {
@@ -222,11 +244,30 @@ static void store_map_gradients(const work *w, int which, int64_t g, const affin
     if (x[2].data) *(float *)address_of(w, which + 2, g, 0) = m->grad_norm;
 }
 
+/* The aged sums at the last token of a block, whose keys are in the sums already. */
+static void age_block(work *w) {
+    int64_t f = w->feature_row, d = w->value_row;
+    float last = w->steps[w->tokens - 1], factor = w->sizes->map >= EXP ? 1 : __builtin_expf(w->decay * last);
+    for (int64_t t = 0; t < BLOCK; t++)
+        for (int64_t j = 0; j < f; j++) w->aged[t * f + j] = t < w->tokens ? -w->steps[t] * w->key[t * f + j] : 0;
+    product(w->aged_sums, f, w->value_t, BLOCK, 1, w->aged, f, d, BLOCK, f, 1, FULL);
+    add_rows(w->aged_z, w->aged, w->tokens, f);
+    age(w->aged_sums, w->sums_t, last, f * d);
+    age(w->aged_z, w->z, last, f);
+    for (int64_t j = 0; j < f * d; j++) w->aged_sums[j] *= factor;
+    for (int64_t j = 0; j < f; j++) w->aged_z[j] *= factor;
+}
+
 /* Forwards over the blocks, for the gradients of queries. */
 static int backward_block(work *w) {
     int64_t f = w->feature_row, d = w->value_row;
     if (w->position >= w->sizes->keys) return 0;
     load_keys(w, w->position, 0);
+    if (w->aged) {
+        age(w->aged_sums, w->sums_t, w->first_step, f * d);
+        age(w->aged_z, w->z, w->first_step, f);
+        before_block(w, w->aged_sums, w->aged_z, 0);
+    }
     before_block(w, w->sums_t, w->z, 0);
     transpose(w->value_t, BLOCK, w->value, d, BLOCK, d);
     if (w->sizes->causal) {
@@ -235,6 +276,7 @@ static int backward_block(work *w) {
     }
     product(w->sums_t, f, w->value_t, BLOCK, 1, w->key, f, d, BLOCK, f, 1, FULL);
     add_rows(w->z, w->key, w->tokens, f);
+    if (w->aged) age_block(w);
     after_block(w, w->sums_t, w->z);
     w->position += w->tokens;
     return 1;
@@ -255,25 +297,19 @@ static int backward_keys(work *w) {
     if (is_causal) w->position = recall_block(w, --w->block_number);
     load_keys(w, w->position, is_causal ? w->block_end - w->position : BLOCK);
     if (w->sizes->map < EXP) after_block(w, w->grad_sums, w->grad_z);
-    if (is_causal) {
-        w->real_tokens = w->starts[2 * w->block_number + 1];
-        transpose(w->value_t, BLOCK, w->value, w->value_row, BLOCK, w->value_row);
-    }
+    if (is_causal) transpose(w->value_t, BLOCK, w->value, w->value_row, BLOCK, w->value_row);
     key_gradients(w, w->position);
     if (is_causal) before_block(w, w->grad_sums, w->grad_z, 1);
     w->block_end = w->position;
-    w->position = !is_causal        ? w->position + w->tokens
-                  : w->block_number ? w->starts[2 * w->block_number - 2]
-                                    : w->position;
+    w->position = !is_causal ? w->position + w->tokens : w->block_number ? w->starts[w->block_number - 1] : w->position;
     return 1;
 }
 
 static void reverse_direction(work *w) {
-    for (int64_t j = 0; j < w->feature_row && w->decay; j++) {
-        double product = (double)w->z[j] * w->grad_z[j];
+    for (int64_t j = 0; j < w->feature_row && w->aged; j++) {
+        w->grad_decay += (double)w->aged_z[j] * w->grad_z[j];
         for (int64_t i = 0; i < w->value_row; i++)
-            product += (double)w->sums_t[i * w->feature_row + j] * w->grad_sums[j * w->value_row + i];
-        w->grad_decay += w->real_tokens * product;
+            w->grad_decay += (double)w->aged_sums[i * w->feature_row + j] * w->grad_sums[j * w->value_row + i];
     }
     w->block_end = w->sizes->keys;
     if (w->sizes->causal) w->next_offset = -BLOCK;

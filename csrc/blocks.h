@@ -19,14 +19,17 @@ typedef struct work {
     const struct work *other; /* whose block at `position` comes next, NULL where it is of the same head */
     int64_t batch, head;
     int64_t input_row, image_row, feature_row, value_row; /* floats of a row, in whole vectors */
-    int64_t position, tokens, real_tokens, next_offset; /* of the block: its first token, how many; real ones before */
+    int64_t position, tokens, next_offset; /* of the block: its first token, how many; where the next one is */
     int64_t block_number, block_end; /* in the backward pass: blocks so far; where the block behind this one begins */
-    float decay, *maximum, *rescale, steps[BLOCK], query_factor[BLOCK], key_factor[BLOCK];
+    float decay, first_step;         /* by how many real tokens the block begins after what came before */
+    float *maximum, *rescale, steps[BLOCK], query_factor[BLOCK], key_factor[BLOCK];
     float *query, *key, *value, *query_input, *key_input, *key_t, *scores, *out, *sums, *z, *ones;
     float *image, *is_real, *query_softmax, *key_softmax; /* of HEDGEHOG */
     /* of the backward pass */
     float *grad, *grad_value, *output, *grad_input, *grad_sums, *grad_z, *value_t, *pairs, *sums_t, *maxima;
     int64_t *starts;
+    /* Sums in which each key counts as often as real tokens have come since: the derivative by the decay. */
+    float *aged_sums, *aged_z, *aged;
     double grad_decay;
     affine *maps; /* of keys, then of each group of queries */
     char *memory;

@@ -97,17 +97,24 @@ static inline float largest_rise(const work *w, float *top) {
     return largest;
 }
 
-/* Where each token of a block stands among the real ones, and what a decay makes of that; at most `limit` tokens. */
+/* Where each token of a block stands among the real ones, and what a decay makes of that; at most `limit` tokens.
+   The carried sums count from the last real token before the block, steps from its first one. Hidden tokens before that
+   one are a block of their own where exp(decay) would underflow, and sums do not fade there. */
 static inline void count_steps(work *w, int64_t n, int64_t limit) {
     int64_t length = w->sizes->keys - n, count = 0;
-    w->tokens = length < limit ? length : limit;
+    int is_apart = w->decay && w->sizes->map < EXP, is_steep = is_apart && -w->decay > LIMIT;
+    w->tokens = length < limit ? length : limit, w->first_step = 1;
     for (int64_t t = 0; t < w->tokens; t++) {
         int is_real = !w->tensors[MASK].data || *address_of(w, MASK, 0, n + t);
+        if (is_steep && is_real && !count && t) {
+            w->tokens = t;
+            break;
+        }
         count += is_real;
-        w->steps[t] = count - 1;
+        w->steps[t] = is_steep && !count ? 0 : count - 1;
         w->query_factor[t] = 1;
         w->key_factor[t] = is_real;
-        if (!w->decay || w->sizes->map >= EXP) continue;
+        if (!is_apart) continue;
         if (t && -w->decay * w->steps[t] > LIMIT) {
             w->tokens = t;
             break;
@@ -115,6 +122,7 @@ static inline void count_steps(work *w, int64_t n, int64_t limit) {
         w->query_factor[t] = __builtin_expf(w->decay * w->steps[t]);
         w->key_factor[t] = is_real ? __builtin_expf(-w->decay * w->steps[t]) : 0;
     }
+    if (is_steep && !count) w->first_step = 0;
 }
 
 /* Exponents of keys become features; the maximum over those so far is new, unless `known`. */
@@ -180,7 +188,7 @@ static inline void before_block(work *w, float *sums, float *z, int by_rows) {
     float scale[w->feature_row];
     for (int64_t j = 0; j < w->feature_row; j++) scale[j] = 1;
     for (int64_t j = 0; j < f; j++) {
-        scale[j] = w->sizes->map >= EXP ? w->rescale[j] : __builtin_expf(w->decay);
+        scale[j] = w->sizes->map >= EXP ? w->rescale[j] : __builtin_expf(w->decay * w->first_step);
         is_same &= scale[j] == 1;
         z[j] *= scale[j];
     }
@@ -195,7 +203,6 @@ static inline void before_block(work *w, float *sums, float *z, int by_rows) {
 
 /* After a block the sums fade to its last token. */
 static inline void after_block(work *w, float *sums, float *z) {
-    w->real_tokens += w->steps[w->tokens - 1] + 1;
     float steps = w->steps[w->tokens - 1], factor = __builtin_expf(w->decay * steps);
     if (!w->decay) return;
     for (int64_t j = 0; j < w->feature_row && w->sizes->map >= EXP; j++) w->maximum[j] += w->decay * steps;
@@ -242,10 +249,10 @@ static inline void describe_work(work *w, const sizes *s, const tensor *x) {
     w->image_row = round_up(image_columns(s));
 }
 
-/* Floats of `take_own`, at most; what is not used takes no memory. */
+/* Floats of `allocate_head`, at most; what is not used takes no memory. */
 static inline int64_t floats_per_head(const work *w, int64_t blocks) {
     int64_t maps = 1 + w->sizes->groups;
-    return 3 * w->feature_row * (w->value_row + 1) +
+    return 4 * w->feature_row * (w->value_row + 1) +
            maps * (3 * w->input_row * w->image_row + 2 * w->feature_row + 128) + blocks * (4 + 2 * w->feature_row) +
            256;
 }
@@ -265,7 +272,8 @@ static inline void allocate_head(work *w, char **memory, int64_t blocks, int is_
         a->bias = w->tensors[(g ? QUERY_MAP : KEY_MAP) + 1].data ? allocate(memory, f) : NULL,
         a->grad_bias = allocate(memory, f);
     }
-    w->starts = (int64_t *)allocate(memory, 4 * blocks),
+    if (w->aged) w->aged_sums = allocate(memory, f * d), w->aged_z = allocate(memory, f);
+    w->starts = (int64_t *)allocate(memory, 2 * blocks);
     w->maxima = allocate(memory, w->sizes->map >= EXP ? 2 * blocks * f : 0);
 }
 
@@ -281,7 +289,7 @@ static inline int64_t begin_heads(work *w, const sizes *s, const tensor *x, int 
     most = most < 1 ? 1 : most < MOST_HEADS ? most : MOST_HEADS;
     count = count < most ? count : most;
     int64_t i = w->image_row, of_image = s->map == HEDGEHOG ? 5 * BLOCK * i + i : 0;
-    int64_t floats = of_image + f + BLOCK * (4 * f + 5 * d + 3 * p + 3 * BLOCK) + f + BLOCK + 256 +
+    int64_t floats = of_image + f + BLOCK * (5 * f + 5 * d + 3 * p + 3 * BLOCK) + f + BLOCK + 256 +
                      count * floats_per_head(w, blocks);
     void *memory;
     if (posix_memalign(&memory, 64, 4 * floats)) return 0;
@@ -292,6 +300,7 @@ static inline int64_t begin_heads(work *w, const sizes *s, const tensor *x, int 
     w->query_input = allocate(&m, BLOCK * p), w->key_input = allocate(&m, BLOCK * p);
     w->grad = allocate(&m, BLOCK * f), w->grad_value = allocate(&m, BLOCK * d), w->output = allocate(&m, BLOCK * d);
     w->grad_input = allocate(&m, BLOCK * p);
+    w->aged = is_backward && x[GRAD_DECAY].data ? allocate(&m, BLOCK * f) : NULL;
     w->value_t = allocate(&m, BLOCK * d), w->pairs = allocate(&m, BLOCK * BLOCK), w->ones = allocate(&m, f + BLOCK);
     for (int64_t j = 0; j < f + BLOCK; j++) w->ones[j] = 1;
     if (of_image) {
@@ -308,8 +317,12 @@ static inline int64_t begin_heads(work *w, const sizes *s, const tensor *x, int 
 
 static inline void enter_head(work *w, int64_t number) {
     const sizes *s = w->sizes;
-    w->batch = number / s->heads, w->head = number % s->heads, w->real_tokens = 0, w->grad_decay = 0;
+    w->batch = number / s->heads, w->head = number % s->heads, w->grad_decay = 0;
     w->position = 0, w->block_number = 0, w->next_offset = BLOCK;
+    if (w->aged) {
+        memset(w->aged_sums, 0, 4 * w->feature_row * w->value_row);
+        memset(w->aged_z, 0, 4 * w->feature_row);
+    }
     w->decay = w->tensors[DECAY].data ? *(float *)address_of(w, DECAY, 0, 0) : 0;
     for (int64_t g = 0; g <= s->groups; g++) {
         affine *m = w->maps + g;
