@@ -322,7 +322,17 @@ static void finish_head(work *w) {
             *(vector *)(w->rescale + j) = exp_of_negative(*(vector *)(w->maxima + j) - *(vector *)(w->maximum + j));
         before_block(w, w->grad_sums, w->grad_z, 1);
     }
-    store_state(w, GRAD_FIRST_STATE, w->grad_sums, w->grad_z, NULL);
+    if (s->map >= EXP && w->tensors[STATE].data && w->tensors[GRAD_FIRST_STATE].data) {
+        /* The state is sums times exp(maximum): so is the gradient of both. */
+        load_state(w, STATE, w->sums, w->z, NULL);
+        for (int64_t j = 0; j < w->feature_row; j++) {
+            float grad = w->z[j] * w->grad_z[j];
+            for (int64_t i = 0; i < w->value_row; i++)
+                grad += w->sums[j * w->value_row + i] * w->grad_sums[j * w->value_row + i];
+            w->maximum[j] = grad;
+        }
+    }
+    store_state(w, GRAD_FIRST_STATE, w->grad_sums, w->grad_z, w->maximum);
     if (w->tensors[GRAD_DECAY].data) *(float *)address_of(w, GRAD_DECAY, 0, 0) = w->grad_decay;
     store_map_gradients(w, GRAD_KEY_MAP, 0, w->maps);
     for (int64_t g = 0; g < s->groups; g++) store_map_gradients(w, GRAD_QUERY_MAP, g, w->maps + 1 + g);

@@ -28,7 +28,7 @@ from .kernels_cpu import ELU_PLUS_ONE
 from .kernels_cpu import EXP
 from .kernels_cpu import HEDGEHOG
 from .kernels_cpu import takes
-from .kernels_operators import OPERATORS
+from .kernels_operators import operator
 from .kernels_torch import Affine
 from .kernels_torch import KernelMap
 
@@ -117,7 +117,7 @@ class _EluPlusOne(torch.autograd.Function):
 
 def _elu_plus_one(x: torch.Tensor) -> torch.Tensor:
     if takes(x, dtypes=(torch.float32,)):
-        return OPERATORS.elu_plus_one(x)
+        return operator("elu_plus_one")(x)
     output = torch.empty_like(x)
     for part, out in zip(x.split(TOKENS_IN_CACHE, dim=-2), output.split(TOKENS_IN_CACHE, dim=-2)):
         torch.clamp(part, max=0, out=out).exp_().add_(part.relu())

@@ -24,6 +24,7 @@ from .kernels_cpu import PLAIN
 from .kernels_cpu import takes
 from .kernels_operators import OPERATORS
 from .kernels_operators import in_torch
+from .kernels_operators import operator
 from .kernels_operators import takes_attention
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulated
@@ -180,7 +181,7 @@ def attention_step(
         ValueError: if shapes, dtypes or devices do not fit each other.
     """
     if (log_features or log_decay is None) and takes_step(query, key, value, state):
-        return OPERATORS.attention_step(query, key, value, state, log_decay, log_features)
+        return operator("attention_step")(query, key, value, state, log_decay, log_features)
     function = EXP if log_features else PLAIN
     check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
     return torch_step(query, key, value, state, log_features, log_decay)

@@ -20,7 +20,7 @@ def check_shape(name: str, tensor: torch.Tensor | None, *shapes: Shape, like: to
     Raises:
         ValueError: naming both.
     """
-    if tensor is None:
+    if tensor is None or (tensor.shape in shapes and tensor.device == like.device):
         return
     if tensor.device != like.device:
         raise ValueError(f"`{name}` is on {tensor.device} and the queries on {like.device}; move one of them.")
@@ -111,6 +111,29 @@ def check_attention(
     return features
 
 
+def check_step(query, key, value, state, log_decay, log_features: bool) -> None:
+    """`check_attention` of one token after others, quickly where all is well.
+
+    Raises:
+        ValueError: for the first argument that does not fit.
+    """
+    device = query.device
+    if query.ndim == 4 and key.ndim == 4 and log_decay is None:
+        (batch, heads, length, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+        is_usual = (
+            length == 1
+            and key.shape == (batch, kv_heads, 1, features)
+            and value.shape == (batch, kv_heads, 1, width)
+            and state.shape == (batch, kv_heads, features, width + 1 + log_features)
+            and heads % kv_heads == 0
+            and state.dtype == torch.float32
+            and key.device == value.device == state.device == device
+        )
+        if is_usual and query.is_floating_point() and key.is_floating_point() and value.is_floating_point():
+            return
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, 2 if log_features else 0, True)
+
+
 def check_state(name: str, state: torch.Tensor, shape: Shape, query: torch.Tensor, value: torch.Tensor) -> None:
     """A state of this shape, in the accumulation dtype of the values.
 
@@ -174,27 +197,32 @@ def check_hybrid_step(
         raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state
     stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1]
-    check_shape("query", query, (batch, heads, 1, stored), like=query)
-    check_shape("key", key, (batch, kv_heads, 1, stored), like=query)
-    check_shape("sink_query", sink_query, (batch, heads, 1, stored), like=query)
-    check_shape("query_exponent", query_exponent, (batch, heads, 1, features), like=query)
-    check_shape("key_exponent", key_exponent, (batch, kv_heads, 1, features), like=query)
-    check_shape("log_decay", log_decay, (kv_heads,), like=query)
-    for name, number in (("log_scale", log_scale), ("norm_weight", norm_weight)):
-        check_shape(name, number, (heads,), like=query)
-    check_state("state", sums, (batch, kv_heads, features, width + 2), query, value)
-    places, sinks = window_key.shape[2] if window_key.ndim == 4 else 0, sink_key.shape[2] if sink_key.ndim == 4 else 0
-    shapes = (
-        (window_key, (batch, kv_heads, places, stored), key.dtype),
-        (window_value, (batch, kv_heads, places, width), value.dtype),
-        (kind, (batch, places), torch.int8),
-        (sink_key, (batch, kv_heads, sinks, stored), key.dtype),
-        (sink_value, (batch, kv_heads, sinks, width), value.dtype),
-        (num_seen, (batch, 1), torch.int64),
+    places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
+    per_head, keys, values = (heads,), key.dtype, value.dtype
+    expected = (
+        ("query", query, (batch, heads, 1, stored), None),
+        ("key", key, (batch, kv_heads, 1, stored), None),
+        ("sink_query", sink_query, (batch, heads, 1, stored), None),
+        ("query_exponent", query_exponent, (batch, heads, 1, features), None),
+        ("key_exponent", key_exponent, (batch, kv_heads, 1, features), None),
+        ("log_decay", log_decay, (kv_heads,), None),
+        ("log_scale", log_scale, per_head, None),
+        ("norm_weight", norm_weight, per_head, None),
+        ("state", sums, (batch, kv_heads, features, width + 2), torch.float32),
+        ("state", window_key, (batch, kv_heads, places, stored), keys),
+        ("state", window_value, (batch, kv_heads, places, width), values),
+        ("state", kind, (batch, places), torch.int8),
+        ("state", sink_key, (batch, kv_heads, sinks, stored), keys),
+        ("state", sink_value, (batch, kv_heads, sinks, width), values),
+        ("state", num_seen, (batch, 1), torch.int64),
     )
-    for tensor, shape, dtype in shapes:
-        check_shape("state", tensor, shape, like=query)
-        if tensor.dtype != dtype:
+    device = query.device
+    for name, tensor, shape, dtype in expected:
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.device != device:
+            check_shape(name, tensor, shape, like=query)
+        if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"A tensor of the state is {tensor.dtype}; it must be {dtype}, as the new tokens are.")
     if not places or not 0 < key_dim <= stored:
         raise ValueError(

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from .kernels_checks import check_attention
 from .kernels_checks import check_hybrid_step
 from .kernels_checks import check_slots
-from .kernels_cpu import EXP
+from .kernels_checks import check_step
 from .kernels_cpu import MOST_COLUMNS
 from .kernels_cpu import NATIVE_DTYPES
 from .kernels_cpu import PLAIN
@@ -50,7 +49,7 @@ def _refuse(*tensors: torch.Tensor | None, dtypes=NATIVE_DTYPES) -> None:
 
 def attention_step(query, key, value, state, log_decay, log_features):
     """See `kernels.attention_step`; features in float32."""
-    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, EXP if log_features else PLAIN, True)
+    check_step(query, key, value, state, log_decay, log_features)
     _refuse(query, key, state, log_decay, dtypes=(torch.float32,))
     value = value if value.dtype == torch.float32 else value.float()
     output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
@@ -105,7 +104,7 @@ def hybrid_step(
 def _fake_hybrid_step(query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, *_):
     shape = (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], 1)
     parts = [state[0].new_empty(*shape, n) for n in (value.shape[-1], 1, 1, value.shape[-1], 1)]
-    return [*(x.new_empty(x.shape) for x in state), *parts]
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state), *parts]
 
 
 def slot_attention(query, key, value, visible, scaling):

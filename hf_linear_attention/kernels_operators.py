@@ -416,5 +416,16 @@ DERIVATIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (_differentiate_attention, _save_attention),
     "window_attention": (_differentiate_window, _save_window),
 }
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """An operator without gradients, or the function behind it where no mode of torch's dispatcher looks on.
+
+    A step of one token takes 20 to 100 us; the dispatcher takes 2 to 6 of them.
+    """
+    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return getattr(OPERATORS, name) if is_watched else WITHOUT_GRADIENTS[name][0]
+
+
 _LOCK = threading.Lock()
 OPERATORS = _register()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from .kernels import is_tracing
 from .kernels import needs_plain
 from .kernels_checks import check_slots
-from .kernels_operators import OPERATORS
+from .kernels_operators import operator
 from .kernels_operators import takes_attention
 
 
@@ -30,7 +30,7 @@ def slot_attention(
     check_slots(query, key, value, visible)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if not has_gradient and not is_tracing() and not needs_plain(query) and takes_attention(query, key, value, None, 1):
-        return OPERATORS.slot_attention(query, key, value, visible, scaling).transpose(1, 2)
+        return operator("slot_attention")(query, key, value, visible, scaling).transpose(1, 2)
     groups = query.shape[1] // key.shape[1]
     if visible is not None:
         key, value = (torch.where(visible.unsqueeze(3), x, 0.0) for x in (key, value))

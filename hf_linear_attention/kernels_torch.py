@@ -12,7 +12,7 @@ The state is one tensor per layer, S and Z side by side (and, for log features, 
            +-------------+-----+-----+
 
 Log features: exponential maps hand over exponents. S and Z are then stored divided by exp(m), where m is the running
-maximum per feature of the key exponents, and a query uses exp(u + m - max(u + m)): no epsilon, no overflow. Every
+maximum per feature of the key exponents, and a query uses exp(u + m - max(u + m)): no epsilon, no overflow. Every new
 maximum is a constant that cancels between numerator and denominator, so none has a gradient.
 """
 
@@ -149,7 +149,7 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
     decay = None if log_decay is None else log_decay.to(state.dtype)[:, None, None]
     values = torch.constant_pad_nd(with_dtype(value, state.dtype), (0, state.shape[-1] - width), 1.0)
     if log_features:
-        maximum = state[..., -1:].detach()
+        maximum = state[..., -1:]
         maximum = maximum if decay is None else maximum + decay
         new_maximum = torch.maximum(maximum.detach(), key.detach())
         state = (state * (maximum - new_maximum).exp()).addcmul_((key - new_maximum).exp_(), values)
@@ -190,7 +190,7 @@ def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.
     """The tensor of the cache -> `(S and Z [B, Hkv, F, W + 1], m [B, Hkv, F] or None)`."""
     if state is None or not log_features:
         return state, None
-    return state[..., :-1], state[..., -1].detach()
+    return state[..., :-1], state[..., -1]
 
 
 def pack_state(sums: Any, maximum: torch.Tensor | None) -> torch.Tensor:
@@ -299,7 +299,7 @@ def exponentiate(query, key, mask, sums, maximum):
     visible = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
     new_maximum = visible.amax(dim=2)
     if maximum is not None:
-        new_maximum = torch.maximum(new_maximum, maximum)
+        new_maximum = torch.maximum(new_maximum, maximum.detach())
         sums = sums * (maximum - new_maximum).exp().unsqueeze(-1)
     key = key - new_maximum.unsqueeze(2)
     key = key.exp_() if mask is None else _masked_exp(key, mask)
@@ -340,9 +340,9 @@ def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) ->
     blocks = key.unflatten(2, (-1, size))
     largest = blocks.amax(dim=3)
     seen = largest.cummax(dim=2).values.roll(1, dims=2)
-    seen[:, :, 0] = EMPTY_MAXIMUM if maximum is None else maximum
+    seen[:, :, 0] = EMPTY_MAXIMUM if maximum is None else maximum.detach()
     if maximum is not None:
-        seen = torch.maximum(seen, maximum.unsqueeze(2))
+        seen = torch.maximum(seen, maximum.detach().unsqueeze(2))
     first = (blocks[..., :1] > EMPTY_MAXIMUM).to(torch.uint8).argmax(dim=3, keepdim=True)
     before = torch.maximum(blocks.take_along_dim(first, dim=3).squeeze(3), seen)
     return (torch.maximum(largest, before) - before).max().item()

@@ -36,7 +36,7 @@ from .kernels import makes_features
 from .kernels import map_attention
 from .kernels import needs_plain
 from .kernels import takes_step
-from .kernels_operators import OPERATORS
+from .kernels_operators import operator
 from .kernels_window import NORMALIZATIONS
 from .kernels_window import NearKeys
 from .kernels_window import SinkKeys
@@ -166,7 +166,8 @@ class HybridAttention(AttentionMechanism):
         joint = self.mix.kernel_parameters()
         log_decay = None if self.decay is None else self.decay()
         numbers = (log_decay, list(old), *(joint or (None, None)))
-        new = OPERATORS.hybrid_step(query, key, value, None, *exponents, *numbers, self.shape.head_dim, scaling)
+        step = operator("hybrid_step")
+        new = step(query, key, value, None, *exponents, *numbers, self.shape.head_dim, scaling)
         near, near_size, largest, far, far_size = new[7:]
         if joint is None:
             norm = half_squared_norm(_rotated(query, self), scaling).view(largest.shape)

@@ -155,8 +155,11 @@ STEPS = {
     ],
 }
 # Converts `source` with the words of each job and saves what the result computes, as `shipping/alone.py` expects it.
+# In torch: where the package is missing there are no C kernels.
 CONVERT = """
-import json, sys, torch, transformers
+import json, os, sys, torch, transformers
+
+os.environ["HF_LINEAR_ATTENTION_BACKEND"] = "torch"
 from conversion.convert_checkpoint import main
 
 for job in json.loads(sys.argv[1]):

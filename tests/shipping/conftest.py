@@ -17,6 +17,8 @@ from matrix import sample_inputs
 from shipping_cases import CONVERTED
 from transformers import Trainer, TrainingArguments
 
+from hf_linear_attention import kernels_cpu
+
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 TEXT = "some text for the tokenizer"
@@ -58,8 +60,24 @@ def hub(converted, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(converted, hub, trainer_checkpoint, tmp_path_factory) -> dict[str, str]:
-    """`{job: result}` of alone.py."""
+    """`{job: result}` of alone.py, where torch computes: without the package there are no C kernels."""
     root = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_cpu, "library", lambda: None)
+        jobs = _jobs(root, converted, trainer_checkpoint)
+    return _run_alone(jobs, root, hub)
+
+
+@pytest.fixture(scope="session")
+def results_with_the_package(converted, hub, trainer_checkpoint, tmp_path_factory) -> dict[str, str]:
+    """The same where the package is installed, though not imported."""
+    root = tmp_path_factory.mktemp("installed")
+    jobs = _jobs(root, converted, trainer_checkpoint)
+    return _run_alone(jobs, root, hub, "hf_linear_attention")
+
+
+def _jobs(root: Path, converted: dict[str, Path], trainer_checkpoint: Path) -> dict[str, dict]:
+    """Jobs for alone.py, with what this process computes."""
     jobs = {}
     for name, (family, auto_class, _) in CONVERTED.items():
         for auto in (auto_class, "AutoModel"):
@@ -75,7 +93,7 @@ def results(converted, hub, trainer_checkpoint, tmp_path_factory) -> dict[str, s
     jobs["trainer gpt2"] = {
         "auto_class": "AutoModelForCausalLM", "checkpoint": str(trainer_checkpoint), "inputs": str(inputs),
     }  # fmt: skip
-    return _run_alone(jobs, root, hub)
+    return jobs
 
 
 def _expect(folder: Path, family: str, auto_class: str, path: Path, has_tokenizer: bool = True) -> None:
@@ -93,7 +111,7 @@ def _expect(folder: Path, family: str, auto_class: str, path: Path, has_tokenize
     torch.save(saved, path)
 
 
-def _run_alone(jobs: dict, root: Path, hub: Path) -> dict[str, str]:
+def _run_alone(jobs: dict, root: Path, hub: Path, *installed: str) -> dict[str, str]:
     (root / "jobs.json").write_text(json.dumps(jobs))
     environment = {
         **os.environ,
@@ -104,7 +122,7 @@ def _run_alone(jobs: dict, root: Path, hub: Path) -> dict[str, str]:
     }
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("alone.py")), str(root / "jobs.json")],
+        [sys.executable, str(Path(__file__).with_name("alone.py")), str(root / "jobs.json"), *installed],
         cwd=root, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import transformers
 from shipping_cases import CONVERTED
 
 from conversion.export import shipped_files
+from hf_linear_attention.kernels_cpu import library
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -24,6 +25,15 @@ def test_a_trainer_checkpoint_does_too(results, trainer_checkpoint):
 
 def test_nothing_else_was_imported(results):
     assert results["imported"] == []
+
+
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+def test_with_the_package_installed_its_kernels_compute(results_with_the_package):
+    """The code of the checkpoint finds the library without importing the package, and gives the same bit for bit."""
+    found = {job: result for job, result in results_with_the_package.items() if job.split()[0] in ("folder", "trainer")}
+    assert len(found) == 2 * len(CONVERTED) + 1
+    assert set(found.values()) == {"equal"}, found
+    assert results_with_the_package["imported"] == []
 
 
 @pytest.mark.parametrize("name", CONVERTED)
