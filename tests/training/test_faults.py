@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 import torch
@@ -139,6 +140,27 @@ def test_early_stopping(options: list[Any], files: Path, tmp_path: Path, monkeyp
         )
         assert main(command(options, *patience, *more, folder=folder)) == 0
         assert max(event["step"] for event in read_metrics(folder / "metrics.jsonl")) == 5
+
+
+def test_every_random_generator_goes_on_where_it_was(
+    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Python, of numpy and of torch: a resumed run draws what the uninterrupted one does."""
+    total, drawn = TaskLoss.total, []
+
+    def drawing(self: TaskLoss, *inputs: Any) -> torch.Tensor:
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        return total(self, *inputs)
+
+    monkeypatch.setattr(TaskLoss, "total", drawing)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert main(command(options, folder=whole)) == 0
+    expected = list(drawn)
+    assert len(set(expected)) == 2 * STEPS
+    shutil.copytree(whole / "checkpoint-4", parted / "checkpoint-4")
+    drawn.clear()
+    assert main(command(options, "--resume_from_checkpoint", "latest", folder=parted)) == 0
+    assert drawn == expected[2 * 4 :]
 
 
 @contextmanager
