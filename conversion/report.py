@@ -137,7 +137,9 @@ def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
     tensors, outputs = checks["tensors"], checks["student_against_teacher"]
     padding = outputs.get("padding_difference")
     unmoved = "" if padding is None else f"; padding moves the output by {padding:.1e}"
-    lines = [_line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{unmoved}")]
+    left = tensors["not_compared"]
+    others = f", {left} not compared (tied to others, or stored merged with them)" if left else ""
+    lines = [_line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{others}{unmoved}")]
     texts = {
         "hidden_state_error": "error of hidden states {:.1%}",
         "mean_embedding_cosine": "cosine of embeddings {:.3f}",
