@@ -30,7 +30,7 @@ from benchmarks.common import argument_parser, median_ratio, save_results, table
 from benchmarks.speed_decoding import LARGE, decoder, random_cache
 from benchmarks.speed_kernels import mechanism_call, sdpa
 from benchmarks.speed_models import LINEAR, SOFTMAX, variants
-from hf_linear_attention import attention_kernels
+from hf_linear_attention import kernels_operators
 
 
 HEADS, DIM = 16, 64
@@ -43,7 +43,7 @@ def in_torch(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`call` as without the extra `gpu`."""
 
     def run(*inputs):
-        with mock.patch.object(attention_kernels, "gpu_kernel", return_value=None):
+        with mock.patch.object(kernels_operators, "gpu_kernel", return_value=None):
             return call(*inputs)
 
     return run

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from hf_linear_attention import backends
+from hf_linear_attention import kernels_cpu
 from hf_linear_attention.attention_mechanism import AttentionMechanism, LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -72,7 +72,7 @@ def in_torch(call: Call) -> Call:
     """`call` as on a machine without a C compiler."""
 
     def run(*inputs):
-        with mock.patch.object(backends, "_library", return_value=None):
+        with mock.patch.object(kernels_cpu, "library", return_value=None):
             return call(*inputs)
 
     return run

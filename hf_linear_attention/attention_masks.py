@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from .backends import is_tracing
+from .kernels import is_tracing
 
 
 # Stock models that call a method of the mask they get back, and so cannot take None for "all visible".

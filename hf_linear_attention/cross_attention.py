@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .backends import is_tracing
+from .kernels import is_tracing
 from .cache_linear_attention import LinearAttentionStateLayer
 from .linearized_attention import LinearizedAttention
 

@@ -18,18 +18,19 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_kernels import accumulated
-from .attention_kernels import accumulation_dtype
-from .attention_kernels import with_dtype
-from .backends import is_tracing
-from .backends import native_library
-from .backends import run_elu_plus_one
-from .causal_kernel import ElementwiseMap
-from .native_attention import ELU_PLUS_ONE
-from .native_attention import EXP
-from .native_attention import HEDGEHOG
-from .native_attention import Affine
-from .native_attention import NativeMap
+from .kernels_torch import accumulated
+from .kernels_torch import accumulation_dtype
+from .kernels_torch import with_dtype
+from .kernels import is_tracing
+from .kernels import needs_plain
+from .kernels_causal import ElementwiseMap
+from .kernels_cpu import ELU_PLUS_ONE
+from .kernels_cpu import EXP
+from .kernels_cpu import HEDGEHOG
+from .kernels_cpu import takes
+from .kernels_operators import OPERATORS
+from .kernels_torch import Affine
+from .kernels_torch import KernelMap
 
 
 class FeatureMap(nn.Module):
@@ -68,7 +69,7 @@ class FeatureMap(nn.Module):
         """`forward_keys` for a map whose features depend on which keys are visible (bool `[B, S]` or None)."""
         return self.forward_keys(key, scaling)
 
-    def native_map(self, scaling: float) -> NativeMap | None:
+    def kernel_map(self, scaling: float) -> KernelMap | None:
         """The same map for the C kernels, which then make the features themselves; None where they do not know it."""
         return None
 
@@ -115,10 +116,8 @@ class _EluPlusOne(torch.autograd.Function):
 
 
 def _elu_plus_one(x: torch.Tensor) -> torch.Tensor:
-    if native_library(x) is not None:
-        if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
-            x = x.contiguous()
-        return run_elu_plus_one(x)
+    if takes(x, dtypes=(torch.float32,)):
+        return OPERATORS.elu_plus_one(x)
     output = torch.empty_like(x)
     for part, out in zip(x.split(TOKENS_IN_CACHE, dim=-2), output.split(TOKENS_IN_CACHE, dim=-2)):
         torch.clamp(part, max=0, out=out).exp_().add_(part.relu())
@@ -130,7 +129,7 @@ def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
 
     In C it goes no lower than the smallest normal number.
     """
-    if x.ndim != 4 or x.device.type != "cpu" or is_tracing():
+    if x.ndim != 4 or x.device.type != "cpu" or is_tracing() or needs_plain(x):
         return x.clamp(max=0).exp_() + x.relu()
     return _EluPlusOne.apply(x) if torch.is_grad_enabled() else _elu_plus_one(x)
 
@@ -160,8 +159,8 @@ def _slope_of_squared_relu(x: torch.Tensor) -> torch.Tensor:
 class EluFeatureMap(ElementwiseFeatureMap):
     function, slope = staticmethod(elu_plus_one), staticmethod(_slope_of_elu)
 
-    def native_map(self, scaling):
-        return NativeMap(ELU_PLUS_ONE)
+    def kernel_map(self, scaling):
+        return KernelMap(ELU_PLUS_ONE)
 
 
 class ReluFeatureMap(ElementwiseFeatureMap):
@@ -245,10 +244,10 @@ class ExpFeatureMap(LearnedFeatureMap):
         exponent = self._project(key, self.key_projection, scaling) + with_dtype(self.key_bias, accumulation_dtype(key))
         return exponent - with_dtype(self.key_norm_weight, exponent.dtype) * half_squared_norm(key, scaling)
 
-    def native_map(self, scaling):
+    def kernel_map(self, scaling):
         query, key = (weight.float() * math.sqrt(scaling) for weight in (self.query_projection, self.key_projection))
         norm = self.key_norm_weight.float() * scaling
-        return NativeMap(EXP, Affine(query), Affine(key, self.key_bias.float(), norm))
+        return KernelMap(EXP, Affine(query), Affine(key, self.key_bias.float(), norm))
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):
@@ -280,9 +279,9 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         init.copy_(self.query_projection, start.expand_as(self.query_projection))
         init.copy_(self.key_projection, start.expand_as(self.key_projection))
 
-    def native_map(self, scaling):
+    def kernel_map(self, scaling):
         weights = self.query_projection, self.key_projection
-        return NativeMap(HEDGEHOG, *(Affine(weight.float() * math.sqrt(scaling)) for weight in weights))
+        return KernelMap(HEDGEHOG, *(Affine(weight.float() * math.sqrt(scaling)) for weight in weights))
 
     def forward_queries(self, query, scaling):
         return self._log_softmaxes(query, self.query_projection, scaling)

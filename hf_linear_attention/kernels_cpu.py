@@ -1,25 +1,228 @@
-"""Which code computes attention on a CPU. (A placeholder with the interface of the module of that name to come.)"""
+"""The C kernels for CPUs (csrc/), if the package is installed with them: found, checked, and called through ctypes.
+
+The libraries stand in the folder of the installed package `hf_linear_attention`, one per instruction set; a checkpoint
+carries none, and its code finds those of the package without importing it. Nothing is compiled here. Functions of this
+file hand addresses to C: `kernels_operators`, which checks every size before, is their only caller.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+import functools
+import importlib.util
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from .backends import _library
-from .backends import _processor_flags
+import torch
+
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "hf_linear_attention"
+BACKEND_VARIABLE = "HF_LINEAR_ATTENTION_BACKEND"
+BACKENDS = ("auto", "torch")
+INSTRUCTION_SETS = ("base", "avx2", "avx512")
+SUFFIX = ".dll" if sys.platform == "win32" else ".so"
+# What csrc/linear_attention.h says of itself: its version, bytes of its structs, and the lengths of its lists.
+ABI = (1, 48, 88, 96, 30, 20, 5, 28)
+INSTALL = "install the package on a machine with a C compiler (gcc or clang): `pip install hf-linear-attention`"
+# What a feature map does to numbers: nothing, elu(x) + 1, exp of exponents, and the exponents of Hedgehog.
+PLAIN, ELU_PLUS_ONE, EXP, HEDGEHOG = 0, 1, 2, 3
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+# Some rows lie on the stack, of 8 MB or less in a thread: beyond this many columns torch computes.
+MOST_COLUMNS = 1 << 16
+# Bytes; what glibc takes from the system anew at every call.
+LARGE = 1 << 22
 
 
 class KernelBackend(NamedTuple):
-    """`name` is `c` or `torch`, `instruction_set` `avx512`, `avx2` or `base`, None for torch; `reason`: a sentence."""
+    """What computes on a CPU: `name` is `c` or `torch`, `instruction_set` that of the C kernels, `reason` says why."""
 
     name: str
     instruction_set: str | None
     reason: str
 
 
+@functools.cache
+def requested_backend() -> str:
+    """The value of the environment variable `HF_LINEAR_ATTENTION_BACKEND`: `auto` or `torch`.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    backend = os.environ.get(BACKEND_VARIABLE, "auto")
+    if backend not in BACKENDS:
+        raise ValueError(f"`{BACKEND_VARIABLE}` = {backend!r} is not one of {', '.join(BACKENDS)}; set one of them.")
+    return backend
+
+
 def kernel_backend() -> KernelBackend:
-    """What computes attention in this process on a CPU."""
-    if _library() is None:
-        return KernelBackend("torch", None, "There is no C compiler, or the environment chooses torch.")
-    flags = _processor_flags().split()
-    found = next((name for name, flag in (("avx512", "avx512f"), ("avx2", "avx2")) if flag in flags), "base")
-    return KernelBackend("c", found, "The C kernels were compiled for this processor.")
+    """Which kernels compute on a CPU here, and why."""
+    return _loaded()[1]
+
+
+def library() -> Any:
+    """The C library, or None where torch computes."""
+    return _loaded()[0]
+
+
+@functools.cache
+def _loaded() -> tuple[Any, KernelBackend]:
+    if requested_backend() == "torch":
+        return None, KernelBackend("torch", None, f"`{BACKEND_VARIABLE}` is `torch`.")
+    folder = package_folder()
+    if folder is None:
+        return _without(f"The package {PACKAGE} is not installed; to have its C kernels, {INSTALL}.")
+    try:
+        base = load(folder / f"_kernels_base{SUFFIX}")
+    except OSError:
+        return _without(f"The package in {folder} was installed without its C kernels; {INSTALL}.")
+    except ValueError as error:
+        return _without(str(error))
+    name = INSTRUCTION_SETS[base.best_instruction_set()]
+    try:
+        best = load(folder / f"_kernels_{name}{SUFFIX}")
+    except (OSError, ValueError) as error:
+        logger.info("The C kernels for %s cannot be used, those for any processor are: %s", name, error)
+        name, best = "base", base
+    return best, KernelBackend("c", name, f"{folder / f'_kernels_{name}{SUFFIX}'} fits this processor.")
+
+
+def _without(reason: str) -> tuple[None, KernelBackend]:
+    logger.info("Linear attention is computed by torch, not by C kernels: %s", reason)
+    return None, KernelBackend("torch", None, reason)
+
+
+def package_folder() -> Path | None:
+    """Where the package is installed, found without importing it; None if it is not."""
+    try:
+        spec = importlib.util.find_spec(PACKAGE)
+    except (ImportError, ValueError):  # ValueError: in sys.modules without a spec
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def load(path: Path) -> Any:
+    """The library at `path`, its functions declared.
+
+    Raises:
+        OSError: if there is none, or it cannot be loaded.
+        ValueError: if it is of another version than this file.
+    """
+    loaded = ctypes.CDLL(str(path))
+    numbers = (ctypes.c_int64 * len(ABI))()
+    try:
+        loaded.abi(numbers)
+    except AttributeError as error:
+        raise ValueError(f"{path} is no library of {PACKAGE}.") from error
+    if tuple(numbers) != ABI:
+        raise ValueError(
+            f"{path} has the interface {tuple(numbers)}, and this code needs {ABI}; install the version of {PACKAGE} "
+            "that this code comes from."
+        )
+    loaded.best_instruction_set.restype = ctypes.c_int64
+    loaded.plain_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
+    loaded.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
+    loaded.plain_step.restype = loaded.elu_plus_one.restype = None
+    return loaded
+
+
+def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> bool:
+    """Whether these tensors are on a CPU and of such dtypes, and there is a library to compute with."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype not in dtypes or tensor.device.type != "cpu"):
+            return False
+    return library() is not None
+
+
+def run_attention(name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Call `attention_forward`, `attention_backward`, `window_forward`, `window_backward` or `slots_forward`.
+
+    Heads spread over threads. `function` is the number of features, the map and whether causal (of a window: places,
+    sinks, True). The first tensors are `query [B, Hkv, G, N, D]`, `key [B, Hkv, 1, S, D]` and
+    `value [B, Hkv, 1, S, W]`, the others as csrc/linear_attention.h lists them, None where missing.
+    """
+    query, key, value, *_ = tensors
+    if query is None or key is None or value is None:
+        raise ValueError("queries, keys and values are needed")
+    batch, heads, groups, length, inputs = query.shape
+    features, *how = function
+    shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how)
+    described = _described(tensors)
+    call, count = getattr(library(), name), batch * heads
+
+    def part(start: int, stop: int) -> None:
+        if call((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
+            raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
+
+    threads = min(torch.get_num_threads(), count)
+    if threads <= 1:
+        part(0, count)
+        return
+    bounds = [count * number // threads for number in range(threads + 1)]
+    list(_threads(threads, os.getpid()).map(part, bounds[:-1], bounds[1:]))
+
+
+def run_plain_step(query, key, value, state, output, new_state) -> None:
+    """One token of plain features, dense: `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]`."""
+    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+    addresses = [tensor.data_ptr() for tensor in (query, key, value, state, output, new_state)]
+    library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
+
+
+def run_step(
+    name: str, shape: Sequence[int], tensors: Sequence[torch.Tensor | None], scaling: float | None = None
+) -> None:
+    """`log_step` or `hybrid_step` of dense tensors, in the order of csrc/linear_attention.h."""
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    addresses = (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])
+    arguments = () if scaling is None else (ctypes.c_float(scaling),)
+    if getattr(library(), name)(sizes, addresses, *arguments):
+        raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
+
+
+def run_elu_plus_one(x: torch.Tensor, output: torch.Tensor) -> None:
+    """elu(x) + 1 of a dense tensor, in its memory order."""
+    library().elu_plus_one(x.data_ptr(), output.data_ptr(), x.numel())
+
+
+def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, of whose new memory Linux is asked for pages of 2 MB: small ones cost more than a kernel's work."""
+    size = tensor.numel() * tensor.element_size()
+    if size >= LARGE and tensor.device.type == "cpu" and type(tensor) is torch.Tensor and sys.platform == "linux":
+        start = tensor.data_ptr()
+        skip = -start % mmap.PAGESIZE
+        # Advice: failure costs nothing but time.
+        _libc().madvise(start + skip, (size - skip) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
+    """For each its address, its strides but the last, which must be 1, and the size of a number, all in bytes."""
+    numbers: list[int] = []
+    for tensor in tensors:
+        if tensor is None:
+            numbers += (0, 0, 0, 0, 0, 0)
+            continue
+        size = tensor.element_size()
+        numbers += (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:4]), size)
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+@functools.cache
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    """A pool of its own for every process: threads do not survive a fork."""
+    return ThreadPoolExecutor(count, thread_name_prefix="linear_attention")

@@ -15,7 +15,7 @@ from .architectures import FEATURE_ARGUMENTS
 from .attention_masks import attend_packed
 from .attention_masks import linear_attention_mask
 from .attention_masks import read_mask
-from .backends import is_tracing
+from .kernels import is_tracing
 from .cache_linear_attention import state_layer
 
 

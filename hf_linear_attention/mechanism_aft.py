@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .attention_kernels import EMPTY_MAXIMUM
-from .attention_kernels import accumulation_dtype
-from .attention_kernels import kernel_attention
-from .attention_kernels import kernel_sums
-from .attention_kernels import normalize
+from .kernels_torch import EMPTY_MAXIMUM
+from .kernels_torch import accumulation_dtype
+from .kernels import kernel_attention
+from .kernels import kernel_sums
+from .kernels_torch import normalize
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .segment_means import real_first

@@ -20,24 +20,27 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .attention_kernels import EMPTY_MAXIMUM
-from .attention_kernels import accumulated
-from .attention_kernels import accumulation_dtype
-from .attention_kernels import kernel_sums
-from .attention_kernels import normalize
+from .kernels_torch import EMPTY_MAXIMUM
+from .kernels_torch import accumulated
+from .kernels_torch import accumulation_dtype
+from .kernels import kernel_sums
+from .kernels_torch import normalize
+from .kernels_torch import with_dtype
 from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
-from .backends import run_hybrid_step
-from .exact_window import NearKeys
-from .exact_window import SinkKeys
-from .exact_window import exact_part
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import half_squared_norm
-from .native_attention import native_attention
-from .native_attention import takes_native
-from .near_far_mix import NORMALIZATIONS
-from .near_far_mix import log_size
+from .kernels import exact_part
+from .kernels import makes_features
+from .kernels import map_attention
+from .kernels import needs_plain
+from .kernels import takes_step
+from .kernels_operators import OPERATORS
+from .kernels_window import NORMALIZATIONS
+from .kernels_window import NearKeys
+from .kernels_window import SinkKeys
+from .kernels_window import log_size
 from .position_decay import DECAY_OPTION
 from .position_decay import LearnedDecay
 from .position_decay import alibi_of
@@ -130,7 +133,7 @@ class HybridAttention(AttentionMechanism):
                 "`hybrid` cannot be traced for packed sequences (a forward without a cache inside torch.compile); pass "
                 "`past_key_values`, or compile the decode step only."
             )
-        if self._takes_step(query, key, attention_mask, is_causal, state):
+        if self._takes_step(query, key, value, attention_mask, is_causal, state):
             return self._step(query, key, value, scaling, state)
         if attention_mask is None:
             attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
@@ -145,35 +148,31 @@ class HybridAttention(AttentionMechanism):
             output = take(output.masked_fill(~attention_mask[:, None, :, None], 0.0), way_back(place))
         return output.transpose(1, 2).to(query.dtype), state
 
-    def _takes_step(self, query, key, mask, is_causal, state) -> bool:
+    def _takes_step(self, query, key, value, mask, is_causal, state) -> bool:
         """One token after others, without padding and gradients, and C kernels for it."""
         is_one = mask is None and is_causal and bool(state) and query.shape[2] == 1
-        is_usual = self.alibi is None and self.uses_far and not torch.is_grad_enabled()
-        return is_one and is_usual and query.dtype == state[1].dtype and takes_native(query, key, state[1], mask)
+        return is_one and self.alibi is None and self.uses_far and takes_step(query, key, value, *state[1:3])
 
     def _step(self, query, key, value, scaling, state):
         """`_attend_back` of one token in few operations: at this size each costs more than its sums."""
         old = HybridState._make(state)
-        (batch, heads, _, stored), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+        # Under autocast rotary positions make queries and keys float32 where values stay bfloat16.
+        key, value = with_dtype(key, old.window_key.dtype), with_dtype(value, old.window_value.dtype)
         leaving = _unrotated(old.window_key[:, :, :1], self)
         exponents = (
             self.feature_map.forward_queries(_unrotated(query, self), scaling),
             self.feature_map.forward_keys(leaving, scaling),
         )
-        new = HybridState._make(torch.empty_like(x, memory_format=torch.contiguous_format) for x in old)
-        parts = [old.sums.new_empty(batch, kv_heads, heads // kv_heads, 1, n) for n in (width, 1, 1, width, 1)]
-        shape = (
-            *(batch, kv_heads, heads // kv_heads, self.window_size, self.num_sinks),
-            *(self.shape.head_dim, stored, self.feature_map.num_features, width, query.element_size()),
-        )
-        joint = self.mix.native_parameters()
-        numbers = (None if self.decay is None else self.decay(), *old, *(joint or (None, None)))
-        run_hybrid_step(shape, (query, key, value, *exponents, *numbers), (*new, *parts), scaling)
-        near, near_size, largest, far, far_size = parts
+        joint = self.mix.kernel_parameters()
+        log_decay = None if self.decay is None else self.decay()
+        numbers = (log_decay, list(old), *(joint or (None, None)))
+        new = OPERATORS.hybrid_step(query, key, value, None, *exponents, *numbers, self.shape.head_dim, scaling)
+        near, near_size, largest, far, far_size = new[7:]
         if joint is None:
             norm = half_squared_norm(_rotated(query, self), scaling).view(largest.shape)
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
-        return near.view(batch, 1, heads, width).to(query.dtype), tuple(new)
+        batch, heads = query.shape[:2]
+        return near.reshape(batch, 1, heads, value.shape[-1]).to(query.dtype), tuple(new[:7])
 
     def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
         """The causal form. Padding is at the left end of the new tokens."""
@@ -249,12 +248,11 @@ class HybridAttention(AttentionMechanism):
         query, key = accumulated(_unrotated(query, self)), _unrotated(line.key, self)
         value, mask = line.value, line.kind == FAR_LATER
         options = {"is_causal": True, "state": state, "log_decay": None if decay is None else decay()}
-        native_map = self.feature_map.native_map(scaling) if takes_native(query, key, value, mask) else None
+        fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
+        kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
         scale: Any  # never None: these are logarithms
-        if native_map is not None:
-            output, denominator, scale, state = native_attention(
-                native_map, query, key, value, key_mask=mask, **options
-            )
+        if kernel_map is not None:
+            output, denominator, scale, state = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
             output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
         else:
             features = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
@@ -311,7 +309,7 @@ class _Line(NamedTuple):
 
     def ranges(self, length: int, places: slice) -> tuple[_Line, _Line]:
         """The first `length` places, and other `places`."""
-        if not torch.is_grad_enabled():  # an exported graph has no place for functions of our own
+        if not torch.is_grad_enabled() or needs_plain(self.key):  # no place for functions of our own
             return self.first(length), _Line(self.key[:, :, places], self.value[:, :, places], self.kind[:, places])
         key, value = (_TwoRanges.apply(x, length, places) for x in (self.key, self.value))
         first, other = map(_Line, key, value, (self.kind[:, :length], self.kind[:, places]))

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_kernels import accumulated
+from .kernels_torch import accumulated
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
-from .slot_attention import slot_attention
+from .kernels_slots import slot_attention
 
 
 class LatentAttention(AttentionMechanism):

@@ -7,18 +7,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from .attention_kernels import elementwise_attention
-from .attention_kernels import kernel_attention
-from .attention_kernels import read_state
-from .attention_kernels import with_dtype
+from .kernels import elementwise_attention
+from .kernels import is_tracing
+from .kernels import kernel_attention
+from .kernels import makes_features
+from .kernels import map_attention
+from .kernels import needs_plain
+from .kernels_torch import read_state
+from .kernels_torch import with_dtype
 from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
-from .backends import is_tracing
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import FeatureMap
-from .native_attention import native_attention
-from .native_attention import takes_native
 from .position_decay import DECAY_OPTION
 from .position_decay import decay_of
 
@@ -82,10 +83,10 @@ class LinearAttention(AttentionMechanism):
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         old: Any = state[0] if state else None
         is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
-        if not is_step and takes_native(query, key, value, attention_mask):
-            native_map = self.feature_map.native_map(scaling)
-            if native_map is not None:
-                return self._native(native_map, query, key, value, attention_mask, is_causal, old)
+        if not is_step and makes_features(query, key, value, attention_mask, self.feature_map.num_features):
+            kernel_map = self.feature_map.kernel_map(scaling)
+            if kernel_map is not None:
+                return self._with_map(kernel_map, query, key, value, attention_mask, is_causal, old)
         elementwise_map = self.feature_map.elementwise_map() if self.decay is None else None
         if elementwise_map is not None and is_causal and not is_step and self._takes_pieces(query, attention_mask):
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
@@ -108,9 +109,9 @@ class LinearAttention(AttentionMechanism):
         output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         return with_dtype(output, query.dtype), (old,)
 
-    def _native(self, native_map, query, key, value, mask, is_causal, state):
-        output, _, _, new_state = native_attention(
-            native_map,
+    def _with_map(self, kernel_map, query, key, value, mask, is_causal, state):
+        output, _, _, new_state = map_attention(
+            kernel_map,
             query,
             key,
             value,
@@ -135,7 +136,7 @@ class LinearAttention(AttentionMechanism):
 
     def _takes_pieces(self, query, mask) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
-        return query.device.type == "cpu" and not is_tracing() and not is_packed
+        return query.device.type == "cpu" and not (is_tracing() or is_packed or needs_plain(query))
 
     def _tokens_at_a_time(self, query, key, mask) -> int:
         """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""

@@ -26,18 +26,18 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .attention_kernels import accumulated
-from .attention_kernels import accumulation_dtype
+from .kernels_torch import accumulated
+from .kernels_torch import accumulation_dtype
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
-from .backends import is_tracing
+from .kernels import is_tracing
 from .segment_means import real_first
 from .segment_means import segment_mean_weights
 from .segment_means import segment_means
 from .segment_means import take
 from .segment_means import weigh_tokens
 from .segment_means import without_padding
-from .slot_attention import slot_attention
+from .kernels_slots import slot_attention
 
 
 class LinformerAttention(AttentionMechanism):

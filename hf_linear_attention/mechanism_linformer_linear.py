@@ -14,10 +14,10 @@ from typing import ClassVar
 
 import torch
 
-from .attention_kernels import EMPTY_MAXIMUM
-from .attention_kernels import accumulation_dtype
-from .attention_kernels import normalize
-from .attention_kernels import with_ones
+from .kernels_torch import EMPTY_MAXIMUM
+from .kernels_torch import accumulation_dtype
+from .kernels_torch import normalize
+from .kernels_torch import with_ones
 from .attention_mechanism import Option
 from .mechanism_linear import LinearAttention
 from .mechanism_linformer import LinformerAttention

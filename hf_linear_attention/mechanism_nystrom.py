@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .attention_kernels import accumulation_dtype
+from .kernels_torch import accumulation_dtype
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 from .segment_means import real_first
@@ -26,7 +26,7 @@ from .segment_means import segment_means
 from .segment_means import take
 from .segment_means import way_back
 from .segment_means import without_padding
-from .slot_attention import slot_attention
+from .kernels_slots import slot_attention
 
 
 class NystromAttention(AttentionMechanism):

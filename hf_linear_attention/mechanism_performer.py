@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from transformers import initialization as init
 
-from .attention_kernels import kernel_attention
+from .kernels import kernel_attention
 from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import Option
 from .mechanism_linear import LinearAttention

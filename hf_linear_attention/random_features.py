@@ -16,14 +16,14 @@ from typing import ClassVar
 import torch
 from transformers import initialization as init
 
-from .attention_kernels import accumulation_dtype
-from .attention_kernels import with_dtype
+from .kernels_torch import accumulation_dtype
+from .kernels_torch import with_dtype
 from .feature_maps import FeatureMap
 from .feature_maps import half_squared_norm
 from .feature_maps import orthogonal_random_matrix
-from .native_attention import EXP
-from .native_attention import Affine
-from .native_attention import NativeMap
+from .kernels_cpu import EXP
+from .kernels_torch import Affine
+from .kernels_torch import KernelMap
 
 
 class RandomFeatureMap(FeatureMap):
@@ -83,11 +83,11 @@ class ExpRandomFeatureMap(RandomFeatureMap):
     def forward_keys(self, key, scaling):
         return self._project(key, scaling) - half_squared_norm(key, scaling)
 
-    def native_map(self, scaling):
-        weight = self._native_weight(scaling)
-        return NativeMap(EXP, Affine(weight), Affine(weight, norm=weight.new_full((1, 1, 1), scaling)))
+    def kernel_map(self, scaling):
+        weight = self._kernel_weight(scaling)
+        return KernelMap(EXP, Affine(weight), Affine(weight, norm=weight.new_full((1, 1, 1), scaling)))
 
-    def _native_weight(self, scaling: float) -> torch.Tensor:
+    def _kernel_weight(self, scaling: float) -> torch.Tensor:
         """`[1, D, F]`, what gives the same as `_project`."""
         return (self.projection.float() * math.sqrt(scaling)).T.unsqueeze(0)
 
@@ -101,8 +101,8 @@ class CoshRandomFeatureMap(ExpRandomFeatureMap):
         projected = super()._project(x, scaling)
         return torch.cat((projected, -projected), dim=-1)
 
-    def _native_weight(self, scaling):
-        weight = super()._native_weight(scaling)
+    def _kernel_weight(self, scaling):
+        weight = super()._kernel_weight(scaling)
         return torch.cat((weight, -weight), dim=-1)
 
 

@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from .backends import is_tracing
+from .kernels import is_tracing
 
 
 def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import Dim, export
 from transformers import DynamicCache, StaticCache
 
-from hf_linear_attention import backends, convert
+from hf_linear_attention import convert, kernels_cpu
 from hf_linear_attention.cache_linear_attention import state_layer
 
 
@@ -64,7 +64,7 @@ def shapes(name):
 @pytest.fixture(autouse=True)
 def _torch(monkeypatch):
     """A graph is of torch's operations, so what it is compared with is computed by torch, not by the C kernels."""
-    monkeypatch.setattr(backends, "_library", lambda: None)
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
 
 
 @torch.no_grad()

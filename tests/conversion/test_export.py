@@ -148,7 +148,7 @@ def test_the_result_is_as_open_as_any_new_folder(tmp_path):
 
 def test_everything_shipped_is_there_and_a_missing_file_is_noticed(linear_llama, tmp_path):
     assert set(export.shipped_files()) <= set(files(linear_llama))
-    assert {"attention_kernels.py", "feature_maps.py", "mechanisms.py"} <= set(export.shipped_files())
+    assert {"kernels.py", "feature_maps.py", "mechanisms.py"} <= set(export.shipped_files())
     for name in files(linear_llama):
         shutil.copyfile(linear_llama / name, tmp_path / name)
     export.check_shipped(tmp_path)

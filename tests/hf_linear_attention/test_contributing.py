@@ -54,8 +54,8 @@ from typing import ClassVar
 
 import torch
 
-from .attention_kernels import accumulation_dtype
-from .attention_kernels import kernel_attention
+from .kernels_torch import accumulation_dtype
+from .kernels import kernel_attention
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hf_linear_attention.attention_mechanism import LayerShape
-from hf_linear_attention.backends import native_library
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.kernels_cpu import library
 from hf_linear_attention.mechanism_hybrid import HybridAttention
 
 
-pytestmark = pytest.mark.skipif(native_library(torch.zeros(1)) is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 HEADS, KV_HEADS, DIM, LENGTH = 4, 2, 16, 14
 SETTINGS = [

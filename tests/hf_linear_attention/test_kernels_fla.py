@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_linear_attention import attention_kernels, backend_fla, backends
-from hf_linear_attention.attention_kernels import kernel_attention
-from hf_linear_attention.causal_kernel import CausalAttention
+from hf_linear_attention import kernels_cpu, kernels_fla, kernels_operators
+from hf_linear_attention.kernels import kernel_attention
+from hf_linear_attention.kernels_causal import CausalAttention
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,8 +60,8 @@ def kernels(monkeypatch):
         import triton
 
         triton.runtime.driver.set_active(InterpreterDriver())
-        kernel, _ = backend_fla._kernels()
-    monkeypatch.setattr(backend_fla, "_kernels", lambda: (kernel, kernel))
+        kernel, _ = kernels_fla._kernels()
+    monkeypatch.setattr(kernels_fla, "_kernels", lambda: (kernel, kernel))
 
 
 def leaves_of(length: int, dtype: torch.dtype, with_state: bool) -> list[torch.Tensor | None]:
@@ -90,7 +90,7 @@ def values_and_gradients(function, leaves, directions):
 def test_values_and_gradients_are_those_of_torch_in_float64(kernels, dtype, length, tolerance, with_state):
     leaves = leaves_of(length, dtype, with_state)
     directions = [torch.randn(2, 2, 2, length, 12), torch.randn(2, 2, 2, length, 1), torch.randn(2, 2, 20, 13)]
-    actual = values_and_gradients(backend_fla.causal_attention, leaves, directions)
+    actual = values_and_gradients(kernels_fla.causal_attention, leaves, directions)
     doubles = [None if leaf is None else leaf.double() for leaf in leaves]
     expected = values_and_gradients(CausalAttention.apply, doubles, [direction.double() for direction in directions])
     for a, e in zip(actual, expected):
@@ -102,7 +102,7 @@ def test_values_and_gradients_are_those_of_torch_in_float64(kernels, dtype, leng
 @pytest.mark.parametrize("decay", [True, False])
 def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features, decay, monkeypatch):
     length, split = 75, 30
-    monkeypatch.setattr(backend_fla, "LONGEST_RECURRENT", length)
+    monkeypatch.setattr(kernels_fla, "LONGEST_RECURRENT", length)
     query, key, value = torch.randn(2, 4, length, 6), torch.randn(2, 2, length, 6), torch.randn(2, 2, length, 5)
     if not log_features:
         query, key = query.exp(), key.exp()
@@ -123,13 +123,15 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
             )
             outputs.append(output)
         output = torch.cat(outputs, dim=2) * mask[:, None, :, None]
+        if log_features:  # where a decay goes, into the sums or the maximum, is a matter of convention
+            state = state[..., :-1] * state[..., -1:].exp()
         return [output, state, *torch.autograd.grad((output * direction).sum(), leaves)]
 
-    monkeypatch.setattr(backends, "_library", lambda: None)  # torch on both sides, but for the kernel
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # torch on both sides, but for the kernel
     expected = run()
     calls = []
     monkeypatch.setattr(
-        attention_kernels, "gpu_kernel", lambda value, n: calls.append(n) or backend_fla.causal_attention
+        kernels_operators, "gpu_kernel", lambda value, n: calls.append(n) or kernels_fla.causal_attention
     )
     for a, e in zip(run(), expected):
         # float32 on both sides, sums of 75 terms in another order; a decay of -0.9 shrinks some by exp(-60)
@@ -138,30 +140,30 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
 
 
 def test_float32_goes_to_tensor_cores_only_where_torch_may_use_them(kernels, monkeypatch):
-    monkeypatch.setattr(backends, "_is_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(kernels_fla, "_is_on_cuda", lambda tensor: True)
     values = {dtype: torch.zeros(1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-    assert backends.gpu_kernel(values[torch.bfloat16], 4096) is backend_fla.causal_attention
-    assert backends.gpu_kernel(values[torch.float16], 4096) is not None
-    assert backends.gpu_kernel(values[torch.float32], 4096) is None
-    assert backends.gpu_kernel(values[torch.float32], 64) is not None  # token by token, in float32
-    monkeypatch.setattr(backend_fla, "_is_tf32_allowed", lambda: True)
-    assert backends.gpu_kernel(values[torch.float32], 4096) is not None
-    assert backends.gpu_kernel(values[torch.float32].double(), 1) is None
-    monkeypatch.setattr(backends, "_backend", lambda: "torch")
-    assert backends.gpu_kernel(values[torch.bfloat16], 4096) is None
+    assert kernels_fla.gpu_kernel(values[torch.bfloat16], 4096) is kernels_fla.causal_attention
+    assert kernels_fla.gpu_kernel(values[torch.float16], 4096) is not None
+    assert kernels_fla.gpu_kernel(values[torch.float32], 4096) is None
+    assert kernels_fla.gpu_kernel(values[torch.float32], 64) is not None  # token by token, in float32
+    monkeypatch.setattr(kernels_fla, "_is_tf32_allowed", lambda: True)
+    assert kernels_fla.gpu_kernel(values[torch.float32], 4096) is not None
+    assert kernels_fla.gpu_kernel(values[torch.float32].double(), 1) is None
+    monkeypatch.setattr(kernels_fla, "requested_backend", lambda: "torch")
+    assert kernels_fla.gpu_kernel(values[torch.bfloat16], 4096) is None
 
 
 def test_tensors_without_memory_are_none_of_its_business():
     with FakeTensorMode():
-        assert not backends._is_on_cuda(torch.empty(2, device="cuda"))
+        assert not kernels_fla._is_on_cuda(torch.empty(2, device="cuda"))
 
 
 def test_tf32_is_allowed_where_torch_was_told_so():
-    assert not backend_fla._is_tf32_allowed()
+    assert not kernels_fla._is_tf32_allowed()
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert backend_fla._is_tf32_allowed()
+        assert kernels_fla._is_tf32_allowed()
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -194,7 +196,7 @@ def test_on_a_cpu_fla_is_never_imported(packages):
 
 def test_without_fla_torch_computes_on_cuda_too(packages):
     write(packages / "fla", "raise ModuleNotFoundError('no triton here')")
-    assert backend_fla._kernels.__wrapped__() is None
+    assert kernels_fla._kernels.__wrapped__() is None
 
 
 def test_the_models_of_fla_stay_out(packages):
@@ -206,7 +208,7 @@ def test_the_models_of_fla_stay_out(packages):
     write(
         packages / "fla" / "ops" / "simple_gla", "chunk_simple_gla, fused_recurrent_simple_gla = 'chunked', 'recurrent'"
     )
-    assert backend_fla._kernels.__wrapped__() == ("recurrent", "chunked")
+    assert kernels_fla._kernels.__wrapped__() == ("recurrent", "chunked")
     assert "fla.models" not in sys.modules
     importlib.import_module("fla.models")  # whoever wants them can still have them
 

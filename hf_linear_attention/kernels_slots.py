@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .native_attention import native_softmax
-from .native_attention import takes_native
+from .kernels import is_tracing
+from .kernels import needs_plain
+from .kernels_checks import check_slots
+from .kernels_operators import OPERATORS
+from .kernels_operators import takes_attention
 
 
 def slot_attention(
@@ -20,10 +23,14 @@ def slot_attention(
         query: `[B, H, N, D]`.
         key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, W]`.
         visible: bool `[B or 1, Hkv or 1, S]`, or None for all keys.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit each other.
     """
+    check_slots(query, key, value, visible)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if not has_gradient and takes_native(query, key, value, visible):
-        return native_softmax(query, key, value, visible, scaling)
+    if not has_gradient and not is_tracing() and not needs_plain(query) and takes_attention(query, key, value, None, 1):
+        return OPERATORS.slot_attention(query, key, value, visible, scaling).transpose(1, 2)
     groups = query.shape[1] // key.shape[1]
     if visible is not None:
         key, value = (torch.where(visible.unsqueeze(3), x, 0.0) for x in (key, value))

@@ -1,4 +1,4 @@
-"""Causal kernel attention on CUDA by fla-core (extra `gpu`), in place of `CausalAttention` where backends.py finds it.
+"""Causal kernel attention on CUDA by fla-core (extra `gpu`), in place of `CausalAttention` where it is installed.
 
 A column of ones beside the values makes fla's float32 state ours, S | Z; scale is 1 and the division is our own: the
 defaults of fla's functions differ in both, and its own normaliser is summed in the dtype of the keys.
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .kernels_cpu import requested_backend
+
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,17 @@ logger = logging.getLogger(__name__)
 LONGEST_RECURRENT = 64
 # 16-bit kernels miscompile odd widths (fla says so), and rows of 32 bytes are what tensor cores load.
 COLUMNS = 16
+
+
+def gpu_kernel(value: torch.Tensor, length: int) -> Callable[..., Any] | None:
+    """`causal_attention` for N tokens on CUDA with these values, or None."""
+    if not _is_on_cuda(value) or requested_backend() == "torch" or not takes(value, length):
+        return None
+    return causal_attention
+
+
+def _is_on_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and type(tensor) is torch.Tensor  # of no kind that has no memory
 
 
 def takes(value: torch.Tensor, length: int) -> bool:
@@ -74,7 +87,18 @@ def causal_attention(
     sums = sums.float().transpose(1, 2).unflatten(1, (-1, groups))
     denominator = sums[..., width : width + 1]
     output = sums[..., :width] / denominator.masked_fill(denominator == 0, 1.0)
+    if sums.requires_grad:
+        sums.register_hook(_refuse_second_derivatives)
     return output, denominator, new_state[:, ::groups, :features, : width + 1]
+
+
+def _refuse_second_derivatives(grad: torch.Tensor) -> None:
+    """fla's backward pass is a constant to autograd: differentiating it again would be wrong in silence."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "fla's CUDA kernels have no second derivatives (`create_graph=True`, torch.func); set the environment "
+            "variable HF_LINEAR_ATTENTION_BACKEND to torch for them."
+        )
 
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Causal kernel attention on plain features, block by block, with a backward pass that recomputes its sums.
+"""Causal kernel attention in torch, block by block, with a backward pass that recomputes its sums.
 
 Axes: B batch, Hkv key/value heads, G query heads per key/value head, N tokens, F features, D head dimension of the
 values, C tokens in a block. Inside the loops B and Hkv are one axis, and G and C another.
@@ -10,6 +10,7 @@ them, and backwards for keys and values, which meet those of what lies behind.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -17,14 +18,91 @@ from typing import Any
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .backends import in_large_pages
+from .kernels_cpu import in_large_pages
+from .kernels_torch import BLOCK_SIZE
+from .kernels_torch import Parts
+from .kernels_torch import accumulation_dtype
+from .kernels_torch import exponentiate
+from .kernels_torch import joined
+from .kernels_torch import pack_state
+from .kernels_torch import plain_attention
+from .kernels_torch import safe_block_size
+from .kernels_torch import unpack_state
+from .kernels_torch import with_dtype
 
 
-# C: products of small matrices, and the time that each call of torch takes, want many rows; the square of scores within
-# a block wants few. From 32 to 96 all are within a tenth of each other on one thread of a CPU.
-BLOCK_LENGTH = 64
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    log_features: bool,
+    key_mask: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
+    gpu_kernel: Callable[..., Any] | None = None,
+) -> Parts:
+    """`kernels_torch.plain_attention`, causal, in blocks as long as the exponents allow; bool masks only.
+
+    `gpu_kernel` is `kernels_fla.causal_attention` where it takes these tensors.
+    """
+    mask = None if key_mask is None else key_mask[:, None, :, None]
+    sums, maximum = unpack_state(state, log_features)
+    steepest = 0.0 if log_decay is None or gpu_kernel is None else -log_decay.min().item()
+    dtype = accumulation_dtype(value)
+    key = with_dtype(key, dtype)
+    size = safe_block_size(key, mask, maximum, steepest) if log_features else max(1, key.shape[2])
+    if log_decay is not None and gpu_kernel is None:
+        options = {"key_mask": key_mask, "state": state, "log_decay": log_decay, "block_size": min(size, BLOCK_SIZE)}
+        return plain_attention(query, key, value, log_features=log_features, is_causal=True, **options)
+    query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
+    if gpu_kernel is not None and not log_features:  # it takes a decay of any steepness as it is
+        visible = key if mask is None else key * mask
+        output, denominator, sums = gpu_kernel(query, visible, value, sums, _faded(log_decay, key, mask))
+        return output, denominator, None, sums
+    attend = CausalAttention.apply if gpu_kernel is None else gpu_kernel
+    masks = itertools.repeat(None) if mask is None else mask.split(size, dim=2)
+    results = []
+    # `.split` and not slices: autograd through slices of one tensor costs O(N^2).
+    for q, k, v, m in zip(query.split(size, dim=3), key.split(size, dim=2), value.split(size, dim=2), masks):
+        scale, faded = None, _faded(log_decay, k, m)
+        if log_features:
+            q, scale, k, sums, maximum = exponentiate(q, k, m, sums, maximum)
+        k = k if m is None else k * m
+        output, denominator, sums = attend(q, k, v, sums, *(() if faded is None else (faded,)))
+        if faded is not None and maximum is not None:  # the sums fade inside, and the maximum takes that over
+            total = faded.sum(dim=2)
+            sums, maximum = sums * (-total.detach()).exp()[..., None, None], maximum + total.detach().unsqueeze(2)
+        results.append((output, denominator, scale))
+    output, denominator, scale = (None if part[0] is None else joined(part) for part in zip(*results))
+    return output, denominator, scale, pack_state(sums, maximum)
+
+
+def _faded(log_decay: torch.Tensor | None, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """By how much each token makes all before it fade, `[B, Hkv, N]`."""
+    if log_decay is None:
+        return None
+    faded = log_decay[None, :, None].expand(key.shape[:3])
+    return faded if mask is None else faded * mask[..., 0]
+
+
+def gradients_with_graph(function: Callable[..., Any], inputs: Any, grad_outputs: Any) -> list[torch.Tensor | None]:
+    """Gradients of `inputs` that can be differentiated again: through `function`, made of operations of torch alone.
+
+    For the backward pass of a function of our own while torch keeps a graph of it (`create_graph=True`).
+    """
+    leaves = [x.view_as(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in inputs]
+    wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    pairs = [(y, g) for y, g in zip(function(*leaves), grad_outputs) if g is not None and y is not None]
+    pairs = [(y, g) for y, g in pairs if y.requires_grad]
+    found = iter(_grad(pairs, wanted) if pairs else ())
+    return [next(found, None) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in leaves]
+
+
+def _grad(pairs, wanted):
+    outputs, grads = zip(*pairs)
+    return torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True)
 
 
 class ElementwiseMap(NamedTuple):
@@ -70,8 +148,11 @@ class CausalAttention(torch.autograd.Function):
         return output, denominator, _state_of(sums, z, key.shape[:2])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_output, grad_denominator, grad_state):
+        if torch.is_grad_enabled():
+            *inputs, _, _ = ctx.saved_tensors
+            plain = functools.partial(_plain, feature_map=ctx.feature_map)
+            return *gradients_with_graph(plain, inputs, (grad_output, grad_denominator, grad_state)), None
         query, key, value, state, mask, output, denominator = ctx.saved_tensors
         feature_map, dtype, kv_heads = ctx.feature_map, output.dtype, key.shape[1]
         # d output = d numerator / denominator - output d denominator / denominator; none where nothing is to be seen
@@ -104,6 +185,17 @@ class CausalAttention(torch.autograd.Function):
         return *grads, None if state is None else _state_of(sums, z, key.shape[:2]), None, None
 
 
+def _plain(query, key, value, state, mask, feature_map):
+    """The same in plain operations."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    query, key = (_features(x, dtype, feature_map) for x in (query.flatten(1, 2), key))
+    key_mask = None if mask is None else mask[:, 0, :, 0]
+    output, denominator, _, state = plain_attention(
+        query, key, value, log_features=False, is_causal=True, key_mask=key_mask, state=state
+    )
+    return output, denominator, state
+
+
 def _features(x: torch.Tensor, dtype: torch.dtype, feature_map: ElementwiseMap | None) -> torch.Tensor:
     return x.to(dtype) if feature_map is None else feature_map.function(x.to(dtype))
 
@@ -120,7 +212,7 @@ def _visible(key: torch.Tensor, mask: torch.Tensor | None, kv_heads: int) -> tor
 
 def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The blocks of C tokens of tensors whose last axis but one is N, views; None for what is missing."""
-    return zip(*(itertools.repeat(None) if x is None else x.split(BLOCK_LENGTH, dim=-2) for x in tensors))
+    return zip(*(itertools.repeat(None) if x is None else x.split(BLOCK_SIZE, dim=-2) for x in tensors))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linear_attention import backends, reference
-from hf_linear_attention.attention_kernels import BLOCK_SIZES, _block_size, elementwise_attention, kernel_attention
-from hf_linear_attention.causal_kernel import CausalAttention
+from hf_linear_attention import kernels_cpu, reference
 from hf_linear_attention.feature_maps import FEATURE_MAPS, elu_plus_one
+from hf_linear_attention.kernels import elementwise_attention, kernel_attention
+from hf_linear_attention.kernels_causal import CausalAttention
+from hf_linear_attention.kernels_torch import BLOCK_SIZES, safe_block_size
 
 
 def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float64):
@@ -75,21 +76,21 @@ def test_a_steep_decay_neither_over_nor_underflows_in_float32(log_features):
 
 def test_blocks_shrink_only_where_keys_differ_by_more_than_float32_can_hold():
     calm = torch.zeros(1, 1, 200, 3)
-    assert _block_size(calm, None, None, True, None) == BLOCK_SIZES[0]
+    assert safe_block_size(calm, None, None) == BLOCK_SIZES[0]
     rising = calm.clone()
     rising[:, :, 100] = 70.0
-    assert _block_size(rising, None, None, True, None) < BLOCK_SIZES[0]
+    assert safe_block_size(rising, None, None) < BLOCK_SIZES[0]
     # the same jump at the start of a block, or after as large a carried maximum, hides nothing
     at_start = calm.clone()
     at_start[:, :, 0] = 70.0
-    assert _block_size(at_start, None, None, True, None) == BLOCK_SIZES[0]
-    assert _block_size(rising, None, torch.full((1, 1, 3), 70.0), True, None) == BLOCK_SIZES[0]
+    assert safe_block_size(at_start, None, None) == BLOCK_SIZES[0]
+    assert safe_block_size(rising, None, torch.full((1, 1, 3), 70.0)) == BLOCK_SIZES[0]
 
 
 def test_padding_at_the_start_of_a_block_does_not_shrink_it():
     key = torch.zeros(1, 1, 64, 3)
     mask = torch.arange(64)[None, None, :, None] >= 30
-    assert _block_size(key, mask, None, True, None) == BLOCK_SIZES[0]
+    assert safe_block_size(key, mask, None) == BLOCK_SIZES[0]
 
 
 def test_features_that_see_nothing_give_zero():
@@ -141,7 +142,7 @@ def test_causal_gradients_in_float64(with_state):
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize("name", ["elu1", "relu", "squared_relu"])
 def test_features_made_in_blocks_are_those_made_before(monkeypatch, name, with_state):
-    monkeypatch.setattr(backends, "_library", lambda: None)
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
     feature_map = FEATURE_MAPS[name](4, 2, 8)
     mask = torch.rand(2, 70) > 0.2
     mask[0, :20] = False
@@ -167,7 +168,7 @@ def test_features_made_in_blocks_are_those_made_before(monkeypatch, name, with_s
 
 
 def test_bfloat16_is_widened_in_blocks(monkeypatch):
-    monkeypatch.setattr(backends, "_library", lambda: None)
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
     query, key, value = (torch.randn(1, 2, 70, 8).bfloat16() for _ in range(3))
     elu1 = FEATURE_MAPS["elu1"](2, 2, 8)
     wide = elementwise_attention(elu1.elementwise_map(), query.float(), key.float(), value.float(), None, None)
@@ -184,7 +185,7 @@ def test_native_step_agrees_with_torch(monkeypatch, log_features, log_decay):
     before = options["state"].clone()
     with torch.no_grad():
         native = kernel_attention(*arguments, **options)
-        monkeypatch.setattr(backends, "_library", lambda: None)
+        monkeypatch.setattr(kernels_cpu, "library", lambda: None)
         plain = kernel_attention(*arguments, **options)
     assert torch.equal(options["state"], before)
     for a, e in zip(native, plain):
@@ -208,15 +209,15 @@ def test_a_traced_step_computes(log_features):
 
 
 @torch.no_grad()
-def test_native_map_agrees_with_torch(monkeypatch):
+def test_kernel_map_agrees_with_torch(monkeypatch):
     x = torch.linspace(-80, 20, 4 * 5 * 15).view(1, 4, 5, 15)
     x[0, 0, 0, 0], x[0, 0, 0, 1] = float("nan"), float("inf")
     native = elu_plus_one(x)
-    monkeypatch.setattr(backends, "_library", lambda: None)
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
     # the exponential is within 3e-7
     torch.testing.assert_close(native, elu_plus_one(x), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-def test_the_native_map_keeps_relative_accuracy_where_features_are_tiny():
+def test_the_kernel_map_keeps_relative_accuracy_where_features_are_tiny():
     x = torch.linspace(-80, 0, 4 * 5 * 16).view(1, 4, 5, 16)
     torch.testing.assert_close(elu_plus_one(x), x.double().exp().float(), rtol=1e-6, atol=0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linear_attention import backends
+from hf_linear_attention import kernels_cpu
+from hf_linear_attention.kernels_slots import slot_attention
 from hf_linear_attention.reference import attend, repeat_heads
 from hf_linear_attention.segment_means import segment_mean_weights, segment_means, weigh_tokens
-from hf_linear_attention.slot_attention import slot_attention
 
 
 SCALING = 0.3
@@ -40,8 +40,8 @@ def masks(keys: int):
 def kernel(request, monkeypatch):
     """Both, where there is a compiler."""
     if request.param == "torch":
-        monkeypatch.setattr(backends, "_library", lambda: None)
-    elif backends.native_library(torch.zeros(1)) is None:
+        monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    elif kernels_cpu.library() is None:
         pytest.skip("no C compiler")
 
 

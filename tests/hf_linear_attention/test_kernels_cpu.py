@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_linear_attention import backends
-from hf_linear_attention.attention_kernels import kernel_attention
-from hf_linear_attention.backends import native_library
+from hf_linear_attention import kernels_cpu
 from hf_linear_attention.feature_maps import EluFeatureMap, ExpFeatureMap, FeatureMap, HedgehogFeatureMap
-from hf_linear_attention.native_attention import ELU_PLUS_ONE, EXP, Affine, NativeMap, native_attention, takes_native
+from hf_linear_attention.kernels import kernel_attention, map_attention
+from hf_linear_attention.kernels_cpu import ELU_PLUS_ONE, EXP, library
+from hf_linear_attention.kernels_operators import takes_attention
+from hf_linear_attention.kernels_torch import Affine, KernelMap
 from hf_linear_attention.random_features import CoshRandomFeatureMap, ExpRandomFeatureMap
 
 
@@ -23,7 +24,7 @@ MAPS = {
     "cosh": CoshRandomFeatureMap,
 }
 
-pytestmark = pytest.mark.skipif(native_library(torch.zeros(1)) is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 
 def build(name: str, dim: int, features: int | None = None) -> FeatureMap:
@@ -56,7 +57,7 @@ def in_torch(feature_map, query, key, value, **options):
 
 
 def in_c(feature_map, query, key, value, **options):
-    output, _, _, state = native_attention(feature_map.native_map(SCALING), query, key, value, **options)
+    output, _, _, state = map_attention(feature_map.kernel_map(SCALING), query, key, value, **options)
     return output, state
 
 
@@ -118,7 +119,7 @@ def test_heads_in_turns_are_those_one_after_the_other(function, is_causal):
     def attend(*leaves):
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         options = {"is_causal": is_causal, "key_mask": mask, "log_decay": log_decay}
-        output, denominator, _, state = native_attention(NativeMap(function), *leaves, **options)
+        output, denominator, _, state = map_attention(KernelMap(function), *leaves, **options)
         return [output, denominator, state, *torch.autograd.grad(output, leaves, direction)]
 
     in_turns = attend(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
@@ -148,7 +149,7 @@ def test_features_given_as_they_are_agree_with_float64():
             query, key = query.abs(), key.abs()
         for is_causal in (True, False):
             options = {"is_causal": is_causal}
-            actual = native_attention(NativeMap(function), query, key, value, **options)[0].transpose(1, 2)
+            actual = map_attention(KernelMap(function), query, key, value, **options)[0].transpose(1, 2)
             exact, _ = kernel_attention(
                 query.double(), key.double(), value.double(), log_features=log_features, **options
             )
@@ -198,10 +199,10 @@ def test_threads_share_the_heads():
 def test_gradients_that_nobody_wants_are_not_made():
     query, key, value = sample(40, 8, 8)
     weight = torch.randn(1, 8, 16)
-    native_map = NativeMap(2, Affine(weight.requires_grad_()), Affine(torch.randn(1, 8, 16)))
-    output, *_ = native_attention(native_map, query, key, value, is_causal=True)
+    kernel_map = KernelMap(2, Affine(weight.requires_grad_()), Affine(torch.randn(1, 8, 16)))
+    output, *_ = map_attention(kernel_map, query, key, value, is_causal=True)
     (gradient,) = torch.autograd.grad(output.square().sum(), [weight])
-    images = [(x @ w).double() for x, w in ((query, weight), (key, native_map.key.weight))]
+    images = [(x @ w).double() for x, w in ((query, weight), (key, kernel_map.key.weight))]
     exact, _ = kernel_attention(*images, value.double(), log_features=True, is_causal=True)
     (expected,) = torch.autograd.grad(exact.square().sum(), [weight])
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)  # a sum over 320 rows
@@ -209,17 +210,17 @@ def test_gradients_that_nobody_wants_are_not_made():
 
 def test_thin_heads_and_what_has_no_bytes_stay_in_torch():
     query, key, value = sample(5, 8, 8)
-    assert takes_native(query, key, value, None)
-    assert not takes_native(query[..., :3], key[..., :3], value, None)
-    assert not takes_native(query, key, value.double(), None)
-    assert not takes_native(query, key, value.to("meta"), None)
-    assert not takes_native(query, key, value, torch.ones(2, 5, dtype=torch.int64))
+    assert takes_attention(query, key, value, None, 8)
+    assert not takes_attention(query[..., :3], key[..., :3], value, None, 8)
+    assert not takes_attention(query, key, value.double(), None, 8)
+    assert not takes_attention(query, key, value.to("meta"), None, 8)
+    assert not takes_attention(query, key, value, torch.ones(2, 5, dtype=torch.int64), 8)
 
 
 def test_without_a_compiler_torch_computes_the_same(monkeypatch):
     query, key, value = (F.softplus(x) for x in sample(70, 8, 8))
     native = kernel_attention(query, key, value, log_features=False, is_causal=True)
-    monkeypatch.setattr(backends, "_library", lambda: None)
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
     plain = kernel_attention(query, key, value, log_features=False, is_causal=True)
     for a, b in zip(native, plain):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # sums of 70 terms of one sign

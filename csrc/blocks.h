@@ -1,0 +1,142 @@
+/* What one call works with, and how it reads and writes blocks of tokens: any strides, float32 or bfloat16. */
+#ifndef BLOCKS_H
+#define BLOCKS_H
+
+#include "matrices.h"
+
+#define EMPTY -1e30f /* the running maximum before the first key */
+#define LIMIT 60.0f  /* nats that the features of one block may differ by */
+
+/* x W + b - norm |x|^2 / 2, and the gradients of the three */
+typedef struct {
+    float *weight, *copy, *weight_t, *bias, norm, *grad_weight, *grad_bias;
+    double grad_norm;
+} affine;
+
+typedef struct work {
+    const sizes *sizes;
+    const tensor *tensors;
+    const struct work *other; /* whose block at `position` comes next, NULL where it is of the same head */
+    int64_t batch, head;
+    int64_t input_row, image_row, feature_row, value_row; /* floats of a row, in whole vectors */
+    int64_t position, tokens, next_offset; /* of the block: its first token, how many; where the next one is */
+    int64_t block_number, block_end; /* in the backward pass: blocks so far; where the block behind this one begins */
+    float decay, first_step;         /* by how many real tokens the block begins after what came before */
+    float *maximum, *rescale, steps[BLOCK], query_factor[BLOCK], key_factor[BLOCK];
+    float *query, *key, *value, *query_input, *key_input, *key_t, *scores, *out, *sums, *z, *ones;
+    float *image, *is_real, *query_softmax, *key_softmax; /* of HEDGEHOG */
+    /* of the backward pass */
+    float *grad, *grad_value, *output, *grad_input, *grad_sums, *grad_z, *value_t, *pairs, *sums_t, *maxima;
+    int64_t *starts;
+    /* Sums in which each key counts as often as real tokens have come since: the derivative by the decay. */
+    float *aged_sums, *aged_z, *aged;
+    double grad_decay;
+    affine *maps; /* of keys, then of each group of queries */
+    char *memory;
+} work;
+
+static inline char *address_of(const work *w, int which, int64_t g, int64_t n) {
+    const tensor *x = w->tensors + which;
+    return x->data + w->batch * x->batch + w->head * x->head + g * x->group + n * x->token;
+}
+
+/* Fetch up to C rows of a tensor from token n on while the next products are at work. */
+static inline void prefetch_rows(const work *w, int stream, int which, int64_t g, int64_t n, int64_t length) {
+    const tensor *x = w->tensors + which;
+    int64_t left = n < 0 ? 0 : length - n;
+    prefetch_streams[stream].row = address_of(w, which, g, n), prefetch_streams[stream].step = x->token,
+    prefetch_streams[stream].left = left < BLOCK ? left : BLOCK;
+    prefetch_streams[stream].bytes = (which < VALUE ? w->sizes->inputs : w->sizes->width) * x->bytes;
+    prefetch_streams[stream].at_once = w->sizes->causal ? 2 : 4; /* fewer products follow in the other form */
+}
+
+INLINE vector apply_map(const work *w, vector x, float factor) {
+    return (w->sizes->map == ELU ? elu_of(x) : x) * factor;
+}
+
+/* out[C, ld] = c rows of a tensor from token n on, 0 elsewhere; with a factor for each row, mapped to features. */
+INLINE void load_mapped(const work *w, float *out, int64_t ld, int which, int64_t g, int64_t n, int64_t columns,
+                        const float *factor) {
+    const char *row = address_of(w, which, g, n);
+    if (!w->tensors[which].data) {
+        memset(out, 0, 4 * ld * BLOCK);
+        return;
+    }
+    int64_t length = which == KEY || which == VALUE ? w->sizes->keys : w->sizes->queries;
+    int stream = which < VALUE ? which : which == OUTPUT ? 3 : which == GRAD_OUTPUT ? 4 : 2;
+    if (w->other)
+        prefetch_rows(w->other, stream, which, g, w->other->position, length);
+    else
+        prefetch_rows(w, stream, which, g, n + w->next_offset, length);
+    int64_t step = w->tensors[which].token, is_whole = columns % LANES == 0 && ld == columns;
+    for (int64_t t = 0; t < w->tokens; t++, out += ld, row += step) {
+        if (w->tensors[which].bytes == 4 && is_whole) {
+            for (int64_t j = 0; j < columns; j += LANES) {
+                vector x = *(const vector *)(row + 4 * j);
+                *(vector *)(out + j) = factor ? apply_map(w, x, factor[t]) : x;
+            }
+            continue;
+        }
+        if (w->tensors[which].bytes == 4)
+            memcpy(out, row, 4 * columns);
+        else
+            for (int64_t j = 0; j < columns; j++) {
+                union {
+                    uint32_t bits;
+                    float value;
+                } x = {(uint32_t)((const uint16_t *)row)[j] << 16};
+                out[j] = x.value;
+            }
+        if (ld > columns) memset(out + columns, 0, 4 * (ld - columns));
+        for (int64_t j = 0; factor && j < ld; j += LANES)
+            *(vector *)(out + j) = apply_map(w, *(vector *)(out + j), factor[t]);
+    }
+    memset(out, 0, 4 * ld * (BLOCK - w->tokens));
+}
+
+static inline void load(const work *w, float *out, int64_t ld, int which, int64_t g, int64_t n, int64_t columns) {
+    load_mapped(w, out, ld, which, g, n, columns, NULL);
+}
+
+/* c rows of a tensor from token n on = scale[t] rows[C, ld] */
+static inline void store(const work *w, const float *rows, int64_t ld, const float *scale, int which, int64_t g,
+                         int64_t n, int64_t columns) {
+    for (int64_t t = 0; t < w->tokens; t++, rows += ld) {
+        char *row = address_of(w, which, g, n + t);
+        if (w->tensors[which].bytes == 4)
+            for (int64_t j = 0; j < columns; j++) ((float *)row)[j] = scale[t] * rows[j];
+        else
+            for (int64_t j = 0; j < columns; j++) {
+                union {
+                    float value;
+                    uint32_t bits;
+                } x = {scale[t] * rows[j]};
+                uint32_t nearest = (x.bits + 0x7fff + (x.bits >> 16 & 1)) >> 16;
+                ((uint16_t *)row)[j] = x.value == x.value ? nearest : 0x7fc0;
+            }
+    }
+}
+
+static inline void store_numbers(const work *w, const float *x, int which, int64_t g, int64_t n) {
+    char *to = address_of(w, which, g, n);
+    for (int64_t t = 0; t < w->tokens && w->tensors[which].data; t++)
+        *(float *)(to + t * w->tensors[which].token) = x[t];
+}
+
+static inline void load_numbers(const work *w, float *x, int which, int64_t g, int64_t n) {
+    memset(x, 0, 4 * BLOCK);
+    if (w->tensors[which].data)
+        for (int64_t t = 0; t < w->tokens; t++) x[t] = *(float *)address_of(w, which, g, n + t);
+}
+
+static inline float *allocate(char **memory, int64_t floats) {
+    char *start = *memory;
+    *memory += 4 * ((floats + 15) & ~15);
+    return (float *)start;
+}
+
+static inline int64_t round_up(int64_t n) {
+    return (n + 15) & ~15;
+}
+
+#endif

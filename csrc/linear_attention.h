@@ -1,0 +1,140 @@
+/* The interface of the CPU kernels: plain C, called through ctypes by hf_linear_attention/kernels_cpu.py.
+
+   Nothing here checks a size: kernels_cpu.py compares every shape, dtype and stride before an address leaves Python.
+
+   Axes: heads are key/value heads, groups the query heads of each of them. A tensor has five axes, batch, head, group,
+   token and column; the stride of a column is always one number. Numbers of 4 bytes are float32, of 2 bfloat16; masks
+   have 1 byte per entry. A missing tensor is a null pointer. Inside, all arithmetic is float32. */
+#ifndef LINEAR_ATTENTION_H
+#define LINEAR_ATTENTION_H
+
+#include <stdint.h>
+
+/* Raised by every change to what stands in this file; kernels_cpu.py computes in torch where it expects another one. */
+#define ABI_VERSION 1
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+typedef struct {
+    char *data;
+    int64_t batch, head, group, token, bytes; /* strides, and the size of a number, in bytes */
+} tensor;
+
+/* One call: the sizes of its tensors, and which (batch, head) pairs are computed: numbers start .. stop - 1. */
+typedef struct {
+    int64_t heads, groups, queries, keys, inputs, features, width, map, causal, start, stop;
+} sizes;
+
+/* What the feature map does to numbers: nothing, elu(x) + 1, exp (numbers are exponents), and the exponents
+   [log softmax(u), log softmax(-u)] of Hedgehog. From EXP on, states have a running maximum. */
+enum { PLAIN, ELU, EXP, HEDGEHOG };
+
+/* Tensors of attention_forward (up to NEW_STATE) and attention_backward. A map has weight, bias and norm weight. */
+enum {
+    QUERY,
+    KEY,
+    VALUE,
+    MASK,
+    DECAY,
+    KEY_MAP,
+    QUERY_MAP = KEY_MAP + 3,
+    STATE = QUERY_MAP + 3,
+    OUTPUT,
+    DENOMINATOR,
+    SCALE,
+    NEW_STATE,
+    GRAD_OUTPUT,
+    GRAD_DENOMINATOR,
+    GRAD_STATE,
+    GRAD_QUERY,
+    GRAD_KEY,
+    GRAD_VALUE,
+    GRAD_DECAY,
+    GRAD_KEY_MAP,
+    GRAD_QUERY_MAP = GRAD_KEY_MAP + 3,
+    GRAD_FIRST_STATE = GRAD_QUERY_MAP + 3,
+    ATTENTION_TENSORS
+};
+
+/* Tensors of window_forward (up to LARGEST) and window_backward; `sizes.features` is how many places a query sees,
+   `sizes.map` how many sinks. SINK_QUERY is what sinks are compared with, the query itself where it is missing. */
+enum {
+    SINK_KEY = MASK + 1,
+    SINK_VALUE,
+    SINK_SEEN,
+    SINK_QUERY,
+    SCALING,
+    NEAR_OUTPUT,
+    LOG_SIZE,
+    LARGEST,
+    GRAD_NEAR,
+    GRAD_LOG_SIZE,
+    GRAD_NEAR_QUERY,
+    GRAD_PLACE,
+    GRAD_SINK = GRAD_PLACE + 2,
+    GRAD_SINK_QUERY = GRAD_SINK + 2,
+    WINDOW_TENSORS
+};
+
+/* Tensors of slots_forward. */
+enum { SLOT_OUTPUT = MASK + 1, SLOT_TENSORS };
+
+/* One token after others, dense tensors. The key of a place has `stored_dim` numbers, of which the exact part sees the
+   first `key_dim` and the feature map the last. */
+typedef struct {
+    int64_t batch, heads, groups, window, sinks, key_dim, stored_dim, features, width;
+    int64_t query_bytes, key_bytes, value_bytes;
+} step_sizes;
+
+/* Addresses of log_step and hybrid_step. From STEP_SUMS to STEP_SEEN the state in the order of `HybridState`, from
+   STEP_NEW on the new one likewise. */
+enum {
+    STEP_QUERY,
+    STEP_KEY,
+    STEP_VALUE,
+    STEP_SINK_QUERY,
+    STEP_QUERY_EXPONENT,
+    STEP_KEY_EXPONENT,
+    STEP_DECAY,
+    STEP_SUMS,
+    STEP_WINDOW_KEY,
+    STEP_WINDOW_VALUE,
+    STEP_KIND,
+    STEP_SINK_KEY,
+    STEP_SINK_VALUE,
+    STEP_SEEN,
+    STEP_LOG_SCALE,
+    STEP_NORM_WEIGHT,
+    STEP_NEW,
+    STEP_NEAR = STEP_NEW + 7,
+    STEP_NEAR_SIZE,
+    STEP_LARGEST,
+    STEP_FAR,
+    STEP_FAR_SIZE,
+    STEP_TENSORS
+};
+
+/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the four lists. */
+EXPORT void abi(int64_t *numbers);
+/* The best of the instruction sets that this library is built for and this processor has: 0 base, 1 avx2, 2 avx512. */
+EXPORT int64_t best_instruction_set(void);
+
+/* These return 1 where there is no memory left for their working space, else 0. */
+EXPORT int attention_forward(const sizes *s, const tensor *x);
+EXPORT int attention_backward(const sizes *s, const tensor *x);
+EXPORT int window_forward(const sizes *s, const tensor *x);
+EXPORT int window_backward(const sizes *s, const tensor *x);
+EXPORT int slots_forward(const sizes *s, const tensor *x);
+EXPORT int hybrid_step(const step_sizes *n, char **x, float scaling);
+EXPORT int log_step(const step_sizes *n, char **x);
+
+/* Query [heads, groups, features], key [heads, features], value [heads, width], states [heads, features, width + 1]. */
+EXPORT void plain_step(const float *query, const float *key, const float *value, const float *state, float *output,
+                       float *new_state, int64_t heads, int64_t groups, int64_t features, int64_t width);
+EXPORT void elu_plus_one(const float *x, float *out, int64_t count);
+
+#endif

@@ -1,0 +1,203 @@
+"""What the kernels take: every shape, dtype and device is compared here, once, before anything is computed.
+
+The same checks serve C and torch, so that a mistake is the same ValueError on every machine. Axes: B batch, H query
+heads, Hkv key/value heads, N queries, S keys, D head_dim, W head dimension of the values, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .kernels_torch import accumulation_dtype
+
+
+Shape = tuple["int | None", ...]
+
+
+def check_shape(name: str, tensor: torch.Tensor | None, *shapes: Shape, like: torch.Tensor) -> None:
+    """Refuse a tensor that has none of these shapes (None: any length), or is not where `like`, the queries, are.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if tensor is None:
+        return
+    if tensor.device != like.device:
+        raise ValueError(f"`{name}` is on {tensor.device} and the queries on {like.device}; move one of them.")
+    got = tensor.shape
+    for shape in shapes:
+        if len(got) == len(shape) and all(n is None or n == m for n, m in zip(shape, got)):
+            return
+    allowed = " or ".join(f"[{', '.join('any' if n is None else str(n) for n in shape)}]" for shape in shapes)
+    raise ValueError(
+        f"`{name}` has the shape {list(got)}, and with queries of shape {list(like.shape)} it must have {allowed}. A "
+        "cache of another batch size has to be repeated first (`cache.batch_repeat_interleave(n)`)."
+        if name == "state"
+        else f"`{name}` has the shape {list(got)}, and with queries of shape {list(like.shape)} it must have {allowed}."
+    )
+
+
+def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int]:
+    """`query [B, H, N, D]`, `key [B, Hkv, S, any]`, `value [B, Hkv, S, W]` with H a multiple of Hkv -> B, H, Hkv.
+
+    Raises:
+        ValueError: naming the shapes that do not fit.
+    """
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(
+            f"Queries, keys and values have {query.ndim}, {key.ndim} and {value.ndim} axes; each must be "
+            "[batch, heads, length, head_dim]."
+        )
+    batch, heads = query.shape[:2]
+    kv_heads, length = key.shape[1:3]
+    check_shape("key", key, (batch, None, None, None), like=query)
+    check_shape("value", value, (batch, kv_heads, length, None), like=query)
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"Got {heads} query heads and {kv_heads} key/value heads; the first must be a multiple.")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"`{name}` is {tensor.dtype}; it must be a floating-point tensor.")
+    return batch, heads, kv_heads
+
+
+def check_mask(mask: torch.Tensor | None, key: torch.Tensor, query: torch.Tensor) -> None:
+    """`[B, S]`, bool, or integers that number packed sequences.
+
+    Raises:
+        ValueError: for another shape or dtype.
+    """
+    if mask is None:
+        return
+    check_shape("key_mask", mask, (key.shape[0], key.shape[2]), like=query)
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(
+            f"`key_mask` is {mask.dtype}; it must be bool (True where a key takes part), or integers that number "
+            "packed sequences from 1."
+        )
+
+
+def check_attention(
+    query, key, value, key_mask, log_decay, state, key_weight, key_bias, key_norm, query_weight, function, is_causal
+) -> int:
+    """The arguments of the operator `attention` (see kernels_operators) fit each other -> F, its features.
+
+    Raises:
+        ValueError: for the first that does not, with the size that was got and the one that is needed.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    check_mask(key_mask, key, query)
+    if is_causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"Got {query.shape[2]} queries and {key.shape[2]} keys; causal attention needs as many keys as queries, "
+            "older ones are in the state."
+        )
+    if (key_weight is None) != (query_weight is None):
+        raise ValueError("`key_weight` and `query_weight` go together; give both or none.")
+    if key_weight is None:
+        columns = key.shape[3]
+        check_shape("query", query, (batch, heads, None, columns), like=query)
+    else:
+        columns = key_weight.shape[-1]
+        check_shape("key_weight", key_weight, *((n, key.shape[3], None) for n in (kv_heads, 1)), like=query)
+        check_shape("query_weight", query_weight, *((n, query.shape[3], columns) for n in (heads, 1)), like=query)
+        check_shape("key_bias", key_bias, *((n, 1, columns) for n in (kv_heads, 1)), like=query)
+        check_shape("key_norm", key_norm, *((n, 1, 1) for n in (kv_heads, 1)), like=query)
+    features = columns * (1 + (function == 3))
+    check_shape("log_decay", log_decay, (kv_heads,), like=query)
+    if log_decay is not None and not is_causal:
+        raise ValueError("`log_decay` is for causal attention; leave it out where queries look both ways.")
+    if state is not None:
+        check_state("state", state, (batch, kv_heads, features, value.shape[3] + 1 + (function >= 2)), query, value)
+    return features
+
+
+def check_state(name: str, state: torch.Tensor, shape: Shape, query: torch.Tensor, value: torch.Tensor) -> None:
+    """A state of this shape, in the accumulation dtype of the values.
+
+    Raises:
+        ValueError: for another shape or dtype.
+    """
+    check_shape(name, state, shape, like=query)
+    if state.dtype != accumulation_dtype(value):
+        raise ValueError(
+            f"`{name}` is {state.dtype}; with values of {value.dtype} it must be {accumulation_dtype(value)}, whose "
+            "sums keep growing."
+        )
+
+
+def check_window(query, key, value, visible, sink_key, sink_value, seen, sink_query) -> int:
+    """The arguments of the operator `window_attention` fit each other -> how many places a query sees.
+
+    Raises:
+        ValueError: for the first that does not.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    length, places, sinks = query.shape[2], key.shape[2], sink_key.shape[2]
+    check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
+    if places < max(length, 1):
+        raise ValueError(f"Got {places} places of keys for {length} queries; every query needs at least one.")
+    check_shape("visible", visible, (batch, places), like=query)
+    check_shape("sink_key", sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
+    check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
+    check_shape("seen", seen, (batch, length, sinks), like=query)
+    check_shape("sink_query", sink_query, tuple(query.shape), like=query)
+    if visible.dtype != torch.bool or seen.dtype != torch.bool:
+        raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
+    return places - length + 1
+
+
+def check_slots(query, key, value, visible) -> None:
+    """The arguments of the operator `slot_attention` fit each other.
+
+    Raises:
+        ValueError: for the first that does not.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
+    if visible is None:
+        return
+    check_shape("visible", visible, *((b, h, key.shape[2]) for b in (batch, 1) for h in (kv_heads, 1)), like=query)
+    if visible.dtype != torch.bool:
+        raise ValueError(f"`visible` is {visible.dtype}; it must be bool, True where a key takes part.")
+
+
+def check_hybrid_step(
+    query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight, key_dim
+) -> None:
+    """The arguments of the operator `hybrid_step` fit each other and the state, in the order of `HybridState`.
+
+    Raises:
+        ValueError: for the first that does not.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    if len(state) != 7:
+        raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7.")
+    sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state
+    stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1]
+    check_shape("query", query, (batch, heads, 1, stored), like=query)
+    check_shape("key", key, (batch, kv_heads, 1, stored), like=query)
+    check_shape("sink_query", sink_query, (batch, heads, 1, stored), like=query)
+    check_shape("query_exponent", query_exponent, (batch, heads, 1, features), like=query)
+    check_shape("key_exponent", key_exponent, (batch, kv_heads, 1, features), like=query)
+    check_shape("log_decay", log_decay, (kv_heads,), like=query)
+    for name, number in (("log_scale", log_scale), ("norm_weight", norm_weight)):
+        check_shape(name, number, (heads,), like=query)
+    check_state("state", sums, (batch, kv_heads, features, width + 2), query, value)
+    places, sinks = window_key.shape[2] if window_key.ndim == 4 else 0, sink_key.shape[2] if sink_key.ndim == 4 else 0
+    shapes = (
+        (window_key, (batch, kv_heads, places, stored), key.dtype),
+        (window_value, (batch, kv_heads, places, width), value.dtype),
+        (kind, (batch, places), torch.int8),
+        (sink_key, (batch, kv_heads, sinks, stored), key.dtype),
+        (sink_value, (batch, kv_heads, sinks, width), value.dtype),
+        (num_seen, (batch, 1), torch.int64),
+    )
+    for tensor, shape, dtype in shapes:
+        check_shape("state", tensor, shape, like=query)
+        if tensor.dtype != dtype:
+            raise ValueError(f"A tensor of the state is {tensor.dtype}; it must be {dtype}, as the new tokens are.")
+    if not places or not 0 < key_dim <= stored:
+        raise ValueError(
+            f"Got a window of {places} places and `key_dim` = {key_dim}; it needs one place at least, and keys of "
+            f"{stored} numbers 1 to {stored}."
+        )

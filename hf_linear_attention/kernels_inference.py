@@ -1,0 +1,160 @@
+"""Operators without gradients, for a CPU with the C kernels: one token after others, softmax with few keys, elu + 1.
+
+`kernels_operators` registers them; their callers have asked `kernels_cpu.takes` before and compute in torch otherwise.
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, D head_dim, F features, W head
+dimension of the values, w places of a window.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .kernels_checks import check_attention
+from .kernels_checks import check_hybrid_step
+from .kernels_checks import check_slots
+from .kernels_cpu import EXP
+from .kernels_cpu import MOST_COLUMNS
+from .kernels_cpu import NATIVE_DTYPES
+from .kernels_cpu import PLAIN
+from .kernels_cpu import in_large_pages
+from .kernels_cpu import run_attention
+from .kernels_cpu import run_elu_plus_one
+from .kernels_cpu import run_plain_step
+from .kernels_cpu import run_step
+from .kernels_cpu import takes
+
+
+SCHEMAS = {
+    "attention_step": (
+        "(Tensor query, Tensor key, Tensor value, Tensor state, Tensor? log_decay, bool log_features) "
+        "-> (Tensor, Tensor)"
+    ),
+    "hybrid_step": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor query_exponent, Tensor key_exponent, "
+        "Tensor? log_decay, Tensor[] state, Tensor? log_scale, Tensor? norm_weight, int key_dim, float scaling) "
+        "-> Tensor[]"
+    ),
+    "slot_attention": "(Tensor query, Tensor key, Tensor value, Tensor? visible, float scaling) -> Tensor",
+    "elu_plus_one": "(Tensor x) -> Tensor",
+}
+
+
+def _refuse(*tensors: torch.Tensor | None, dtypes=NATIVE_DTYPES) -> None:
+    if not takes(*tensors, dtypes=dtypes) or any(x is not None and x.shape[-1] > MOST_COLUMNS for x in tensors):
+        raise NotImplementedError(
+            "There is no C kernel for these tensors here; see `hf_linear_attention.kernel_backend()`, and call the "
+            "functions of hf_linear_attention.kernels, which then compute in torch."
+        )
+
+
+def attention_step(query, key, value, state, log_decay, log_features):
+    """See `kernels.attention_step`; features in float32."""
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, EXP if log_features else PLAIN, True)
+    _refuse(query, key, state, log_decay, dtypes=(torch.float32,))
+    value = value if value.dtype == torch.float32 else value.float()
+    output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
+    query, key, value, state = (x.contiguous() for x in (query, key, value, state))
+    if not log_features:
+        if log_decay is not None:
+            raise NotImplementedError("A step with a decay of plain features is torch's.")
+        run_plain_step(query, key, value, state, output, new_state)
+        return output, new_state
+    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+    size = query.new_empty(batch, heads)
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, 0, features, width, 4, 4, 4)
+    given = (None, None, value, None, query, key, log_decay, state, *[None] * 8)
+    run_step("log_step", shape, (*given, new_state, *[None] * 9, output, size))
+    return output, new_state
+
+
+def _fake_attention_step(query, key, value, state, log_decay, log_features):
+    return query.new_empty(*query.shape[:3], value.shape[-1]), state.new_empty(state.shape)
+
+
+def hybrid_step(
+    query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight, key_dim,
+    scaling,
+):  # fmt: skip
+    """One real token of `hybrid` after others: the oldest place of the window goes to the far sums.
+
+    Returns:
+        The 7 tensors of the new state, then in float32 the near part `[B, Hkv, G, 1, W]` (joined with the far one where
+        `log_scale` and `norm_weight [H]` are given), its log size and largest logit, the far part and its log size.
+    """
+    given = (query, key, value, sink_query, query_exponent, key_exponent, log_decay)
+    check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
+    _refuse(query, key, value, sink_query)
+    _refuse(query_exponent, key_exponent, log_decay, log_scale, norm_weight, dtypes=(torch.float32,))
+    batch, heads, kv_heads = *query.shape[:2], key.shape[1]
+    if sink_query is not None:
+        sink_query = sink_query.to(query.dtype)
+    results = _fake_hybrid_step(*given[:3], sink_query, *given[4:], state)
+    shape = (
+        *(batch, kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
+        *(key_dim, key.shape[3], key_exponent.shape[-1], value.shape[3]),
+        *(x.element_size() for x in (query, key, value)),
+    )
+    numbers = (query, key, value, sink_query, *given[4:], *state, log_scale, norm_weight)
+    dense = [None if x is None else x.contiguous() for x in numbers]
+    run_step("hybrid_step", shape, (*dense, *results), scaling)
+    return results
+
+
+def _fake_hybrid_step(query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, *_):
+    shape = (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], 1)
+    parts = [state[0].new_empty(*shape, n) for n in (value.shape[-1], 1, 1, value.shape[-1], 1)]
+    return [*(x.new_empty(x.shape) for x in state), *parts]
+
+
+def slot_attention(query, key, value, visible, scaling):
+    """See `kernels_slots.slot_attention`; the output is `[B, N, H, W]`."""
+    check_slots(query, key, value, visible)
+    _refuse(query, key, value)
+    batch, length, kv_heads = query.shape[0], query.shape[2], key.shape[1]
+    output = in_large_pages(_fake_slot_attention(query, key, value, visible, scaling))
+    if not key.shape[2]:
+        return output.zero_()
+    are_few_keys = key.shape[2] <= length
+    query, key = (query, key * scaling) if are_few_keys else (query * scaling, key)
+    if visible is not None:
+        visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
+    by_head = output.transpose(1, 2).unflatten(1, (kv_heads, -1))
+    query = with_rows(query).unflatten(1, (kv_heads, -1))
+    key, value = (with_rows(x).unsqueeze(2) for x in (key, value))
+    run_attention("slots_forward", (0, PLAIN, are_few_keys), (query, key, value, visible, by_head))
+    return output
+
+
+def _fake_slot_attention(query, key, value, visible, scaling):
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1])
+
+
+def with_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy whose rows are dense in memory, as the C kernels need them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def elu_plus_one(x):
+    """elu(x) + 1 of a float32 tensor of four axes, in its memory order."""
+    _refuse(x, dtypes=(torch.float32,))
+    if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
+        x = x.contiguous()
+    output = torch.empty_like(x)
+    run_elu_plus_one(x, output)
+    return output
+
+
+def _fake_elu_plus_one(x):
+    dense = x.is_contiguous() or x.transpose(1, -2).is_contiguous()
+    return torch.empty_like(x) if dense else x.new_empty(x.shape)
+
+
+IMPLEMENTATIONS = {
+    "attention_step": (attention_step, _fake_attention_step),
+    "hybrid_step": (hybrid_step, _fake_hybrid_step),
+    "slot_attention": (slot_attention, _fake_slot_attention),
+    "elu_plus_one": (elu_plus_one, _fake_elu_plus_one),
+}

@@ -1,0 +1,348 @@
+"""Kernel attention in torch: phi(q)·S / phi(q)·Z with S = sum phi(k) v^T and Z = sum phi(k), state in, state out.
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, W head dimension of the values,
+F features, C tokens in a block. All sums run in float32 (float64 for float64 inputs) whatever the dtype of the input:
+bfloat16 sums of Z stop growing at 256.
+
+The state is one tensor per layer, S and Z side by side (and, for log features, the running maximum m):
+
+              W columns      1    1 (log features only)
+           +-------------+-----+-----+
+    F rows |      S      |  Z  |  m  |        [B, Hkv, F, W + 1 or W + 2]
+           +-------------+-----+-----+
+
+Log features: exponential maps hand over exponents. S and Z are then stored divided by exp(m), where m is the running
+maximum per feature of the key exponents, and a query uses exp(u + m - max(u + m)): no epsilon, no overflow. Every
+maximum is a constant that cancels between numerator and denominator, so none has a gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+# The running maximum of an empty state. Finite, because -inf - -inf is nan, and far below any real exponent.
+EMPTY_MAXIMUM = -1e30
+# Tokens that log features may share a reference point for, largest first: the first that cannot underflow.
+BLOCK_SIZES = (4096, 1024, 256, 64, 16, 4, 1)
+# Tokens per block: calls of torch want many rows, the square of scores in a block few; from 32 to 96 all are within a
+# tenth of each other on one thread of a CPU. And of log features in a graph, where nothing may branch on data.
+BLOCK_SIZE, GRAPH_LOG_BLOCK_SIZE = 64, 16
+
+Parts = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor]
+
+
+class Affine(NamedTuple):
+    """x W + b - norm |x|^2 / 2, each with one or H (for keys Hkv) heads."""
+
+    weight: torch.Tensor  # [heads, D, F]
+    bias: torch.Tensor | None = None  # [heads, 1, F]
+    norm: torch.Tensor | None = None  # [heads, 1, 1]
+
+
+class KernelMap(NamedTuple):
+    """A feature map that the kernels know: a function of the elements of queries and keys, or of their affine images.
+
+    `function` is `PLAIN` (they are features), `ELU_PLUS_ONE`, `EXP` (they are exponents) or `HEDGEHOG` (the exponents
+    [log softmax(u), log softmax(-u)]) of kernels_cpu. Queries have no bias and no norm: both would cancel.
+    """
+
+    function: int
+    query: Affine | None = None
+    key: Affine | None = None
+
+    @property
+    def log_features(self) -> bool:
+        return self.function >= 2
+
+    def features(self, x: torch.Tensor, affine: Affine | None) -> torch.Tensor:
+        """`[B, heads, N, D]` -> `[B, heads, N, F]` in the accumulation dtype."""
+        x = accumulated(x)
+        if affine is not None:
+            weight, bias, norm = (None if part is None else part.to(x.dtype) for part in affine)
+            image = x @ weight
+            image = image if bias is None else image + bias
+            x = image if norm is None else image - norm / 2 * x.square().sum(dim=-1, keepdim=True)
+        if self.function == 1:
+            return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        return torch.cat((x.log_softmax(dim=-1), (-x).log_softmax(dim=-1)), dim=-1) if self.function == 3 else x
+
+
+def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """float64 stays float64 (for gradient checks), everything else accumulates in float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor.to(dtype)` without the cost of a call where nothing is to be done."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def accumulated(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in its accumulation dtype."""
+    return with_dtype(tensor, accumulation_dtype(tensor))
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    log_features: bool,
+    is_causal: bool,
+    key_mask: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
+    block_size: int | None = None,
+) -> Parts:
+    """`kernels.kernel_attention` (arguments as there) on features, in plain operations, none of which branches on data.
+
+    What torch.export and ONNX get, and what second derivatives are made of. `key_mask` may number packed sequences from
+    1, with 0 at padding.
+
+    Returns:
+        Output `[B, Hkv, G, N, W]`, denominator and log scale `[B, Hkv, G, N, 1]` (None for plain features; a constant)
+        and state, all in the accumulation dtype.
+    """
+    dtype = accumulation_dtype(value)
+    query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
+    key, values = with_dtype(key, dtype), with_ones(value, dtype)
+    segments = None
+    if key_mask is not None and key_mask.dtype != torch.bool:
+        segments, key_mask = key_mask, key_mask > 0
+    mask = None if key_mask is None else key_mask[:, None, :, None]
+    sums, maximum = unpack_state(state, log_features)
+    if not is_causal:
+        output, scale, sums, maximum = _block(query, key, values, mask, sums, maximum, log_features, False)
+        return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
+    size = block_size or (GRAPH_LOG_BLOCK_SIZE if log_features else BLOCK_SIZE)
+    parts = query.split(size, dim=3), key.split(size, dim=2), values.split(size, dim=2)
+    masks = itertools.repeat(None) if mask is None else mask.split(size, dim=2)
+    together = itertools.repeat(None) if segments is None else _sequence_masks(segments, size)
+    blocks = []
+    for q, k, v, m, same in zip(*parts, masks, together):
+        decay = None if log_decay is None else _Decay(log_decay.to(dtype), k, m)
+        output, scale, sums, maximum = _block(q, k, v, m, sums, maximum, log_features, True, same, decay)
+        blocks.append((output, scale))
+    output, scale = (None if part[0] is None else joined(part) for part in zip(*blocks))
+    return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
+
+
+def joined(parts) -> torch.Tensor:
+    """Blocks `[B, Hkv, G, C, X]` as one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+
+
+def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token after others in few operations: at this size each costs more than its sums.
+
+    `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]` -> output `[B, H, 1, W]` and state.
+    """
+    batch, heads, _, features = query.shape
+    width = value.shape[-1]
+    rows = with_dtype(query, state.dtype).reshape(batch * key.shape[1], -1, features)
+    key = with_dtype(key, state.dtype).transpose(-1, -2)
+    decay = None if log_decay is None else log_decay.to(state.dtype)[:, None, None]
+    values = torch.constant_pad_nd(with_dtype(value, state.dtype), (0, state.shape[-1] - width), 1.0)
+    if log_features:
+        maximum = state[..., -1:].detach()
+        maximum = maximum if decay is None else maximum + decay
+        new_maximum = torch.maximum(maximum.detach(), key.detach())
+        state = (state * (maximum - new_maximum).exp()).addcmul_((key - new_maximum).exp_(), values)
+        state = torch.cat((state[..., :-1], new_maximum), dim=-1)
+        # Softmax divides by one more constant of the query, which cancels like the maximum.
+        rows = (rows + new_maximum.view(-1, 1, features)).softmax(dim=-1)
+    else:
+        state = torch.addcmul(state if decay is None else state * decay.exp(), key, values)
+    sizes = (width, 1, 1) if log_features else (width, 1)
+    numerator, denominator, *_ = torch.bmm(rows, state.flatten(0, 1)).split_with_sizes(sizes, dim=-1)
+    if not log_features:  # with log features Z holds a 1 in every feature; here both may be 0
+        denominator = denominator.clamp(min=torch.finfo(state.dtype).tiny)
+    return (numerator / denominator).view(batch, heads, 1, width), state
+
+
+def read_state(query_features: torch.Tensor, state: torch.Tensor, log_features: bool) -> torch.Tensor:
+    """Output `[B, H, N, W]` of queries `[B, H, N, F]` that all see the keys of this state and no others."""
+    sums, maximum = unpack_state(state, log_features)
+    query = with_dtype(query_features, state.dtype).unflatten(1, (state.shape[1], -1))
+    if maximum is not None:
+        query = query + maximum.detach()[:, :, None, None]
+        query = query.sub_(query.detach().amax(dim=-1, keepdim=True)).exp_()
+    return normalize((query.flatten(2, 3) @ sums).unflatten(2, query.shape[2:4])).flatten(1, 2)
+
+
+def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[..., S, W]` -> `[..., S, W + 1]`: the column of ones makes one product give numerator and denominator."""
+    return F.pad(value.to(dtype), (0, 1), value=1.0)
+
+
+def normalize(sums: torch.Tensor) -> torch.Tensor:
+    """Numerator over denominator, `[..., W + 1]` -> `[..., W]`; 0 where the denominator is 0 (nothing to see)."""
+    numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
+    return numerator / denominator.masked_fill(denominator == 0, 1.0)
+
+
+def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tensor of the cache -> `(S and Z [B, Hkv, F, W + 1], m [B, Hkv, F] or None)`."""
+    if state is None or not log_features:
+        return state, None
+    return state[..., :-1], state[..., -1].detach()
+
+
+def pack_state(sums: Any, maximum: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `unpack_state`."""
+    return sums if maximum is None else torch.cat((sums, maximum.unsqueeze(-1)), dim=-1)
+
+
+class _Decay:
+    """exp(log_decay) for every real token between key and query, in a block; every exponent is at most 0."""
+
+    def __init__(self, log_decay: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None):
+        log_decay = log_decay[None, :, None]
+        if mask is None:
+            count = torch.arange(1, key.shape[2] + 1, device=key.device)[None, None]
+        else:
+            count = mask[..., 0].cumsum(dim=2)  # [B, 1, C]
+        last = count[:, :, -1:]
+        distance = (count.unsqueeze(3) - count.unsqueeze(2)).clamp(min=0)
+        self.pairs = (log_decay.unsqueeze(3) * distance).exp().unsqueeze(2)  # [B or 1, Hkv, 1, C, C]
+        self.with_carried = (log_decay * count).exp()[:, :, None, :, None]  # [B or 1, Hkv, 1, C, 1]
+        self.to_last = (log_decay * (last - count)).unsqueeze(3)  # [B or 1, Hkv, C, 1]
+        self.carried_to_last = log_decay * last  # [B or 1, Hkv, 1]
+
+
+def _block(query, key, values, mask, sums, maximum, log_features, is_causal, together=None, decay=None):
+    """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
+    scale, exponent, before = None, key, maximum
+    if log_features:
+        query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
+    if mask is not None:
+        key = key * mask
+    rows, group = query.flatten(2, 3), query.shape[2:4]
+    if not is_causal:
+        new_sums = _add(sums, key.transpose(-1, -2) @ values)
+        return (rows @ new_sums).unflatten(2, group), scale, new_sums, maximum
+    scores = (rows @ key.transpose(-1, -2)).unflatten(2, group).tril()
+    carried = (rows @ sums).unflatten(2, group) if sums is not None else None
+    if decay is not None:
+        scores = scores * decay.pairs
+        carried = None if carried is None else carried * decay.with_carried
+        sums, key, maximum = _fade(exponent, key, mask, sums, maximum, before, decay)
+    if together is not None:
+        scores = scores * together.pairs
+        carried = carried * together.with_carried if carried is not None else None
+        sums = sums * together.carried_stays if sums is not None else None
+        key = key * together.key_stays
+    output = _add(carried, (scores.flatten(2, 3) @ values).unflatten(2, group))
+    return output, scale, _add(sums, key.transpose(-1, -2) @ values), maximum
+
+
+def _fade(exponent, key, mask, sums, maximum, before, decay):
+    """What goes into the state at the end of a block: sums and keys as the last token sees them, and their maximum.
+
+    `maximum` is that of the block, `before` the one of the state before it: with log features it fades too, so that
+    keys after a long decay do not vanish beside it.
+    """
+    if maximum is None:
+        return (
+            None if sums is None else sums * decay.carried_to_last.exp().unsqueeze(3),
+            key * decay.to_last.exp(),
+            None,
+        )
+    faded = exponent + decay.to_last
+    visible = faded.detach() if mask is None else faded.detach().masked_fill(~mask, EMPTY_MAXIMUM)
+    new = visible.amax(dim=2)
+    if before is not None:
+        carried = maximum + decay.carried_to_last  # `sums` are relative to the maximum of the block by now
+        new = torch.maximum(new, (before + decay.carried_to_last).detach())
+        sums = sums * (carried - new).exp().unsqueeze(3)
+    key = faded - new.unsqueeze(2)
+    return sums, key.exp() if mask is None else _masked_exp(key, mask) * mask, new
+
+
+def _add(carried: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    return new if carried is None else carried + new
+
+
+class _Together(NamedTuple):
+    """Which tokens of a block belong to one packed sequence; every mask broadcasts over heads."""
+
+    pairs: torch.Tensor  # [B, 1, 1, C, C] query and key
+    with_carried: torch.Tensor  # [B, 1, 1, C, 1] query and the last token before the block
+    carried_stays: torch.Tensor  # [B, 1, 1, 1] the last token of the block and the last before it
+    key_stays: torch.Tensor  # [B, 1, C, 1] key and the last token of the block
+
+
+def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
+    """`segments [B, S]`, 0 at padding, in blocks of `size`: the state belongs to the sequence of the newest token."""
+    segments = segments.cummax(dim=1).values  # padding goes with the sequence before it; its keys are masked anyway
+    blocks, last = [], segments[:, :1]
+    for block in segments.split(size, dim=1):
+        before, last = last, block[:, -1:]
+        blocks.append(
+            _Together(
+                (block[:, :, None] == block[:, None, :])[:, None, None],
+                (block == before)[:, None, None, :, None],
+                (last == before)[:, None, None],
+                (block == last)[:, None, :, None],
+            )
+        )
+    return blocks
+
+
+def exponentiate(query, key, mask, sums, maximum):
+    """Exponents -> features in [0, 1] and the carried sums rescaled to the new running maximum, a constant."""
+    visible = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
+    new_maximum = visible.amax(dim=2)
+    if maximum is not None:
+        new_maximum = torch.maximum(new_maximum, maximum)
+        sums = sums * (maximum - new_maximum).exp().unsqueeze(-1)
+    key = key - new_maximum.unsqueeze(2)
+    key = key.exp_() if mask is None else _masked_exp(key, mask)
+    query = query + new_maximum[:, :, None, None]
+    scale = query.detach().amax(dim=-1, keepdim=True)
+    return query.sub_(scale).exp_(), scale, key, sums, new_maximum
+
+
+def _masked_exp(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """exp where `mask`, and exponent 0 elsewhere: a padded key may hold an exponent that would overflow."""
+    return exponent.masked_fill(~mask, 0.0).exp()
+
+
+def safe_block_size(key, mask, maximum, steepest: float = 0.0) -> int:
+    """The longest block in which the features of an early query cannot underflow.
+
+    A block is stabilised by the maximum over all of its keys, so a query before a very large key sees its own keys
+    scaled down by exp(maximum of the block - maximum so far), and a decay of `steepest` nats per token that is taken
+    over by the maximum at the end scales too. Up to 60 nats (600 in float64) of that, float32 keeps full relative
+    precision: exp(-60) times its last digit is a normal number.
+    """
+    if key.shape[2] <= 1:
+        return 1
+    limit = 600.0 if key.dtype == torch.float64 else 60.0
+    key = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
+
+    def is_safe(size: int) -> bool:
+        size = min(size, key.shape[2])
+        return _largest_drop(key, maximum, size) + size * steepest <= limit
+
+    return next(size for size in BLOCK_SIZES if size == 1 or is_safe(size))
+
+
+def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) -> float:
+    """Upper bound over blocks and features of (maximum of the block) - (maximum at the block's first visible key)."""
+    if missing := -key.shape[2] % size:  # padding by 0 would copy
+        key = F.pad(key, (0, 0, 0, missing), value=EMPTY_MAXIMUM)
+    blocks = key.unflatten(2, (-1, size))
+    largest = blocks.amax(dim=3)
+    seen = largest.cummax(dim=2).values.roll(1, dims=2)
+    seen[:, :, 0] = EMPTY_MAXIMUM if maximum is None else maximum
+    if maximum is not None:
+        seen = torch.maximum(seen, maximum.unsqueeze(2))
+    first = (blocks[..., :1] > EMPTY_MAXIMUM).to(torch.uint8).argmax(dim=3, keepdim=True)
+    before = torch.maximum(blocks.take_along_dim(first, dim=3).squeeze(3), seen)
+    return (torch.maximum(largest, before) - before).max().item()
