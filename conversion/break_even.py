@@ -24,7 +24,8 @@ INSTRUCTION_SETS = {"avx512": "AVX-512", "avx2": "AVX2", "base": "any processor"
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes attention on a CPU: `name` is `c` or `torch`, `instruction_set` that of the C kernels."""
+    """What computes attention on a CPU: `name` is `c` or `torch`, `instruction_set` that of the C kernels; `reason`, a
+    sentence, says why, and where it is torch what to do to have the others."""
 
     name: str
     instruction_set: str | None
@@ -79,8 +80,7 @@ def difference_here() -> str | None:
     if (measured.name, measured.instruction_set) == (here.name, here.instruction_set):
         return None
     if here.name == "torch":
-        advice = "install the package with a C compiler"
-        return f"measured with the {measured.words}; here torch computes, which is slower: {advice}. {here.reason}"
+        return f"measured with the {measured.words}; here torch computes, which is slower. {here.reason}"
     if measured.name == "torch":
         return f"measured with plain torch; here the {here.words} compute, which are faster"
     return f"measured with the {measured.words}; here the {here.words} compute, and the length is another"

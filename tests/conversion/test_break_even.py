@@ -13,6 +13,7 @@ from conversion import break_even
 from conversion.break_even import current_backend, difference_here, faster_from
 from conversion.plan import make_plan
 from conversion.source import open_source
+from hf_linear_attention import kernels_cpu
 
 
 QUOTED = "faster than softmax attention from"
@@ -146,8 +147,7 @@ def test_heads_of_another_size_have_no_figure(llama, measured_llama):
         (("c", "avx512"), None),
         (
             ("torch", None),
-            "measured with the C kernels for AVX-512; here torch computes, which is slower: install the package with a "
-            "C compiler. Because.",
+            "measured with the C kernels for AVX-512; here torch computes, which is slower. Because.",
         ),
         (("c", "avx2"), "here the C kernels for AVX2 compute, and the length is another"),
         (("c", "base"), "here the C kernels for any processor compute, and the length is another"),
@@ -164,6 +164,16 @@ def test_another_backend_than_was_measured_is_said(measured, monkeypatch, measur
         assert difference_here().startswith("measured with plain torch; here the C kernels for")
     else:
         assert difference_here() is None
+
+
+def test_the_packages_reason_says_what_to_do_where_there_is_no_kernel(monkeypatch, measured, tmp_path):
+    monkeypatch.setattr("hf_linear_attention.kernels_cpu.package_folder", lambda: tmp_path)  # without a library
+    kernels_cpu._loaded.cache_clear()
+    try:
+        assert "here torch computes, which is slower. " in difference_here()
+        assert "C compiler" in difference_here()
+    finally:
+        kernels_cpu._loaded.cache_clear()
 
 
 def test_dry_run_report_and_card_agree(measured_llama, tmp_path, monkeypatch):
