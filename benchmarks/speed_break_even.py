@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, environment, median_ratio, save_results, table, write
-from benchmarks.speed_kernels import DIM, HEADS, cpu_times, inputs, mechanism_call
-from conversion.break_even import MEASURED
+from benchmarks.speed_kernels import DIM, HEADS, cpu_times, inputs, mechanism_call, mechanism_of
+from conversion.break_even import MEASURED, cost_settings, current_backend
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -103,16 +103,24 @@ def plot(plt, figures):
     return figure
 
 
+def cost_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """All settings that were measured, by which a conversion finds its row."""
+    is_causal = MECHANISMS[settings["mechanism"]].supports("causal", MECHANISMS[settings["mechanism"]].filled(settings))
+    return cost_settings(mechanism_of(is_causal, max_length=4096, **settings))
+
+
 def for_conversion(figures: dict[str, Any]) -> dict[str, Any]:
     """What `convert_checkpoint.py` and model cards quote."""
-    lengths = figures["lengths"]
+    lengths, backend = figures["lengths"], current_backend()
     found = {mode: {name: break_even(lengths, ratios) for name, ratios in figures[mode].items()} for mode in MODES}
     return {
         "conditions": CONDITIONS,
         "longest": lengths[-1],
+        "backend": {"name": backend.name, "instruction_set": backend.instruction_set},
         "environment": environment(),
         "rows": [
-            {"name": name, "settings": row} | {mode: found[mode][name] for mode in MODES if name in found[mode]}
+            {"name": name, "settings": cost_of(row)}
+            | {mode: found[mode][name] for mode in MODES if name in found[mode]}
             for name, row in ROWS.items()
         ],
     }

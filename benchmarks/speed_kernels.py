@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from hf_linear_attention import kernels_cpu
-from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.attention_mechanism import AttentionMechanism, LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms import MECHANISMS
 
@@ -48,11 +48,17 @@ Call = Callable[..., torch.Tensor]
 LONGEST = {SDPA: 16384, "sdpa, backward": 4096, "performer-pytorch": 4096, "fast-transformers": 16384}
 
 
-def mechanism_call(is_causal: bool = True, max_length: int | None = None, **settings) -> Call:
-    """A mechanism as in a freshly converted model, `(query, key, value) -> [B, H, N, D]`."""
+def mechanism_of(is_causal: bool = True, max_length: int | None = None, **settings) -> AttentionMechanism:
+    """As in a freshly converted model."""
     checked = LinearAttentionSettings(settings, is_causal=is_causal, model_type="benchmark", max_length=max_length)
     mechanism = MECHANISMS[settings["mechanism"]](checked, LayerShape(HEADS, HEADS, DIM, 0, max_length)).eval()
     mechanism.reset_parameters()
+    return mechanism
+
+
+def mechanism_call(is_causal: bool = True, max_length: int | None = None, **settings) -> Call:
+    """`mechanism_of` these settings as `(query, key, value) -> [B, H, N, D]`."""
+    mechanism = mechanism_of(is_causal, max_length, **settings)
 
     def call(query, key, value):
         return mechanism(query, key, value, attention_mask=None, scaling=DIM**-0.5, is_causal=is_causal, state=None)[

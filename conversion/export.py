@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,18 +43,31 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
 @contextlib.contextmanager
 def staging(output_dir: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `output_dir` at the end; after a failure nothing is left of it."""
-    temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")
-    parents = [parent for parent in output_dir.parents if not parent.exists()]
+    temporary, made = _beside(output_dir, "tmp"), []
     try:
-        temporary.mkdir(parents=True)
+        for parent in reversed([parent for parent in output_dir.parents if not parent.exists()]):
+            with contextlib.suppress(FileExistsError):  # somebody else made it meanwhile
+                parent.mkdir()
+                made.append(parent)
+        temporary.mkdir()
+        made.append(temporary)
         yield temporary
         replace(temporary, output_dir)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in parents:
-            with contextlib.suppress(OSError):  # not made, or used by someone else by now
+        if temporary in made:
+            shutil.rmtree(made.pop(), ignore_errors=True)
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):  # used by someone else by now
                 parent.rmdir()
         raise
+
+
+def _beside(folder: Path, word: str) -> Path:
+    """A name beside it that nobody else uses: process numbers repeat, in containers and on shared disks.
+
+    Not `tempfile.mkdtemp`, whose folders, and so the result, only their owner can read.
+    """
+    return folder.with_name(f"{folder.name}.{word}-{secrets.token_hex(8)}")
 
 
 def replace(temporary: Path, output_dir: Path) -> None:
@@ -62,7 +75,7 @@ def replace(temporary: Path, output_dir: Path) -> None:
     if not output_dir.exists():
         temporary.rename(output_dir)
         return
-    old = output_dir.with_name(f"{output_dir.name}.old-{os.getpid()}")
+    old = _beside(output_dir, "old")
     output_dir.rename(old)
     try:
         temporary.rename(output_dir)
@@ -74,7 +87,7 @@ def replace(temporary: Path, output_dir: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Remove it; under its name it is whole or gone, even if this is killed on the way."""
-    old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+    old = _beside(folder, "old")
     folder.rename(old)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from conversion.break_even import cost_settings
 from conversion.errors import UsageError
 from conversion.heads import Head, head_of
 from conversion.source import Source, TensorInfo
@@ -63,7 +64,8 @@ class TensorPlan:
 
 @dataclass
 class Plan:
-    """The whole conversion. `tied` tensors are shared with a mapped one and need no place in a file."""
+    """The whole conversion. `tied` tensors are shared with a mapped one and need no place in a file; `cost_settings`
+    (`break_even.py`) are those of every converted layer, and empty where layers differ in them."""
 
     config: PreTrainedConfig
     stock_class: type[PreTrainedModel]
@@ -74,6 +76,7 @@ class Plan:
     dropped: list[TensorPlan]
     tied: list[TensorPlan]
     dropped_features: list[str]
+    cost_settings: dict[str, Any]
 
     @property
     def linear_class(self) -> type[PreTrainedModel]:
@@ -173,6 +176,7 @@ def make_plan(
     names = list(self_attention_modules(model))
     if config.linear_attention["cross_attention"]:
         names += attention_modules(model, cross=True)
+    costs = [cost_settings(cast(AttentionMechanism, module.linear_attention)) for module in converted.values()]
     return Plan(
         config=config,
         stock_class=stock_class,
@@ -181,6 +185,7 @@ def make_plan(
             (_layer_plan(names.index(name), name, module, size) for name, module in converted.items()),
             key=lambda layer: layer.layer,
         ),
+        cost_settings=costs[0] if costs and all(cost == costs[0] for cost in costs) else {},
         dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
     )

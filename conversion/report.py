@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from conversion.break_even import faster_from
+from conversion.break_even import current_backend, difference_here, faster_from
 from conversion.diagnose import describe_diagnosis
 from conversion.plan import Plan, TensorPlan
 from conversion.softmax_layers import CHOICE, describe_ranking
@@ -38,6 +39,7 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
         "checks": dict(checks) if checks else None,
         "figures": figures,
         "faster_from": _faster_from(plan),
+        "backend": asdict(current_backend()),
     }
 
 
@@ -69,6 +71,8 @@ def describe(plan: Plan, source: Source) -> str:
         lines.append(_line("state", _state_line(plan)))
     if (length := _faster_from(plan)) is not None:
         lines.append(_line("speed", f"faster than softmax attention from {length}"))
+        if (difference := difference_here()) is not None:
+            lines.append(_line("speed here", difference))
     if plan.dropped:
         lines.append(_line("dropped", _names([tensor.source for tensor in plan.dropped])))
     if plan.new_base:
@@ -130,14 +134,16 @@ def _state_line(plan: Plan) -> str:
 def _faster_from(plan: Plan) -> str | None:
     config = plan.config
     is_causal = None if config.is_encoder_decoder else is_causal_config(config, config.stock_model_type)
-    return faster_from(plan.settings, is_causal) if plan.layers else None
+    return faster_from(plan.cost_settings, is_causal)
 
 
 def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
     tensors, outputs = checks["tensors"], checks["student_against_teacher"]
     padding = outputs.get("padding_difference")
     unmoved = "" if padding is None else f"; padding moves the output by {padding:.1e}"
-    lines = [_line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{unmoved}")]
+    left = tensors["not_compared"]
+    others = f", {left} not compared (tied to others, or stored merged with them)" if left else ""
+    lines = [_line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{others}{unmoved}")]
     texts = {
         "hidden_state_error": "error of hidden states {:.1%}",
         "mean_embedding_cosine": "cosine of embeddings {:.3f}",

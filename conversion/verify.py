@@ -44,22 +44,36 @@ def verify(folder: Path, source: Source, plan: Plan, tokenizer: PreTrainedTokeni
 
 
 def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
-    """Every mapped tensor as it lies in both folders; a cast that was asked for is applied to the source's side."""
+    """Every mapped tensor as it lies in both folders; a cast that was asked for is applied to the source's side.
+
+    Returns:
+        How many were `compared`, are `equal` and were `not_compared`, and how many tensors the `mechanism` has.
+
+    Raises:
+        ConversionError: if a tensor changed, or none could be compared.
+    """
     result = open_source(str(folder))
-    compared, changed = 0, []
+    compared, not_compared, changed = 0, 0, []
     for tensor in plan.mapped:
         # Saving restores the names that the checkpoint format uses, which may differ from those in the model.
         names = [name for name in (tensor.source, tensor.target) if name in result.tensors]
         if tensor.source is None or not names:
+            not_compared += tensor.source is not None
             continue  # made of several tensors, or tied to another and not stored
         ours, theirs = result.read(names[0]), source.read(tensor.source)
         compared += 1
         if not torch.equal(ours, theirs.to(ours.dtype)):
             changed.append(names[0])
+    if not compared:
+        raise ConversionError(
+            f"none of the {not_compared} tensors that come from {source.name} could be compared: the result holds none "
+            "by its name; if `--dry_run` shows tensors as mapped, report this, and convert with `--no_verify` only if "
+            "you compare the weights yourself"
+        )
     if changed:
         raise ConversionError(f"{len(changed)} tensors of the source changed on the way, first `{changed[0]}`")
     new = sum(MECHANISM in name for name in result.tensors)
-    return {"compared": compared, "equal": compared, "mechanism": new}
+    return {"compared": compared, "equal": compared, "not_compared": not_compared, "mechanism": new}
 
 
 @torch.no_grad()

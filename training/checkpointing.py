@@ -60,6 +60,10 @@ WATCHED = (
     *("max_grad_norm", "num_train_epochs", "max_train_steps", "max_train_tokens", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),
 )
+# Watched where `layer_patience` counts log lines.
+COUNTED_IN_LOG_LINES = ("logging_steps",)
+# Evaluations before and after a change of these cannot be compared.
+EVALUATED = ("validation_file", "max_eval_tokens", "max_eval_samples", "max_eval_chars", "metric_for_best_model")
 
 
 @dataclass
@@ -192,10 +196,18 @@ class Checkpointer:
                     durable.discard(path)
 
     def read_state(self, checkpoint: Path) -> TrainingState:
-        """Step and sums of a checkpoint; refuses one of another run."""
+        """Step and sums of a checkpoint; refuses one of another run. Of another evaluation, the best is forgotten."""
         content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        compare_recipes(content["recipe"], self.recipe, checkpoint)
-        return TrainingState(**content["state"])
+        changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
+        state = TrainingState(**content["state"])
+        if changed.evaluation and state.best:
+            logger.warning(
+                "the best evaluation so far (step %d) cannot be compared with those to come (%s): the best is chosen "
+                "among these, and patience is counted from here",
+                *(state.best["step"], "; ".join(changed.evaluation)),
+            )
+            state.best, state.evaluations_since_best = {}, 0
+        return state
 
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
         """Load optimizer, schedule, scaler and random state. (The weights were loaded from the folder as a model.)"""
@@ -213,20 +225,40 @@ class Checkpointer:
             logger.warning("%s is missing (more processes than before): dropout will differ", path)
 
 
-def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> None:
-    """Refuse to resume what would be another run; warn where the run goes on, but differently."""
+@dataclass(frozen=True)
+class ChangedSettings:
+    """`name: old -> new` of what makes another run (`fixed`), of what makes it go on differently (`watched`), and of
+    what makes its evaluations incomparable (`evaluation`)."""
+
+    fixed: list[str]
+    watched: list[str]
+    evaluation: list[str]
+
+
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
+    """What differs between the recipe of a checkpoint and that of the run that goes on with it."""
     changed = {name: f"{name}: {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)}
     # what a process has of a DeepSpeed optimizer is of no use to another number of them
-    names = (*FIXED, "world_size") if new.get("zero_stage") else FIXED
-    fixed = [changed[name] for name in names if name in changed]
-    if fixed:
+    fixed = (*FIXED, "world_size") if new.get("zero_stage") else FIXED
+    watched = (*WATCHED, *COUNTED_IN_LOG_LINES) if new.get("layer_patience") else WATCHED
+    evaluation = (*EVALUATED, "teacher_name_or_path") if new.get("task") == "embedding" else EVALUATED
+    return ChangedSettings(
+        *([changed[name] for name in names if name in changed] for names in (fixed, watched, evaluation))
+    )
+
+
+def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> ChangedSettings:
+    """Refuse to resume what would be another run; warn where the run goes on, but differently."""
+    changed = changed_settings(old, new)
+    if changed.fixed:
         raise TrainingError(
-            f"cannot resume from {checkpoint}, these decide data order or model: {'; '.join(fixed)}; "
+            f"cannot resume from {checkpoint}, these decide data order or model: {'; '.join(changed.fixed)}; "
             "give the old values, or start a new run in another --output_dir"
         )
-    watched = [changed[name] for name in WATCHED if name in changed]
-    if watched:
-        logger.warning("resuming with changed settings, so not as the uninterrupted run: %s", "; ".join(watched))
+    if changed.watched:
+        text = "; ".join(changed.watched)
+        logger.warning("resuming with changed settings, so not as the uninterrupted run: %s", text)
+    return changed
 
 
 def random_state() -> dict[str, Any]:

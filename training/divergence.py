@@ -23,29 +23,57 @@ LogitRows = Callable[[Tensor], Tensor]
 
 CHUNK_ELEMENTS = 2**24  # logits in a chunk: 64 MiB a float32 copy
 
+ONE_DERIVATIVE = (
+    "The KL of logits by chunks can be differentiated once, by `backward()` or `torch.autograd.grad()`: it has no "
+    "second derivative, which `create_graph=True` asks for, and takes no transform of `torch.func`. For those, use "
+    "`torch.nn.functional.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, "
+    'reduction="sum")`, which keeps all logits in memory.'
+)
+
 
 class _ChunkedKL(torch.autograd.Function):
     """The gradient is computed with the value, in the dtype of the student's logits, and kept for the backward pass:
-    as large as the gradient that has to exist anyway, and nothing is computed twice."""
+    as large as the gradient that has to exist anyway, and nothing is computed twice.
+
+    As a constant it has no derivative of its own. The student's logits, which a second derivative would need, are not
+    kept, so one is refused as soon as a graph of the gradient is asked for: an incoming gradient that requires none
+    itself, such as that of a scalar loss, does not tell.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: LogitRows, rows: Tensor, temperature: float, chunk_rows: int
-    ) -> Tensor:
+        student: Tensor, teacher: LogitRows, rows: Tensor, temperature: float, chunk_rows: int, is_trained: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The value, and the gradient [T, V] with `is_trained`."""
         total = torch.zeros((), dtype=torch.promote_types(student.dtype, torch.float32), device=student.device)
-        gradient = torch.zeros_like(student) if ctx.needs_input_grad[0] else None  # [T, V]
+        gradient = torch.zeros_like(student) if is_trained else None
         for chunk in rows.split(chunk_rows):
-            value, slope = _chunk(student[chunk], teacher(chunk), temperature, gradient is not None)
+            value, slope = _chunk(student[chunk], teacher(chunk), temperature, is_trained)
             total += value
             if gradient is not None:
                 gradient[chunk] = slope.to(gradient.dtype)
-        ctx.save_for_backward(gradient)
-        return total * temperature**2
+        return total * temperature**2, gradient
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        if output[1] is not None:
+            ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(ONE_DERIVATIVE)
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0].to(gradient.dtype), None, None, None, None
+        return gradient * grad_outputs[0].to(gradient.dtype), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(ONE_DERIVATIVE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        raise NotImplementedError(ONE_DERIVATIVE)
 
 
 def _chunk(student: Tensor, teacher: Tensor, temperature: float, slope: bool) -> tuple[Tensor, Tensor]:
@@ -65,7 +93,11 @@ def chunked_kl(
     """Sum over the rows where `mask` of T^2 KL(teacher || student).
 
     student: logits [T, V]; teacher: row numbers [R] -> logits [R, V]; mask: [T], True where a row counts.
+
+    Raises:
+        NotImplementedError: in a backward pass with `create_graph=True`, by which a second derivative is asked for.
     """
     rows = mask.nonzero().squeeze(-1)
     chunk_rows = chunk_rows or max(1, CHUNK_ELEMENTS // student.shape[-1])
-    return _ChunkedKL.apply(student, teacher, rows, temperature, chunk_rows)
+    is_trained = student.requires_grad and torch.is_grad_enabled()
+    return _ChunkedKL.apply(student, teacher, rows, temperature, chunk_rows, is_trained)[0]

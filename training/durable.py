@@ -35,6 +35,11 @@ def flush(folder: Path) -> None:
         _fsync(path)
 
 
+def flush_names(folder: Path) -> None:
+    """Force the renames into `folder` to the disk: later ones cannot get there before them."""
+    _fsync(folder)
+
+
 def discard(folder: Path) -> None:
     """Remove a folder; killed on the way, it is gone under its own name."""
     doomed = folder.with_name(f"{TEMPORARY}old-{folder.name}")

@@ -97,11 +97,18 @@ def _find(source: str, name: str) -> str | None:
 
 
 def _move_into(folder: Path, target: Path) -> None:
-    """Rename every file into `target`, replacing older ones; the content is on the disk before."""
+    """Rename every file into `target`, replacing older ones; the content is on the disk before.
+
+    The report, by which a stage counts as finished (`stages.py`), comes last; that of an older model goes first.
+    """
     durable.flush(folder)
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            destination = target / path.relative_to(folder)
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(destination)
+    (target / HISTORY).unlink(missing_ok=True)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path == folder / HISTORY, path)):
+        destination = target / path.relative_to(folder)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if path == folder / HISTORY:
+            durable.flush_names(target)
+        path.replace(destination)
+    durable.flush_names(target)
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Heal a converted model by distillation from the original, or fine-tune any model of the Auto classes.
+r"""Heal a converted model by distillation from the original, or fine-tune any model of the Auto classes.
 
 Distil a causal language model from its softmax original (KL of the logits), all parameters:
 

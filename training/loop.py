@@ -32,7 +32,7 @@ from training.inputs import TrainInputs
 from training.layer_transfer import TransferLayers, layer_name
 from training.logs import MetricsFile
 from training.models import Processor
-from training.objectives import Objective, count_units
+from training.objectives import LOSS, Objective, count_units, weighted_sum
 from training.selection import Selection
 from training.teacher import Teacher
 from training.termination import Termination
@@ -272,13 +272,12 @@ class TrainingLoop:
     def _log(self, progress: Any) -> None:
         self._collect()
         means = {name: value / self.state.steps_in_sums for name, value in self.state.sums.items()}
-        norm = means.pop("grad_norm")
-        loss = sum(weight * means[name] for name, (weight, _) in self.objectives.items())
+        norm, loss = means.pop("grad_norm"), means.pop(LOSS)
         unit = self.parts.recipe.unit
         event = {
             "step": self.state.step,
             unit: self.state.tokens,
-            "loss": loss,
+            LOSS: loss,
             **means,
             "grad_norm": norm,
             "learning_rate": self.rates.get(False, self.rates.get(True)),
@@ -287,14 +286,14 @@ class TrainingLoop:
         }
         self.parts.record(event)
         speed = f"{unit}_per_second"
-        progress.set_postfix({"loss": f"{loss:.4g}", speed: f"{event[speed]:,.0f}"})
+        progress.set_postfix({LOSS: f"{loss:.4g}", speed: f"{event[speed]:,.0f}"})
         self._note_layers(means)
         self.state.sums, self.state.steps_in_sums = {}, 0
         self._restart_clock()
 
     def _note_layers(self, means: dict[str, float]) -> None:
         errors = {
-            layer: sum(weight * means[layer_name(name, layer)] for name, (weight, _) in self.objectives.items())
+            layer: weighted_sum(self.objectives, {name: means[layer_name(name, layer)] for name in self.objectives})
             for layer in self.plan.transfer.learning
             if any(objective.observes_attention for _, objective in self.objectives.values())
         }

@@ -11,11 +11,11 @@ A new objective is a class like those below, a row in `OBJECTIVES` and a `--<row
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,10 @@ from training.batches import Batch
 from training.divergence import LogitRows, chunked_kl
 from training.layer_transfer import LastLayerReachedError, TransferLayers, layer_name, layer_of
 from training.packing import IGNORED
+
+
+LOSS = "loss"  # the weighted sum, among the figures of a step
+Term = TypeVar("Term", Tensor, float)
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,11 @@ def build_objectives(recipe: Recipe) -> dict[str, tuple[float, Objective]]:
     return {name: (weight, OBJECTIVES[name](recipe)) for name, weight in weights.items() if weight}
 
 
+def weighted_sum(objectives: Mapping[str, tuple[float, Objective]], terms: Mapping[str, Term]) -> Term:
+    """The loss from every objective's term: of the whole model, whose gradient is taken, or of one layer."""
+    return cast(Term, sum(weight * terms[name] for name, (weight, _) in objectives.items()))
+
+
 def aligned_labels(batch: Batch, task: str) -> Tensor:
     """Labels at the position of the logits that predict them: [B, N], or [B] for classes."""
     labels = batch["labels"]
@@ -303,20 +312,22 @@ class StudentWithObjectives(nn.Module):
     def forward(
         self, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and each objective's detached sum times its scale, unweighted; that of observed layers, too."""
+        """The loss; and, detached, the loss again and each objective's sum times its scale, unweighted, by name, with
+        that of every observed layer."""
         student = self._observed(batch) if self.observes_attention else self._outputs(batch)
-        parts: dict[str, Tensor] = {}
-        losses = []
-        for name, (weight, objective) in self.objectives.items():
+        terms: dict[str, Tensor] = {}
+        of_layers: dict[str, Tensor] = {}
+        for name, (_, objective) in self.objectives.items():
             total = objective.total(batch, student, teacher) * scales[name]
-            parts[name] = total.detach().mean()
-            losses.append(weight * total.mean())
+            terms[name] = total.mean()
             if total.dim():
                 errors = list(zip(map(layer_of, student.attention), total.detach(), strict=True))
                 for layer in self.transfer.learning:  # one that is called several times has several errors
                     own = torch.stack([error for called, error in errors if called == layer])
-                    parts[layer_name(name, layer)] = own.mean()
-        return torch.stack(losses).sum(), parts
+                    of_layers[layer_name(name, layer)] = own.mean()
+        loss = weighted_sum(self.objectives, terms)
+        parts = {LOSS: loss.detach()} | {name: term.detach() for name, term in terms.items()}
+        return loss, parts | of_layers
 
     def _outputs(self, batch: Batch) -> StudentOutputs:
         outputs = run_model(self.student, batch, self.layers)

@@ -31,6 +31,7 @@ from training.logs import MetricsFile
 from training.loop import Parts, TrainingLoop, TrainingPlan
 from training.objectives import Objective, StudentWithObjectives, build_objectives
 from training.packing import Examples, PackedBlocks
+from training.selection import Selection
 from training.sharding import load_whole
 from training.streaming import StreamedExamples
 from training.teacher import Teacher
@@ -176,7 +177,7 @@ def _train(
         plan.checkpointer.restore(checkpoint, loop.stateful)
         logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
     figures = loop.train() or parts.evaluate(state.step, state.tokens)  # nothing was left to train: still say how good
-    if recipe.run.load_best_model_at_end:
+    if recipe.run.load_best_model_at_end and state.best:  # none: nothing was trained since evaluations became others
         figures = _load_best(parts, state)
     with parts.final_weights():
         if recipe.model.untie_embeddings == "retie":
@@ -278,7 +279,10 @@ def _plan(parts: Parts, inputs: TrainInputs, objectives: dict[str, tuple[float, 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
     """The recipe as checkpoints store it: paths absolute, so that resuming from another folder works."""
-    paths = ("model_name_or_path", "teacher_name_or_path", "tokenizer_name", "train_file", "dataset_name")
-    flat = recipe.flat()
-    found = {name: str(Path(flat[name]).resolve()) for name in paths if flat[name] and Path(flat[name]).exists()}
+    names = (
+        *("model_name_or_path", "teacher_name_or_path", "tokenizer_name"),
+        *("dataset_name", "train_file", "validation_file"),
+    )
+    flat = recipe.flat() | {"metric_for_best_model": Selection(recipe).name}
+    found = {name: str(Path(flat[name]).resolve()) for name in names if flat[name] and Path(flat[name]).exists()}
     return flat | found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,6 @@ def _key(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: dict
 
 def _write(path: Path, array: Tokens) -> None:
     """Complete under its name, also when several processes write it."""
-    beside = path.with_name(f".{os.getpid()}-{path.name}")
+    beside = path.with_name(f".{secrets.token_hex(8)}-{path.name}")  # process numbers repeat on a shared disk
     np.save(beside, array)
     beside.replace(path)

@@ -34,7 +34,22 @@ def test_the_card_of_a_conversion(linear_llama):
     assert f"| kl to teacher | {figures['kl_to_teacher']:.4g} |" in text
     assert 'AutoModelForCausalLM.from_pretrained("llama", trust_remote_code=True)' in text
     assert "| num_features | 16 |" in text
-    assert f"faster than softmax attention from {report['faster_from']}." in text
+    assert report["faster_from"] is None  # its heads are of another size than those that were measured
+    assert "faster than" not in text.replace("builds faster", "")
+
+
+def test_the_card_says_what_computes_attention(linear_llama, tmp_path):
+    """For who has torch and transformers alone, and how to get the kernels; two sentences."""
+    _, text = read_card(linear_llama)
+    paragraph = next(" ".join(part.split()) for part in text.split("\n\n") if "plain torch" in part)
+    assert paragraph == (
+        "With `torch` and `transformers` alone, plain torch operations compute the linear attention. "
+        "`pip install hf-linear-attention` builds faster kernels in C where there is a C compiler, and they are used "
+        "automatically on a CPU once they are installed."
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    write_model_card(tmp_path, {"base_model": "someone/model"})
+    assert "pip install" not in read_card(tmp_path)[1]  # a stock model has no attention of ours
 
 
 def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_llama, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import transformers
@@ -88,6 +90,60 @@ def test_an_interruption_leaves_nothing_behind(llama, tmp_path, monkeypatch, kin
         with pytest.raises(SystemExit):
             run(*words)
     assert not list(tmp_path.iterdir())
+
+
+def test_only_what_was_made_is_removed(tmp_path):
+    """After `kill -9` a folder of an equal process number is in the way, or another machine's on the same disk."""
+    out = tmp_path / "a" / "out"
+    others = [f"{out}.tmp-{os.getpid()}", f"{out}.old-{os.getpid()}"]
+    for folder in map(Path, others):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("somebody else's")
+    before = files(tmp_path)
+    with pytest.raises(RuntimeError, match="midway"), export.staging(out) as folder:  # noqa: PT012
+        (folder / "half").write_text("x")
+        raise RuntimeError("midway")
+    assert files(tmp_path) == before
+    for content in ("first", "second"):  # and the result replaces the one before
+        with export.staging(out) as folder:
+            (folder / "whole").write_text(content)
+        assert (out / "whole").read_text() == content
+        assert files(tmp_path) == sorted([*before, "a/out/whole"])
+    export.discard(out)
+    assert files(tmp_path) == before
+
+
+def test_two_at_once_do_not_meet(tmp_path):
+    """Two processes of equal number, such as in two containers, write to one disk: the last one wins, whole."""
+    out = tmp_path / "out"
+    with export.staging(out) as first:
+        (first / "a").write_text("1")
+        with pytest.raises(KeyboardInterrupt), export.staging(out) as second:  # noqa: PT012
+            (second / "b").write_text("2")
+            assert files(first) == ["a"]
+            raise KeyboardInterrupt
+    assert files(tmp_path) == ["out/a"]
+
+
+def test_a_parent_that_somebody_else_made_meanwhile_stays(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+
+    def raced(self, *args, **kwargs):
+        if self == tmp_path / "a":
+            mkdir(self)
+        return mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(export.Path, "mkdir", raced)
+    with pytest.raises(RuntimeError, match="midway"), export.staging(tmp_path / "a" / "b" / "out"):
+        raise RuntimeError("midway")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+
+
+def test_the_result_is_as_open_as_any_new_folder(tmp_path):
+    (tmp_path / "usual").mkdir()
+    with export.staging(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 def test_everything_shipped_is_there_and_a_missing_file_is_noticed(linear_llama, tmp_path):

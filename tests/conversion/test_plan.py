@@ -13,9 +13,7 @@ from matrix import DECODERS, FAMILY_ROWS
 from safetensors import safe_open
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from conversion import break_even
 from conversion import plan as plan_module
-from conversion.break_even import faster_from
 from conversion.errors import UsageError
 from conversion.plan import make_plan
 from conversion.source import Source, open_source
@@ -74,25 +72,6 @@ def test_dry_run_prints_every_tensor_reads_none_and_writes_nothing(llama, tmp_pa
         assert all(name in out for name in file.keys())  # noqa: SIM118
     assert "new        model.layers.0.self_attn.linear_attention.feature_map" in out
     assert "model.layers.2.self_attn: LlamaAttention -> LinearLlamaAttention" in out
-    assert (
-        f"faster than softmax attention from {faster_from({'mechanism': 'linear', 'feature_map': 'exp'}, True)}" in out
-    )
-
-
-def test_how_long_inputs_must_be_is_quoted_for_what_was_measured(tmp_path, monkeypatch):
-    rows = [
-        {"name": "a 1", "settings": {"mechanism": "a", "kind": "x", "size": 1}, "bidirectional": 128, "causal": 256},
-        {"name": "a 2", "settings": {"mechanism": "a", "kind": "y"}, "bidirectional": None},
-    ]
-    measured = {"rows": rows, "longest": 4096, "conditions": "on a thread"}
-    (tmp_path / "measured.json").write_text(json.dumps(measured))
-    monkeypatch.setattr(break_even, "MEASURED", tmp_path / "measured.json")
-    x, y = ({"mechanism": "a", "kind": kind, "size": 7} for kind in "xy")
-    assert faster_from(x, True) == "256 tokens (measured: a 1, on a thread)"
-    assert faster_from(x, None) == "128 tokens in the encoder, 256 tokens in the decoder (measured: a 1, on a thread)"
-    assert faster_from(y, False) == "more than 4,096 tokens (measured: a 2, on a thread)"
-    assert faster_from(y, True) is None
-    assert faster_from({"mechanism": "a", "kind": "z"}, False) is None
 
 
 def test_unexpected_and_sharded_tensors(tmp_path):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from conversion.errors import ConversionError
 from conversion.plan import make_plan
+from conversion.report import _check_lines
 from conversion.samples import TEXTS, text_samples
 from conversion.source import open_source
 from conversion.verify import compare_outputs, compare_tensors, verify
@@ -60,6 +61,36 @@ def test_a_changed_base_tensor_is_noticed(llama, linear_llama, tmp_path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConversionError, match=r"1 tensors .* `model.norm.weight`"):
         compare_tensors(folder, source, plan)
+
+
+def test_a_comparison_of_nothing_is_no_success(llama, linear_llama, tmp_path):
+    """No tensor of the source is in the result: whatever it holds, it is not the source's."""
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    weights = {f"other.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(llama))
+    plan = make_plan(source, SETTINGS)
+    with pytest.raises(ConversionError, match=rf"none of the {len(plan.mapped)} tensors .* could be compared"):
+        compare_tensors(folder, source, plan)
+    plan.mapped.clear()
+    with pytest.raises(ConversionError, match=r"none of the 0 tensors .* could be compared"):
+        compare_tensors(linear_llama, source, plan)
+
+
+def test_tensors_that_were_not_compared_are_counted_and_named(llama, linear_llama, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(llama))
+    plan = make_plan(source, SETTINGS)
+    counts = compare_tensors(folder, source, plan)
+    assert (counts["equal"], counts["not_compared"]) == (len(plan.mapped) - 1, 1)
+    checks = {"tensors": counts, "student_against_teacher": {"hidden_state_error": 0.5}}
+    (line, *_) = _check_lines(checks, has_layers=True)
+    assert f"{len(plan.mapped) - 1} of {len(plan.mapped) - 1} base tensors are equal, 1 not compared" in line
 
 
 def test_numbers_that_are_not_finite_are_noticed(llama, linear_llama, tmp_path):

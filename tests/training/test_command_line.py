@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from training import finetune
 from training.arguments import GROUPS
 from training.command_line import build_parser, parse
 from training.errors import UsageError
@@ -161,6 +162,18 @@ def test_help_describes_every_option() -> None:
     for name, field in ((name, f) for group in GROUPS for name, f in group.__dataclass_fields__.items()):
         assert f"--{name}" in text
         assert field.metadata["help"].endswith("."), name
+
+
+def test_help_shows_the_examples_as_they_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command over several lines keeps its backslashes and its lines."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    command = "--learning_rate 1e-3 --max_train_tokens 1000000 --lr_scheduler_type cosine --warmup_ratio 0.05"
+    assert f"--validation_file valid.txt --output_dir OUT \\\n        {command}\n" in text
+    source = Path(str(finetune.__file__)).read_text(encoding="utf-8").split('"""')[1]
+    assert source.strip() in text
 
 
 def test_no_option_is_accepted_and_ignored() -> None:

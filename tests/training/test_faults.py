@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.checkpointing import latest_checkpoint, list_checkpoints, newest_intact_checkpoint
+from training.checkpointing import HISTORY, latest_checkpoint, list_checkpoints, newest_intact_checkpoint
 from training.durable import find_damage
 from training.finetune import main
 from training.logs import MetricsFile, read_metrics
@@ -141,6 +142,27 @@ def test_early_stopping(options: list[Any], files: Path, tmp_path: Path, monkeyp
         assert max(event["step"] for event in read_metrics(folder / "metrics.jsonl")) == 5
 
 
+def test_every_random_generator_goes_on_where_it_was(
+    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Python, of numpy and of torch: a resumed run draws what the uninterrupted one does."""
+    total, drawn = TaskLoss.total, []
+
+    def drawing(self: TaskLoss, *inputs: Any) -> torch.Tensor:
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        return total(self, *inputs)
+
+    monkeypatch.setattr(TaskLoss, "total", drawing)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert main(command(options, folder=whole)) == 0
+    expected = list(drawn)
+    assert len(set(expected)) == 2 * STEPS
+    shutil.copytree(whole / "checkpoint-4", parted / "checkpoint-4")
+    drawn.clear()
+    assert main(command(options, "--resume_from_checkpoint", "latest", folder=parted)) == 0
+    assert drawn == expected[2 * 4 :]
+
+
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """The kernel refuses to write more (EFBIG; Python ignores the signal): to a program, a disk quota."""
@@ -251,6 +273,41 @@ def test_kill_9_at_any_moment(options: list[Any], tmp_path: Path, dataset_cache:
     assert kills >= 2
     assert same_weights(folder, whole)
     assert losses(folder) == losses(whole)
+
+
+def test_a_model_is_finished_only_with_its_last_file(
+    options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between any two files, the folder has no report, by which a stage of a preset counts as done; also where
+    the report of an earlier run was there."""
+    replace, moved = Path.replace, [0]
+    # a file that the alphabet puts behind the report, as other tokenizers have
+    monkeypatch.setattr("training.export.copy_sidecars", lambda _, folder: (folder / "vocab.txt").write_text("a"))
+    total = sum(path.is_file() for path in whole.iterdir()) - 1 + 1  # without metrics.jsonl, with vocab.txt
+    assert total > 5
+    for count in range(total):
+        folder = tmp_path / str(count)
+        shutil.copytree(whole / "checkpoint-8", folder / "checkpoint-8")
+        shutil.copyfile(whole / "metrics.jsonl", folder / "metrics.jsonl")
+        if count % 2:
+            shutil.copyfile(whole / HISTORY, folder / HISTORY)
+
+        def killed(self: Path, target: Path, limit: int = count) -> Path:
+            if self.parent.name == ".incomplete-model":
+                if moved[0] == limit:
+                    raise KeyboardInterrupt
+                moved[0] += 1
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", killed)
+        moved[0] = 0
+        with pytest.raises(KeyboardInterrupt):
+            main(command(options, "--resume_from_checkpoint", "latest", folder=folder))
+        assert not (folder / HISTORY).exists(), count
+        monkeypatch.setattr(Path, "replace", replace)
+    assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 0
+    assert same_weights(folder, whole)
+    assert (folder / HISTORY).read_bytes() == (whole / HISTORY).read_bytes()
 
 
 def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:

@@ -1,0 +1,99 @@
+"""What the optimizer is given at each step: the learning rate of the schedule, and gradients that are clipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from hf_linear_attention import convert
+
+
+STEPS = 8
+PEAK = 1e-3
+Steps = list[tuple[list[float], Tensor]]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Of each call of the optimizer: the rates of its groups, and all gradients, flat."""
+    found: Steps = []
+    step = torch.optim.AdamW.step
+
+    def recorded(self: torch.optim.AdamW, *arguments: Any, **keywords: Any) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradient = torch.cat([p.grad.detach().flatten().double() for p in parameters])
+        found.append(([group["lr"] for group in self.param_groups], gradient))
+        return step(self, *arguments, **keywords)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    return found
+
+
+@pytest.fixture
+def options(llama: str, files: Path) -> list[Any]:
+    data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", STEPS]
+    rate = ["--learning_rate", PEAK, "--logging_steps", 1]
+    return ["--model_name_or_path", llama, "--task", "causal_lm", *data, *rate]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (["--warmup_steps", 4], [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]),
+        (["--warmup_ratio", 0.5], [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]),
+        (["--warmup_ratio", 0.2], [0, 0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),  # 1.6 steps are 2
+        (["--warmup_steps", 4, "--lr_scheduler_type", "constant_with_warmup"], [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
+        (["--lr_scheduler_type", "constant"], [1] * STEPS),
+        ([], [1 - step / STEPS for step in range(STEPS)]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if value and isinstance(value[0], str) else "",
+)
+def test_the_rate_rises_over_the_warm_up(
+    schedule: list[Any], expected: list[float], finetune, options: list[Any], steps: Steps
+) -> None:
+    """The rate of every step, as the optimizer has it and as it is logged."""
+    events = finetune(*options, *schedule)
+    rates = [PEAK * share for share in expected]
+    assert [event["learning_rate"] for event in events] == pytest.approx(rates)
+    assert len(steps) == STEPS
+    for (groups, _), rate in zip(steps, rates, strict=True):
+        assert groups == pytest.approx([rate] * len(groups))
+
+
+def test_the_mechanisms_rate_warms_up_with_the_other(
+    finetune, options: list[Any], llama: str, steps: Steps, tokenizer, tmp_path: Path
+) -> None:
+    convert(LlamaForCausalLM.from_pretrained(llama), mechanism="linear").save_pretrained(tmp_path / "converted")
+    tokenizer.save_pretrained(tmp_path / "converted")
+    options = [tmp_path / "converted" if option == llama else option for option in options]
+    events = finetune(*options, "--warmup_steps", 4, "--mechanism_learning_rate", 10 * PEAK)
+    shares = [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]
+    assert [event["mechanism_learning_rate"] for event in events] == pytest.approx([10 * PEAK * s for s in shares])
+    for (groups, _), share in zip(steps, shares, strict=True):
+        assert sorted({round(rate, 9) for rate in groups}) == pytest.approx(sorted({PEAK * share, 10 * PEAK * share}))
+
+
+@pytest.mark.parametrize("limit", [0.05, 1e9, 0])
+def test_gradients_are_clipped_to_the_norm(limit: float, finetune, options: list[Any], steps: Steps) -> None:
+    """To the limit and not below, all by one factor; the norm that is logged is the one before. 0 is no limit."""
+    plain = ["--max_train_steps", 1, "--gradient_accumulation_steps", 2]
+    (event,) = finetune(*options, *plain, "--max_grad_norm", limit)
+    (clipped,) = (gradient for _, gradient in steps)
+    steps.clear()
+    finetune(*options, *plain, "--max_grad_norm", 1e9, "--overwrite_output_dir")
+    (whole,) = (gradient for _, gradient in steps)
+    assert whole.norm() > 0.5
+    assert event["grad_norm"] == pytest.approx(whole.norm().item(), rel=1e-4)
+    factor = 0.05 / (whole.norm() + 1e-6) if limit == 0.05 else 1.0  # torch's own guard against a norm of 0
+    torch.testing.assert_close(clipped, whole * factor, rtol=1e-4, atol=1e-9)
+
+
+def test_gradients_are_clipped_to_1_by_default(finetune, options: list[Any], steps: Steps) -> None:
+    events = finetune(*options, "--max_train_steps", 2, "--task_loss_weight", 100)
+    assert all(event["grad_norm"] > 1 for event in events)
+    assert [gradient.norm().item() for _, gradient in steps] == pytest.approx([1, 1], rel=1e-4)
