@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
@@ -56,15 +56,21 @@ bench-papers: $(VENV)/.bench ## The papers' results, into outputs/benchmarks (ab
 bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (about 20 minutes on one free core)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
+.PHONY: native
+native: $(VENV)/.installed ## Build the C kernels of csrc/ again, into hf_linear_attention/
+	CFLAGS="-Wall -Wextra -Werror" HF_LINEAR_ATTENTION_REQUIRE_KERNELS=1 $(BIN)/python setup.py -q build_ext --inplace --force
+
 .PHONY: lint
-lint: $(VENV)/.installed ## ruff: rules and formatting
+lint: $(VENV)/.installed ## ruff and clang-format: rules and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]
 
 .PHONY: format
-format: $(VENV)/.installed ## Let ruff mend what it can
+format: $(VENV)/.installed ## Let ruff and clang-format mend what they can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*.[ch]
 
 .PHONY: types
 types: $(VENV)/.installed ## mypy over the three packages
