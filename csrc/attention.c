@@ -151,26 +151,19 @@ static void absorb_gradients(work *w, const float *e) {
     for (int64_t t = 0; t < w->tokens; t++) add_scaled(w->grad_z, w->query + t * w->feature_row, e[t], w->feature_row);
 }
 
-/* By the decay, of a block of queries whose part of the carried sums is in w->grad: weights times the real tokens
-   between query and key. Distances are counted from the block, so that digits do not get lost in long inputs. */
+/* By the decay: weights times the real tokens between query and key. Here from the queries of a block, whose gradient
+   by the carried sums is in w->grad, back to where the block of each key ended; `key_gradients` has the rest. Counted
+   from blocks, digits do not get lost in long inputs. */
 static void decay_gradient(work *w, const float *e) {
     int64_t f = w->feature_row, d = w->value_row;
-    float carried[BLOCK], carried_z[BLOCK], aged[BLOCK], aged_z[BLOCK], zeros[BLOCK] = {0};
+    float carried[BLOCK], carried_z[BLOCK], aged[BLOCK], aged_z[BLOCK];
     row_dot_products(carried, w->grad, w->query, f, f);
     row_dot_products(carried_z, w->query, w->z, 0, f);
     product(w->aged, f, w->out, d, 1, w->aged_sums, f, BLOCK, d, f, 0, FULL);
     row_dot_products(aged, w->aged, w->query, f, f);
     row_dot_products(aged_z, w->query, w->aged_z, 0, f);
-    product(w->scores, BLOCK, w->query, f, 1, w->key_t, BLOCK, BLOCK, f, BLOCK, 0, INTO_LOWER);
-    add_and_clear_upper(w->scores, zeros);
-    product(w->pairs, BLOCK, w->out, d, 1, w->value_t, BLOCK, BLOCK, d, BLOCK, 0, INTO_LOWER);
-    add_and_clear_upper(w->pairs, e);
-    for (int64_t t = 0; t < w->tokens; t++) {
-        float sum = aged[t] + e[t] * aged_z[t] + w->steps[t] * (carried[t] + e[t] * carried_z[t]);
-        for (int64_t j = 0; j <= t; j++)
-            sum += (w->steps[t] - w->steps[j]) * w->scores[t * BLOCK + j] * w->pairs[t * BLOCK + j];
-        w->grad_decay += sum;
-    }
+    for (int64_t t = 0; t < w->tokens; t++)
+        w->grad_decay += aged[t] + e[t] * aged_z[t] + w->steps[t] * (carried[t] + e[t] * carried_z[t]);
 }
 
 /* out = out + steps * x, numbers */
@@ -198,6 +191,16 @@ static void query_gradients(work *w, int64_t n) {
     }
 }
 
+/* The rest of `decay_gradient`: queries and keys of the same block. */
+static void decay_gradient_within(work *w) {
+    for (int64_t t = 0; t < w->tokens; t++) {
+        const float *scores = w->scores + t * BLOCK, *pairs = w->pairs + t * BLOCK;
+        float sum = 0;
+        for (int64_t j = 0; j < BLOCK; j++) sum += (w->steps[t] - w->steps[j]) * scores[j] * pairs[j];
+        w->grad_decay += sum;
+    }
+}
+
 /* Gradients of a block of keys and values, which meet the sums over the queries behind them and those of the block. */
 static void key_gradients(work *w, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row;
@@ -206,6 +209,11 @@ static void key_gradients(work *w, int64_t n) {
     product(w->grad, f, w->value, d, 1, w->sums_t, f, BLOCK, d, f, 0, FULL);
     product(w->grad_value, d, w->key, f, 1, w->grad_sums, d, BLOCK, f, d, 0, FULL);
     for (int64_t t = 0; t < BLOCK; t++) add_scaled(w->grad + t * f, w->grad_z, 1, f);
+    if (w->aged) {
+        float later[BLOCK];
+        row_dot_products(later, w->grad, w->key, f, f);
+        for (int64_t t = 0; t < w->tokens; t++) w->grad_decay += (w->steps[w->tokens - 1] - w->steps[t]) * later[t];
+    }
     for (int64_t g = 0; g < w->sizes->groups && w->sizes->causal; g++) {
         load_queries(w, g, n, scale);
         load_gradients_of_sums(w, e, g, n);
@@ -215,6 +223,7 @@ static void key_gradients(work *w, int64_t n) {
         add_and_clear_upper(w->pairs, e);
         product(w->grad, f, w->pairs, 1, BLOCK, w->query, f, BLOCK, BLOCK, f, 1, LOWER_T);
         product(w->grad_value, d, w->scores, 1, BLOCK, w->out, d, BLOCK, BLOCK, d, 1, LOWER_T);
+        if (w->aged) decay_gradient_within(w);
         absorb_gradients(w, e);
     }
     gradient_through_map(w, w->key, w->key_input, w->key_factor, 0, 0, n);
@@ -244,20 +253,6 @@ static void store_map_gradients(const work *w, int which, int64_t g, const affin
     if (x[2].data) *(float *)address_of(w, which + 2, g, 0) = m->grad_norm;
 }
 
-/* The aged sums at the last token of a block, whose keys are in the sums already. */
-static void age_block(work *w) {
-    int64_t f = w->feature_row, d = w->value_row;
-    float last = w->steps[w->tokens - 1], factor = w->sizes->map >= EXP ? 1 : __builtin_expf(w->decay * last);
-    for (int64_t t = 0; t < BLOCK; t++)
-        for (int64_t j = 0; j < f; j++) w->aged[t * f + j] = t < w->tokens ? -w->steps[t] * w->key[t * f + j] : 0;
-    product(w->aged_sums, f, w->value_t, BLOCK, 1, w->aged, f, d, BLOCK, f, 1, FULL);
-    add_rows(w->aged_z, w->aged, w->tokens, f);
-    age(w->aged_sums, w->sums_t, last, f * d);
-    age(w->aged_z, w->z, last, f);
-    for (int64_t j = 0; j < f * d; j++) w->aged_sums[j] *= factor;
-    for (int64_t j = 0; j < f; j++) w->aged_z[j] *= factor;
-}
-
 /* Forwards over the blocks, for the gradients of queries. */
 static int backward_block(work *w) {
     int64_t f = w->feature_row, d = w->value_row;
@@ -274,9 +269,13 @@ static int backward_block(work *w) {
         remember_block(w, w->block_number++, w->position);
         query_gradients(w, w->position);
     }
+    if (w->aged) {
+        age(w->aged_sums, w->sums_t, w->steps[w->tokens - 1], f * d);
+        age(w->aged_z, w->z, w->steps[w->tokens - 1], f);
+        fade(w, w->aged_sums, w->aged_z);
+    }
     product(w->sums_t, f, w->value_t, BLOCK, 1, w->key, f, d, BLOCK, f, 1, FULL);
     add_rows(w->z, w->key, w->tokens, f);
-    if (w->aged) age_block(w);
     after_block(w, w->sums_t, w->z);
     w->position += w->tokens;
     return 1;

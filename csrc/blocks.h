@@ -28,7 +28,7 @@ typedef struct work {
     /* of the backward pass */
     float *grad, *grad_value, *output, *grad_input, *grad_sums, *grad_z, *value_t, *pairs, *sums_t, *maxima;
     int64_t *starts;
-    /* Sums in which each key counts as often as real tokens have come since: the derivative by the decay. */
+    /* Sums in which a key counts as often as real tokens have come since its block: for the derivative by the decay. */
     float *aged_sums, *aged_z, *aged;
     double grad_decay;
     affine *maps; /* of keys, then of each group of queries */

@@ -104,6 +104,7 @@ static inline void count_steps(work *w, int64_t n, int64_t limit) {
     int64_t length = w->sizes->keys - n, count = 0;
     int is_apart = w->decay && w->sizes->map < EXP, is_steep = is_apart && -w->decay > LIMIT;
     w->tokens = length < limit ? length : limit, w->first_step = 1;
+    memset(w->steps, 0, sizeof(w->steps));
     for (int64_t t = 0; t < w->tokens; t++) {
         int is_real = !w->tensors[MASK].data || *address_of(w, MASK, 0, n + t);
         if (is_steep && is_real && !count && t) {
@@ -201,14 +202,19 @@ static inline void before_block(work *w, float *sums, float *z, int by_rows) {
             for (int64_t j = 0; j < w->feature_row; j++) sums[i * w->feature_row + j] *= scale[j];
 }
 
-/* After a block the sums fade to its last token. */
-static inline void after_block(work *w, float *sums, float *z) {
-    float steps = w->steps[w->tokens - 1], factor = __builtin_expf(w->decay * steps);
-    if (!w->decay) return;
-    for (int64_t j = 0; j < w->feature_row && w->sizes->map >= EXP; j++) w->maximum[j] += w->decay * steps;
-    if (w->sizes->map >= EXP) return;
+/* Plain sums fade from the first real token of a block to its last one. */
+static inline void fade(const work *w, float *sums, float *z) {
+    if (!w->decay || w->sizes->map >= EXP) return;
+    float factor = __builtin_expf(w->decay * w->steps[w->tokens - 1]);
     for (int64_t j = 0; j < w->feature_row; j++) z[j] *= factor;
     for (int64_t j = 0; j < w->feature_row * w->value_row; j++) sums[j] *= factor;
+}
+
+/* After a block the sums, or the maximum of exponents, fade to its last token. */
+static inline void after_block(work *w, float *sums, float *z) {
+    fade(w, sums, z);
+    if (!w->decay || w->sizes->map < EXP) return;
+    for (int64_t j = 0; j < w->feature_row; j++) w->maximum[j] += w->decay * w->steps[w->tokens - 1];
 }
 
 static inline void begin_query_block(work *w, int64_t n) {
