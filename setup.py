@@ -15,7 +15,15 @@ from setuptools.command.build_ext import build_ext
 
 
 # No -ffast-math: linked into a library, it makes the whole process flush denormals to 0.
-FLAGS = ["-std=gnu11", "-g0", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = [
+    "-std=gnu11",
+    "-g0",
+    "-O3",
+    "-ffp-contract=fast",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
 # -Wno-psabi: vectors are passed between inlined functions only.
 FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-Wno-psabi"]
 INSTRUCTION_SETS = {"base": []}

@@ -192,7 +192,9 @@ def check_hybrid_step(
     Raises:
         ValueError: for the first that does not.
     """
-    batch, heads, kv_heads = check_heads(query, key, value)
+    if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
+        check_heads(query, key, value)
+    batch, heads, kv_heads = *query.shape[:2], key.shape[1]
     if len(state) != 7:
         raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state
@@ -202,6 +204,7 @@ def check_hybrid_step(
     expected = (
         ("query", query, (batch, heads, 1, stored), None),
         ("key", key, (batch, kv_heads, 1, stored), None),
+        ("value", value, (batch, kv_heads, 1, width), None),
         ("sink_query", sink_query, (batch, heads, 1, stored), None),
         ("query_exponent", query_exponent, (batch, heads, 1, features), None),
         ("key_exponent", key_exponent, (batch, kv_heads, 1, features), None),

@@ -177,11 +177,21 @@ def run_plain_step(query, key, value, state, output, new_state) -> None:
 
 
 def run_step(
-    name: str, shape: Sequence[int], tensors: Sequence[torch.Tensor | None], scaling: float | None = None
+    name: str,
+    shape: Sequence[int],
+    tensors: Sequence[torch.Tensor | None],
+    scaling: float | None = None,
+    offsets: Sequence[int] = (0,),
 ) -> None:
-    """`log_step` or `hybrid_step` of dense tensors, in the order of csrc/linear_attention.h."""
+    """`log_step` or `hybrid_step` of dense tensors, in the order of csrc/linear_attention.h.
+
+    The last tensor has room for several results, which begin at these `offsets`, in numbers of 4 bytes.
+    """
     sizes = (ctypes.c_int64 * len(shape))(*shape)
-    addresses = (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])
+    numbers = [None if x is None else x.data_ptr() for x in tensors]
+    last = numbers.pop() or 0
+    numbers += [last + 4 * offset for offset in offsets]
+    addresses = (ctypes.c_void_p * len(numbers))(*numbers)
     arguments = () if scaling is None else (ctypes.c_float(scaling),)
     if getattr(library(), name)(sizes, addresses, *arguments):
         raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")

@@ -24,6 +24,7 @@ from .kernels_cpu import run_step
 from .kernels_cpu import takes
 
 
+FLOAT32 = (torch.float32,)
 SCHEMAS = {
     "attention_step": (
         "(Tensor query, Tensor key, Tensor value, Tensor state, Tensor? log_decay, bool log_features) "
@@ -50,7 +51,7 @@ def _refuse(*tensors: torch.Tensor | None, dtypes=NATIVE_DTYPES) -> None:
 def attention_step(query, key, value, state, log_decay, log_features):
     """See `kernels.attention_step`; features in float32."""
     check_step(query, key, value, state, log_decay, log_features)
-    _refuse(query, key, state, log_decay, dtypes=(torch.float32,))
+    _refuse(query, key, state, log_decay, dtypes=FLOAT32)
     value = value if value.dtype == torch.float32 else value.float()
     output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
     query, key, value, state = (x.contiguous() for x in (query, key, value, state))
@@ -79,13 +80,12 @@ def hybrid_step(
     """One real token of `hybrid` after others: the oldest place of the window goes to the far sums.
 
     Returns:
-        The 7 tensors of the new state, then in float32 the near part `[B, Hkv, G, 1, W]` (joined with the far one where
-        `log_scale` and `norm_weight [H]` are given), its log size and largest logit, the far part and its log size.
+        The 7 tensors of the new state, then in float32 one tensor `[B H (2 W + 3)]`, which `step_parts` takes apart.
     """
     given = (query, key, value, sink_query, query_exponent, key_exponent, log_decay)
     check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
     _refuse(query, key, value, sink_query)
-    _refuse(query_exponent, key_exponent, log_decay, log_scale, norm_weight, dtypes=(torch.float32,))
+    _refuse(query_exponent, key_exponent, log_decay, log_scale, norm_weight, dtypes=FLOAT32)
     batch, heads, kv_heads = *query.shape[:2], key.shape[1]
     if sink_query is not None:
         sink_query = sink_query.to(query.dtype)
@@ -96,15 +96,27 @@ def hybrid_step(
         *(x.element_size() for x in (query, key, value)),
     )
     numbers = (query, key, value, sink_query, *given[4:], *state, log_scale, norm_weight)
-    dense = [None if x is None else x.contiguous() for x in numbers]
-    run_step("hybrid_step", shape, (*dense, *results), scaling)
+    dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
+    rows, width = batch * heads, value.shape[3]
+    offsets = [0, rows * width, rows * (width + 1), rows * (width + 2), rows * (2 * width + 2)]
+    run_step("hybrid_step", shape, (*dense, *results), scaling, offsets)
     return results
 
 
+def step_parts(parts: torch.Tensor, query: torch.Tensor, key: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """What `hybrid_step` computed of queries `[B, H, 1, D]` with keys `[B, Hkv, 1, D]`, each `[B, Hkv, G, 1, ...]`.
+
+    The near part (W numbers; joined with the far one where `log_scale` and `norm_weight` were given), its log size and
+    largest logit, the far part and its log size.
+    """
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    sizes = [batch * heads * n for n in (width, 1, 1, width, 1)]
+    return [x.view(batch, kv_heads, heads // kv_heads, 1, -1) for x in parts.split_with_sizes(sizes)]
+
+
 def _fake_hybrid_step(query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, *_):
-    shape = (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], 1)
-    parts = [state[0].new_empty(*shape, n) for n in (value.shape[-1], 1, 1, value.shape[-1], 1)]
-    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state), *parts]
+    parts = state[0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state), parts]
 
 
 def slot_attention(query, key, value, visible, scaling):
@@ -138,7 +150,7 @@ def with_rows(x: torch.Tensor) -> torch.Tensor:
 
 def elu_plus_one(x):
     """elu(x) + 1 of a float32 tensor of four axes, in its memory order."""
-    _refuse(x, dtypes=(torch.float32,))
+    _refuse(x, dtypes=FLOAT32)
     if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
         x = x.contiguous()
     output = torch.empty_like(x)

@@ -36,6 +36,7 @@ from .kernels import makes_features
 from .kernels import map_attention
 from .kernels import needs_plain
 from .kernels import takes_step
+from .kernels_inference import step_parts
 from .kernels_operators import operator
 from .kernels_window import NORMALIZATIONS
 from .kernels_window import NearKeys
@@ -168,12 +169,14 @@ class HybridAttention(AttentionMechanism):
         numbers = (log_decay, list(old), *(joint or (None, None)))
         step = operator("hybrid_step")
         new = step(query, key, value, None, *exponents, *numbers, self.shape.head_dim, scaling)
-        near, near_size, largest, far, far_size = new[7:]
-        if joint is None:
+        batch, heads, width = *query.shape[:2], value.shape[-1]
+        if joint is not None:
+            near = new[7][: batch * heads * width]
+        else:
+            near, near_size, largest, far, far_size = step_parts(new[7], query, key, width)
             norm = half_squared_norm(_rotated(query, self), scaling).view(largest.shape)
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
-        batch, heads = query.shape[:2]
-        return near.reshape(batch, 1, heads, value.shape[-1]).to(query.dtype), tuple(new[:7])
+        return with_dtype(near.view(batch, 1, heads, width), query.dtype), tuple(new[:7])
 
     def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
         """The causal form. Padding is at the left end of the new tokens."""

@@ -83,12 +83,15 @@ class LinearAttention(AttentionMechanism):
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         old: Any = state[0] if state else None
         is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
-        if not is_step and makes_features(query, key, value, attention_mask, self.feature_map.num_features):
+        if is_step:
+            output, old = self._kernel(query, key, value, None, scaling, True, old)
+            return with_dtype(output.transpose(1, 2), query.dtype), (old,)
+        if makes_features(query, key, value, attention_mask, self.feature_map.num_features):
             kernel_map = self.feature_map.kernel_map(scaling)
             if kernel_map is not None:
                 return self._with_map(kernel_map, query, key, value, attention_mask, is_causal, old)
         elementwise_map = self.feature_map.elementwise_map() if self.decay is None else None
-        if elementwise_map is not None and is_causal and not is_step and self._takes_pieces(query, attention_mask):
+        if elementwise_map is not None and is_causal and self._takes_pieces(query, attention_mask):
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
             return with_dtype(output.transpose(1, 2), query.dtype), (old,)
         size = self._tokens_at_a_time(query, key, attention_mask)
