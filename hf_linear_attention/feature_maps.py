@@ -242,7 +242,8 @@ class ExpFeatureMap(LearnedFeatureMap):
 
     def forward_keys(self, key, scaling):
         exponent = self._project(key, self.key_projection, scaling) + with_dtype(self.key_bias, accumulation_dtype(key))
-        return exponent - with_dtype(self.key_norm_weight, exponent.dtype) * half_squared_norm(key, scaling)
+        weight = with_dtype(self.key_norm_weight, exponent.dtype)
+        return torch.addcmul(exponent, weight, squared_norm(key), value=-scaling / 2)
 
     def kernel_map(self, scaling):
         query, key = (weight.float() * math.sqrt(scaling) for weight in (self.query_projection, self.key_projection))
@@ -324,8 +325,13 @@ class T2rFeatureMap(LearnedFeatureMap):
 
 def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling |x|^2 / 2 over the last axis, kept."""
+    return squared_norm(x) * (scaling / 2)
+
+
+def squared_norm(x: torch.Tensor) -> torch.Tensor:
+    """|x|^2 over the last axis, kept."""
     norm = torch.linalg.vector_norm(accumulated(x), dim=-1, keepdim=True)  # makes no tensor of the size of x
-    return norm.square() * (scaling / 2)
+    return norm.square()
 
 
 def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:

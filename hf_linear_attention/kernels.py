@@ -19,7 +19,6 @@ from .kernels_causal import ElementwiseMap
 from .kernels_checks import check_attention
 from .kernels_checks import check_window
 from .kernels_cpu import EXP
-from .kernels_cpu import MOST_COLUMNS
 from .kernels_cpu import PLAIN
 from .kernels_cpu import takes
 from .kernels_operators import OPERATORS
@@ -191,7 +190,7 @@ def takes_step(*tensors: torch.Tensor) -> bool:
     """Whether C computes a step of one token with these, outside a graph and without gradients."""
     if torch.is_grad_enabled() or is_tracing() or needs_plain(tensors[0]):
         return False
-    return takes(*tensors) and max(x.shape[-1] for x in tensors) <= MOST_COLUMNS
+    return takes(*tensors)
 
 
 def exact_part(

@@ -206,11 +206,11 @@ def check_hybrid_step(
         ("key", key, (batch, kv_heads, 1, stored), None),
         ("value", value, (batch, kv_heads, 1, width), None),
         ("sink_query", sink_query, (batch, heads, 1, stored), None),
-        ("query_exponent", query_exponent, (batch, heads, 1, features), None),
-        ("key_exponent", key_exponent, (batch, kv_heads, 1, features), None),
-        ("log_decay", log_decay, (kv_heads,), None),
-        ("log_scale", log_scale, per_head, None),
-        ("norm_weight", norm_weight, per_head, None),
+        ("query_exponent", query_exponent, (batch, heads, 1, features), torch.float32),
+        ("key_exponent", key_exponent, (batch, kv_heads, 1, features), torch.float32),
+        ("log_decay", log_decay, (kv_heads,), torch.float32),
+        ("log_scale", log_scale, per_head, torch.float32),
+        ("norm_weight", norm_weight, per_head, torch.float32),
         ("state", sums, (batch, kv_heads, features, width + 2), torch.float32),
         ("state", window_key, (batch, kv_heads, places, stored), keys),
         ("state", window_value, (batch, kv_heads, places, width), values),
@@ -226,7 +226,7 @@ def check_hybrid_step(
         if tensor.shape != shape or tensor.device != device:
             check_shape(name, tensor, shape, like=query)
         if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"A tensor of the state is {tensor.dtype}; it must be {dtype}, as the new tokens are.")
+            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
     if not places or not 0 < key_dim <= stored:
         raise ValueError(
             f"Got a window of {places} places and `key_dim` = {key_dim}; it needs one place at least, and keys of "

@@ -134,9 +134,11 @@ def load(path: Path) -> Any:
 
 
 def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> bool:
-    """Whether these tensors are on a CPU and of such dtypes, and there is a library to compute with."""
+    """Whether these tensors are on a CPU, of such dtypes and not too wide, and there is a library to compute with."""
     for tensor in tensors:
-        if tensor is not None and (tensor.dtype not in dtypes or tensor.device.type != "cpu"):
+        if tensor is None:
+            continue
+        if not tensor.is_cpu or tensor.dtype not in dtypes or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS):
             return False
     return library() is not None
 

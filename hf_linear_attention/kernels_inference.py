@@ -13,7 +13,6 @@ import torch
 from .kernels_checks import check_hybrid_step
 from .kernels_checks import check_slots
 from .kernels_checks import check_step
-from .kernels_cpu import MOST_COLUMNS
 from .kernels_cpu import NATIVE_DTYPES
 from .kernels_cpu import PLAIN
 from .kernels_cpu import in_large_pages
@@ -41,7 +40,7 @@ SCHEMAS = {
 
 
 def _refuse(*tensors: torch.Tensor | None, dtypes=NATIVE_DTYPES) -> None:
-    if not takes(*tensors, dtypes=dtypes) or any(x is not None and x.shape[-1] > MOST_COLUMNS for x in tensors):
+    if not takes(*tensors, dtypes=dtypes):
         raise NotImplementedError(
             "There is no C kernel for these tensors here; see `hf_linear_attention.kernel_backend()`, and call the "
             "functions of hf_linear_attention.kernels, which then compute in torch."
@@ -85,7 +84,6 @@ def hybrid_step(
     given = (query, key, value, sink_query, query_exponent, key_exponent, log_decay)
     check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
     _refuse(query, key, value, sink_query)
-    _refuse(query_exponent, key_exponent, log_decay, log_scale, norm_weight, dtypes=FLOAT32)
     batch, heads, kv_heads = *query.shape[:2], key.shape[1]
     if sink_query is not None:
         sink_query = sink_query.to(query.dtype)

@@ -19,6 +19,7 @@ from transformers import initialization as init
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import joined
+from .kernels_torch import with_dtype
 from .kernels_torch import with_ones
 
 
@@ -194,7 +195,7 @@ class JointMix(NearFarMix):
             init.ones_(norm_weight)
 
     def kernel_parameters(self):
-        return self.far_log_scale.float(), self.query_norm_weight.float()
+        return with_dtype(self.far_log_scale, torch.float32), with_dtype(self.query_norm_weight, torch.float32)
 
     def forward(self, near, far, largest, half_query_norm):
         log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))

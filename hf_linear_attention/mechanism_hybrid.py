@@ -342,9 +342,11 @@ class _TwoRanges(torch.autograd.Function):
 
 def _rotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
     """With rotary positions, `[..., D]`."""
-    return x[..., : mechanism.shape.head_dim]
+    head_dim = mechanism.shape.head_dim
+    return x if x.shape[-1] == head_dim else x[..., :head_dim]
 
 
 def _unrotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
     """What the feature map sees, `[..., D]`: without rotary positions if `rope` = `none`."""
-    return x[..., -mechanism.shape.head_dim :]
+    head_dim = mechanism.shape.head_dim
+    return x if x.shape[-1] == head_dim else x[..., -head_dim:]
