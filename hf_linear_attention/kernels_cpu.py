@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
 import logging
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -143,32 +145,45 @@ def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_
     return library() is not None
 
 
-def run_attention(name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> None:
+def run_attention(name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None]) -> None:
     """Call `attention_forward`, `attention_backward`, `window_forward`, `window_backward` or `slots_forward`.
 
-    Heads spread over threads. `function` is the number of features, the map and whether causal (of a window: places,
-    sinks, True). The first tensors are `query [B, Hkv, G, N, D]`, `key [B, Hkv, 1, S, D]` and
-    `value [B, Hkv, 1, S, W]`, the others as csrc/linear_attention.h lists them, None where missing.
+    All `calls` at once, and the heads of each, spread over threads. `function` is the number of features, the map and
+    whether causal (of a window: places, sinks, True). The first tensors of a call are `query [B, Hkv, G, N, D]`,
+    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`, the others as csrc/linear_attention.h lists them, None where
+    missing.
     """
+    tasks: list[Callable[[], None]] = []
+    for tensors in calls:
+        call, count = _call(name, function, tensors)
+        threads = max(1, min(torch.get_num_threads() // len(calls), count))
+        bounds = [count * number // threads for number in range(threads + 1)]
+        tasks += [functools.partial(call, *pair) for pair in itertools.pairwise(bounds)]
+    if len(tasks) == 1:
+        tasks[0]()
+        return
+    list(_threads(torch.get_num_threads(), os.getpid()).map(_run, tasks))
+
+
+def _run(task: Callable[[], None]) -> None:
+    task()
+
+
+def _call(name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None]):
+    """`call(start, stop)` for these numbers of a (batch, head) pair, and how many pairs there are."""
     query, key, value, *_ = tensors
     if query is None or key is None or value is None:
         raise ValueError("queries, keys and values are needed")
     batch, heads, groups, length, inputs = query.shape
     features, *how = function
     shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how)
-    described = _described(tensors)
-    call, count = getattr(library(), name), batch * heads
+    described, compute = _described(tensors), getattr(library(), name)
 
-    def part(start: int, stop: int) -> None:
-        if call((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
+    def call(start: int, stop: int) -> None:
+        if compute((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
             raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
 
-    threads = min(torch.get_num_threads(), count)
-    if threads <= 1:
-        part(0, count)
-        return
-    bounds = [count * number // threads for number in range(threads + 1)]
-    list(_threads(threads, os.getpid()).map(part, bounds[:-1], bounds[1:]))
+    return call, batch * heads
 
 
 def run_plain_step(query, key, value, state, output, new_state) -> None:

@@ -35,6 +35,7 @@ from .kernels_fla import gpu_kernel
 from .kernels_inference import IMPLEMENTATIONS as WITHOUT_GRADIENTS
 from .kernels_inference import SCHEMAS as SCHEMAS_WITHOUT_GRADIENTS
 from .kernels_inference import with_rows
+from .kernels_parts import attend
 from .kernels_torch import Affine
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulation_dtype
@@ -44,7 +45,7 @@ from .kernels_window import plain_window
 
 # Heads are filled up to 16 columns; narrower ones than this (`aft` has 1) are faster in torch.
 NARROWEST = 4
-SOURCES = ("operators", "inference", "checks", "cpu", "torch", "causal", "window", "fla")
+SOURCES = ("operators", "inference", "checks", "cpu", "parts", "torch", "causal", "window", "fla")
 ATTENTION = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, Tensor? state, Tensor? key_weight, "
     "Tensor? key_bias, Tensor? key_norm, Tensor? query_weight, int function, bool is_causal"
@@ -96,7 +97,7 @@ def _attention(query, key, value, key_mask, log_decay, state, key_weight, key_bi
         scale if function >= EXP else None,
         new_state.unsqueeze(2),
     )
-    run_attention("attention_forward", (features, *how), (*arguments, *results))
+    attend((features, *how), (*arguments, *results))
     return output, denominator, scale, new_state
 
 

@@ -264,6 +264,23 @@ def _fade(exponent, key, mask, sums, maximum, before, decay):
     return sums, key.exp() if mask is None else _masked_exp(key, mask) * mask, new
 
 
+def merge_states(
+    first: torch.Tensor, second: torch.Tensor, log_features: bool, log_decay: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The state of the keys of both `[B, Hkv, F, W + 1 or W + 2]`.
+
+    `log_decay [B or 1, Hkv, 1]` is by how much the first one fades over the tokens of the second.
+    """
+    sums, maximum = unpack_state(first, log_features)
+    other, other_maximum = unpack_state(second, log_features)
+    if maximum is None or other_maximum is None:
+        return (sums if log_decay is None else sums * log_decay.exp().unsqueeze(3)) + other
+    maximum = maximum if log_decay is None else maximum + log_decay
+    new = torch.maximum(maximum, other_maximum).detach()
+    sums, other = (x * (m - new).exp().unsqueeze(3) for x, m in ((sums, maximum), (other, other_maximum)))
+    return pack_state(sums + other, new)
+
+
 def _add(carried: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
     return new if carried is None else carried + new
 
