@@ -20,6 +20,9 @@ import transformers
 
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hf_linear_attention import kernel_backend
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
@@ -62,6 +65,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": _processor(),
+        "kernels": kernel_backend()[:2],  # which compute on the CPU, and their instruction set
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg(),  # over 1, 5 and 15 minutes: above `cores`, others were at work

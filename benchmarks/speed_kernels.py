@@ -2,8 +2,8 @@
 
     python benchmarks/speed_kernels.py --output_dir outputs/benchmarks
 
-B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that is compiled on first use, `torch`
-the same without a compiler, `sdpa` torch's fused causal softmax, `performer-pytorch` and `fast-transformers` their
+B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that the installation built, `torch`
+the same without it, `sdpa` torch's fused causal softmax, `performer-pytorch` and `fast-transformers` their
 own causal kernels for CPUs (if installed; the latter asks for CUDA, unless only its CPU source is built), `exp`,
 `decay` and `hybrid` the other forms of the same kernel. All take turns in every round; ratios are medians over
 rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's floor of 4 F D per
@@ -69,7 +69,7 @@ def mechanism_call(is_causal: bool = True, max_length: int | None = None, **sett
 
 
 def in_torch(call: Call) -> Call:
-    """`call` as on a machine without a C compiler."""
+    """`call` as where the package has no C kernels."""
 
     def run(*inputs):
         with mock.patch.object(kernels_cpu, "library", return_value=None):

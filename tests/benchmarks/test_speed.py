@@ -13,7 +13,10 @@ from hf_linear_attention.mechanisms import MECHANISMS
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("speed_break_even", "speed_conversion", "speed_decoding", "speed_kernels", "speed_models")
+SCRIPTS = (
+    *("speed_break_even", "speed_conversion", "speed_decoding", "speed_kernels", "speed_models"),
+    "speed_without_kernels",
+)
 
 
 @pytest.fixture(autouse=True)
