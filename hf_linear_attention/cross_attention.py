@@ -48,13 +48,14 @@ class LinearizedCrossAttention(LinearizedAttention):
 
     def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
         """The new keys, if any, are the whole other sequence: the state is made of them, never continued."""
-        state = None if key.shape[2] or state_layer is None else state_layer.state
-        if key.shape[2] == 0:  # one key that nobody sees: some mechanisms take no empty sequence
+        num_keys = key.shape[2]
+        state = None if num_keys or state_layer is None else state_layer.state
+        if num_keys == 0:  # one key that nobody sees: some mechanisms take no empty sequence
             key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
             key_mask = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
         output, new_state = self.linear_attention(
             query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=False, state=state
         )
         if state_layer is not None and state is None:
-            state_layer.store(new_state)
+            state_layer.extend(new_state, num_keys)
         return output

@@ -16,6 +16,7 @@ from .attention_masks import attend_packed
 from .attention_masks import linear_attention_mask
 from .attention_masks import read_mask
 from .backends import is_tracing
+from .cache_linear_attention import refuse_other_softmax_rows
 from .cache_linear_attention import state_layer
 
 
@@ -37,6 +38,14 @@ def linear_attention_forward(module, query, key, value, attention_mask, **kwargs
 
 AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)
+
+
+def check_softmax_cache(module, args, kwargs) -> None:
+    """Before the forward of a layer that stays softmax beside converted ones: one cache, one batch size."""
+    cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if cache is not None and isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and not is_tracing():
+        refuse_other_softmax_rows(cache, module.layer_idx, hidden.shape[0])
 
 
 class MechanismInputs(NamedTuple):
@@ -67,7 +76,7 @@ class LinearizedAttention:
             raise NotImplementedError("Continuous batching has no place for a recurrent state; use `generate`.")
         cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if cache is not None:
-            kwargs["state_layer"] = self.find_state_layer(cache)
+            kwargs["state_layer"] = self._claimed_state_layer(cache)
         if self.linear_attention_skips_bias:
             kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # given, so that T5 makes none of N x N
         return super().forward(*args, **kwargs)
@@ -75,15 +84,26 @@ class LinearizedAttention:
     def find_state_layer(self, cache):
         return state_layer(cache, self.layer_idx)
 
+    def _claimed_state_layer(self, cache):
+        layer = self.find_state_layer(cache)
+        if layer is not None:
+            layer.claim(self.linear_attention.signature)
+        return layer
+
     def attend(self, query, key, value, attention_mask, *, state_layer=None, **kwargs):
         """The attention function's part: `query [B, H, N, D]`, `key, value [B, Hkv, S, D]` -> `[B, N, H, D]`.
 
         Dropout of attention weights has no N x N matrix to act on and is left out.
 
         Raises:
-            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour.
+            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour, or a cache
+                of another batch size.
         """
-        seen = state_layer.get_seq_length() - key.shape[2] if state_layer is not None else 0
+        seen = 0
+        if state_layer is not None:
+            state_layer.refuse_other_rows(query.shape[0])
+            state_layer.is_claimed = False  # cross-attention updates it once only
+            seen = state_layer.get_seq_length()
         query, key, *masks_and_mode = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
         device = query.device.type
         is_autocast = torch.is_autocast_enabled(device)
@@ -157,7 +177,7 @@ class LinearizedAttention:
         )
         if state_layer is not None:
             state_layer.record(key, value, key_mask)
-            state_layer.store(state)
+            state_layer.extend(state, key.shape[2])
         return output
 
     def _keep_last_sequence(self, key, value, segments, scaling, state_layer):
@@ -167,14 +187,15 @@ class LinearizedAttention:
                 "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
             )
         last = segments == segments.amax(dim=1, keepdim=True)
+        state = self.linear_attention.absorb(key, value, attention_mask=last, scaling=scaling, state=None)
         state_layer.record(key, value, last)
-        state_layer.store(self.linear_attention.absorb(key, value, attention_mask=last, scaling=scaling, state=None))
+        state_layer.extend(state, key.shape[2])
 
     def _current_state(self, state_layer, scaling):
         if state_layer is None:
             return None
-        if (pending := state_layer.take_pending()) is not None:
-            key, value, mask = pending
+        if state_layer.pending is not None:
+            key, value, mask = state_layer.pending
             state_layer.absorbed(
                 self.linear_attention.absorb(
                     key, value, attention_mask=mask, scaling=scaling, state=state_layer.state_at_crop

@@ -42,6 +42,7 @@ from .cross_attention import cross_state_layer
 from .linearized_attention import CACHE_ARGUMENTS
 from .linearized_attention import IMPLEMENTATION
 from .linearized_attention import LinearizedAttention
+from .linearized_attention import check_softmax_cache
 from .mechanisms import MECHANISMS
 from .prompt_state import load_prompt_state
 from .prompt_state import save_prompt_state
@@ -182,6 +183,9 @@ def linearize(model: PreTrainedModel) -> None:
             raise ValueError(f"`cross_attention` = true, but {type(model).__name__} has none.")
         chosen |= dict(enumerate(cross, start=len(modules)))
     refuse_features(model, chosen)
+    for layer, module in enumerate(modules):
+        if chosen and layer not in chosen and getattr(module, "layer_idx", None) is not None:
+            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
     first = None
     for layer, module in chosen.items():
         shape = layer_shape(module, layer, model.config)
