@@ -104,8 +104,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """
         if self.signature not in (None, signature) and self.num_rows is not None:
             raise ValueError(
-                f"Got a cache with the state of {self.signature}, in a layer of {signature}. A state goes on only in the "
-                "mechanism that made it, with the same options; let this model read the tokens into a new cache."
+                f"Got a cache with the state of {self.signature}, in a layer of {signature}. A state goes on only in "
+                "the mechanism that made it, with the same options; let this model read the tokens into a new cache."
             )
         self.signature, self.is_claimed = signature, True
 

@@ -130,7 +130,7 @@ class LinearizedAttention:
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine says False to sdpa where a mask hides the future, or where there is none to hide.
             is_causal = self.linear_attention_is_causal
-        key_mask, segments = self._read_mask(attention_mask, key.shape[2], seen, is_causal)
+        key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
         return MechanismInputs(query, key, key_mask, segments, scaling, is_causal)
 
     @property
@@ -146,11 +146,12 @@ class LinearizedAttention:
                     f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
                 )
 
-    def _read_mask(self, mask, length, seen, is_causal):
+    def _read_mask(self, mask, key, seen, is_causal):
         is_biased = mask is not None and mask.is_floating_point() and "position_bias" in self._drop
         if is_biased:  # added to the mask, as in BEiT; hidden is only what has the lowest number
             mask = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1, keepdim=True)
-        return read_mask(mask, length, seen, is_causal)
+        is_windowed = getattr(self.config, "sliding_window", None) is not None or "sliding_window" in self._drop
+        return read_mask(mask, key.shape[2], seen, is_causal, batch_size=key.shape[0], is_windowed=is_windowed)
 
     def _scaling(self, scaling: float | None) -> float:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling

@@ -1,4 +1,4 @@
-"""A cache belongs to the rows, the mechanism and the model that made it: anything else is refused and changes nothing."""
+"""A cache belongs to its rows, its mechanism and its kind of attention: others are refused, and change nothing."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_a_static_cache():
 @pytest.mark.parametrize("cross", [True, False])
 def test_an_encoder_decoder(cross):
     config = transformers.BartConfig(
-        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, max_position_embeddings=64,
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        max_position_embeddings=64,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.3, forced_eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
