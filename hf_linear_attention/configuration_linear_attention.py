@@ -318,6 +318,8 @@ def __getattr__(name: str):
     """`LinearLlamaConfig` and the like, made when first asked for (also by pickle and by `auto_map`)."""
     match = re.fullmatch(r"Linear(\w+Config)", name)
     stock = getattr(transformers, match[1], None) if match else None
+    if stock is None and match:  # not every part of a composite is exported
+        stock = next((CONFIG_MAPPING[kind] for kind, cls in CONFIG_MAPPING_NAMES.items() if cls == match[1]), None)
     if stock is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _make_config_class(stock)
