@@ -60,8 +60,10 @@ def linear_attention_mask(
                 f"Got an attention mask of shape {tuple(attention_mask.shape)}; give one of rows and columns, or of "
                 "rows, 1, queries and columns."
             )
-        # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes.
+        # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes. A
+        # static cache has room for more.
         is_cached = isinstance(q_offset, torch.Tensor) or q_offset + q_length == kv_length
+        is_cached |= "allow_is_bidirectional_skip" not in kwargs and attention_mask.shape[1] != kv_length
         length, q_offset = (q_length, _known(q_offset)) if is_cached else (kv_length, 0)
         _refuse_sizes(attention_mask, batch_size, length, q_offset, has_room=False)
         attention_mask = _new_columns(attention_mask.bool(), length, q_offset)
@@ -174,10 +176,10 @@ def read_mask(
         raise ValueError(f"Got an attention mask of shape {tuple(mask.shape)} for {length} new tokens.")
     if length == 0:
         return None, None
-    read = _read_columns(mask, length, seen, is_causal)
-    if not is_shared or batch_size is None:
-        return read
-    return tuple(x if x is None else x.expand(batch_size, -1).contiguous() for x in read)
+    key_mask, segments = _read_columns(mask, length, seen, is_causal)
+    if is_shared and batch_size is not None:
+        key_mask, segments = (x if x is None else x.expand(batch_size, -1).contiguous() for x in (key_mask, segments))
+    return key_mask, segments
 
 
 def _read_columns(mask, length, seen, is_causal):

@@ -277,8 +277,8 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
 
 def _attention_class(stock: type, is_cross: bool) -> type:
     if is_cross:
-        bases = (LinearizedCrossAttention, stock)
-        return _make_class(f"LinearCross{stock.__name__}", bases, {"stock_class": stock}, is_cross=True)
+        name = f"LinearCross{stock.__name__}"
+        return _make_class(name, (LinearizedCrossAttention, stock), {"stock_class": stock}, is_cross=True)
     adapter = adapter_of(stock)
     bases = (LinearizedAttention, adapter, stock) if adapter else (LinearizedAttention, stock)
     return _make_class(f"Linear{stock.__name__}", bases, {"stock_class": stock})
@@ -331,7 +331,7 @@ def _without_init(module: str, name: str, is_cross: bool) -> Any:
     """What pickle reads: an empty object of the class that is made from the stock class `name` of `module`."""
     stock = getattr(importlib.import_module(module), name)
     is_model = issubclass(stock, PreTrainedModel)
-    linear: type = linear_model_class(stock) if is_model else _attention_class(stock, is_cross)
+    linear: Any = linear_model_class(stock) if is_model else _attention_class(stock, is_cross)
     return linear.__new__(linear)
 
 

@@ -60,7 +60,7 @@ CASES = {
     "llama, some layers": (lambda: stock_model("llama"), {"mechanism": "performer", "layers": [1]}),
     "bert": (
         lambda: stock_model("bert"),
-        {"mechanism": "linformer", "projection_size": 8},
+        {"mechanism": "latent", "num_latents": 8},
     ),
     "bart": (bart, {"mechanism": "linear", "cross_attention": True}),
     "bloom": (bloom, {"mechanism": "linear"}),
