@@ -159,6 +159,9 @@ class LinearizedAttention:
     def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
+        if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
+            batch, heads, length, _ = query.shape
+            return query.new_zeros(batch, length, heads, value.shape[3])  # and a state is as it was
         if segments is not None and is_tracing():
             key_mask = segments
         elif segments is not None:

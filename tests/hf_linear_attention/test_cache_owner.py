@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from matrix import stock_model
+from matrix import MECHANISM_ROWS, rows, stock_model
 from transformers import DynamicCache, StaticCache
 
 from hf_linear_attention import convert, softmax_attention
@@ -215,6 +215,23 @@ def test_a_softmax_cache_is_refused():
         cache = read(model, IDS[:, :5]).past_key_values
     with pytest.raises(ValueError, match="already holds 5 tokens of softmax keys and values"):
         read(model, IDS[:, 5:], cache)
+
+
+@pytest.mark.parametrize("row", [row for row in rows(causal=True) if "alibi" not in row])
+@torch.no_grad()
+def test_no_tokens_change_nothing(row):
+    """Stock layers cannot reshape them, but those that come from elsewhere may reach the attention function."""
+    model = convert(stock_model("llama"), **MECHANISM_ROWS[row])
+    attention = model.model.layers[0].self_attn
+    sizes = [(2, 4, 0, 8), (2, 2, 0, 8), (2, 2, 0, 8)]
+    assert attention.attend(*map(torch.zeros, sizes), None)[0].shape == (2, 0, 4, 8)
+    assert attention.attend(*(torch.zeros(0, heads, 5, 8) for heads in (4, 2, 2)), None)[0].shape == (0, 5, 4, 8)
+    cache = read(model, IDS[:2]).past_key_values
+    before = copy.deepcopy(tensors(cache))
+    if "state" in vars(cache.layers[0]):
+        output, _ = attention.attend(*map(torch.zeros, sizes), None, state_layer=cache.layers[0])
+        assert output.shape == (2, 0, 4, 8)
+        assert_unchanged(cache, before)
 
 
 def test_a_refused_mask_does_not_count_its_tokens():
