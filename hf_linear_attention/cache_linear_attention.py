@@ -122,10 +122,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """
         is_claimed, self.is_claimed = self.is_claimed, False
         if not is_claimed:
-            raise ValueError(
-                "Got a cache of linear attention in a layer that computes softmax attention, which would find none of "
-                "the tokens before. Pass a new cache, or none."
-            )
+            refuse_linear_layer(self)
         self.refuse_other_rows(key_states.shape[0])
         layout = (key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype, value_states.dtype)
         if self.num_rows is not None and self.layout not in (None, layout):
@@ -276,6 +273,15 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 def _describe(layout: tuple) -> str:
     num_heads, key_size, value_size, key_dtype, value_dtype = layout
     return f"{num_heads} heads of {key_size} and {value_size} numbers in {key_dtype} and {value_dtype}"
+
+
+def refuse_linear_layer(layer) -> None:
+    """Raises `ValueError` if softmax attention reaches this layer of a cache, and it holds a linear state."""
+    if getattr(layer, "holds_linear_state", False):
+        raise ValueError(
+            "Got a cache of linear attention in a layer that computes softmax attention, which would find none of the "
+            "tokens before. Pass a new cache, or none."
+        )
 
 
 def other_rows(cached: int, given: int) -> str:

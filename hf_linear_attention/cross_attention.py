@@ -27,6 +27,8 @@ def cross_state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer | None
 class LinearizedCrossAttention(LinearizedAttention):
     """Mixed in before a stock attention class whose keys come from another sequence."""
 
+    cache_name = "cross_attention_cache"
+
     def find_state_layer(self, cache) -> LinearAttentionStateLayer | None:
         return cross_state_layer(cache, self.layer_idx)
 

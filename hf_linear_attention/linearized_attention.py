@@ -16,6 +16,7 @@ from .attention_masks import attend_packed
 from .attention_masks import linear_attention_mask
 from .attention_masks import read_mask
 from .backends import is_tracing
+from .cache_linear_attention import refuse_linear_layer
 from .cache_linear_attention import refuse_other_softmax_rows
 from .cache_linear_attention import state_layer
 
@@ -62,6 +63,8 @@ class MechanismInputs(NamedTuple):
 class LinearizedAttention:
     """Mixed in before a stock attention class: finds this layer's cache and attends with the mechanism."""
 
+    # Where a cache of encoder and decoder keeps the layers of this attention.
+    cache_name = "self_attention_cache"
     # Set by `observe_attention`: takes what the mechanism would get while the layer computes softmax.
     linear_attention_observer: Callable[..., None] | None = None
 
@@ -70,11 +73,12 @@ class LinearizedAttention:
             self.linear_attention_enabled or self.linear_attention_observer is not None
         ):
             kwargs["rotary"] = self.linear_attention_rotary.embeddings(args, kwargs)
+        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if not self.linear_attention_enabled:
+            self._refuse_linear_cache(cache)
             return super().forward(*args, **kwargs)
         if kwargs.get("cache") is not None:
             raise NotImplementedError("Continuous batching has no place for a recurrent state; use `generate`.")
-        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if cache is not None:
             kwargs["state_layer"] = self._claimed_state_layer(cache)
         if self.linear_attention_skips_bias:
@@ -83,6 +87,12 @@ class LinearizedAttention:
 
     def find_state_layer(self, cache):
         return state_layer(cache, self.layer_idx)
+
+    def _refuse_linear_cache(self, cache) -> None:
+        """Softmax attention finds no keys in a state, and cross-attention does not even `update` it before it looks."""
+        layers, place = getattr(getattr(cache, self.cache_name, cache), "layers", ()), getattr(self, "layer_idx", None)
+        if place is not None and place < len(layers):
+            refuse_linear_layer(layers[place])
 
     def _claimed_state_layer(self, cache):
         layer = self.find_state_layer(cache)

@@ -130,20 +130,29 @@ def test_a_static_cache():
     assert cache.get_seq_length() == 5
 
 
-@pytest.mark.parametrize("cross", [True, False])
-def test_an_encoder_decoder(cross):
+def build_bart(**settings):
     config = transformers.BartConfig(
         vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         max_position_embeddings=64,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.3, forced_eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = convert(
-        transformers.BartForConditionalGeneration(config).eval(),
-        mechanism="linear",
-        num_features=16,
-        cross_attention=cross,
-    )
+    return convert(transformers.BartForConditionalGeneration(config).eval(), num_features=16, **settings)
+
+
+@torch.no_grad()
+def test_softmax_attention_refuses_the_state_of_an_encoder():
+    """Also where the decoder's own attention was not converted: stock code would see no key at all."""
+    model = build_bart(layers="none", cross_attention=True)
+    encoded = model.get_encoder()(IDS)
+    cache = model(encoder_outputs=encoded, decoder_input_ids=IDS[:, :4], use_cache=True).past_key_values
+    with softmax_attention(model), pytest.raises(ValueError, match="a cache of linear attention in a layer that comp"):
+        model(encoder_outputs=encoded, decoder_input_ids=IDS[:, 4:6], past_key_values=cache)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_an_encoder_decoder(cross):
+    model = build_bart(cross_attention=cross)
     with torch.no_grad():
         encoded = model.get_encoder()(IDS)
         one = type(encoded)(last_hidden_state=encoded.last_hidden_state[:1])
