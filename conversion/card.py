@@ -67,7 +67,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder),
         is_sentence_model=is_sentence_model,
-        settings=_rows(facts.get("settings") or {}),
+        settings=_rows({k: v for k, v in (facts.get("settings") or {}).items() if k != "format_version"}),
         faster_from=report.get("faster_from"),
         conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
         dropped_features=report.get("dropped_features") or [],

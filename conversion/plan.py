@@ -88,7 +88,8 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return dict(self.config.linear_attention)
+        """Of `config.linear_attention`, what somebody could have chosen."""
+        return {name: value for name, value in self.config.linear_attention.items() if name != "format_version"}
 
     @property
     def new_base(self) -> list[TensorPlan]:

@@ -37,7 +37,9 @@ def linear_attention_mask(
 
     Raises:
         ValueError: for a custom overlay (`or_mask_function`, `and_mask_function`, block-wise bidirectional parts):
-            linear attention cannot honour it, and it must not be ignored.
+            linear attention cannot honour it, and it must not be ignored. For a mask of another batch size, or with
+            neither a column for every token nor one for every new token: softmax decoders take missing columns for
+            padding at the end, which hides the newest tokens.
     """
     if use_vmap:
         raise ValueError(
@@ -53,9 +55,18 @@ def linear_attention_mask(
         looks_ahead = "allow_is_bidirectional_skip" in kwargs
         segments = _packed_segments(mask_function, batch_size, q_length, q_offset, device, looks_ahead)
     if attention_mask is not None:
-        # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes.
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"Got an attention mask of shape {tuple(attention_mask.shape)}; give one of rows and columns, or of "
+                "rows, 1, queries and columns."
+            )
+        # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes. A
+        # static cache has room for more.
         is_cached = isinstance(q_offset, torch.Tensor) or q_offset + q_length == kv_length
-        attention_mask = _new_columns(attention_mask.bool(), q_length if is_cached else kv_length, q_offset)
+        is_cached |= "allow_is_bidirectional_skip" not in kwargs and attention_mask.shape[1] != kv_length
+        length, q_offset = (q_length, _known(q_offset)) if is_cached else (kv_length, 0)
+        _refuse_sizes(attention_mask, batch_size, length, q_offset, has_room=False)
+        attention_mask = _new_columns(attention_mask.bool(), length, q_offset)
         if not is_needed and not is_tracing() and attention_mask.all():
             attention_mask = None
     if segments is None:
@@ -63,6 +74,35 @@ def linear_attention_mask(
     if attention_mask is not None:
         segments = segments * attention_mask
     return segments[:, None, None]
+
+
+def _known(seen: int | torch.Tensor) -> int | torch.Tensor:
+    """The length of a static cache as a number, where reading it costs nothing."""
+    is_free = isinstance(seen, torch.Tensor) and seen.device.type == "cpu" and not is_tracing()
+    return int(seen) if is_free else seen
+
+
+def _refuse_sizes(mask: torch.Tensor, batch_size: int | None, length: int, seen: int | torch.Tensor, has_room: bool):
+    """Refuse a mask `[rows, ..., columns]` that does not belong to `length` new tokens after `seen` others.
+
+    Args:
+        batch_size: of the tokens; None does not look at the rows.
+        has_room: whether more columns are allowed, for tokens to come (a static cache's).
+
+    Raises:
+        ValueError: with both sizes.
+    """
+    rows, columns = mask.shape[0], mask.shape[-1]
+    is_short = columns < length if isinstance(seen, torch.Tensor) else columns != length and columns < seen + length
+    is_long = not has_room and isinstance(seen, int) and columns not in (length, seen + length)
+    if batch_size in (None, rows) and not is_short and not is_long:
+        return
+    before = seen if isinstance(seen, int) else "a static cache of"
+    raise ValueError(
+        f"Got an attention mask of {rows} rows and {columns} columns for {rows if batch_size is None else batch_size} "
+        f"rows of {length} new tokens after {before} cached ones. Give one row for each and one column for each token: "
+        + (f"{seen + length}, or {length} for the new ones alone." if isinstance(seen, int) else "old and new.")
+    )
 
 
 def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) -> torch.Tensor:
@@ -81,7 +121,7 @@ def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) ->
 
 def _packed_segments(mask_function, batch_size, length, offset, device, may_look_ahead) -> torch.Tensor | None:
     """Numbers of the packed sequences `[B, N]` from 1, or None if there is one; asks the function at O(N) places."""
-    if length == 1:
+    if length <= 1:
         return None
     rows = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, length, device=device)[None, :] + offset
@@ -101,7 +141,13 @@ def _packed_segments(mask_function, batch_size, length, offset, device, may_look
 
 
 def read_mask(
-    mask: torch.Tensor | None, length: int, seen: int | torch.Tensor, is_causal: bool
+    mask: torch.Tensor | None,
+    length: int,
+    seen: int | torch.Tensor,
+    is_causal: bool,
+    *,
+    batch_size: int | None = None,
+    is_windowed: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Any mask that reaches an attention layer -> `(key mask bool [B, S] or None, segments [B, S] or None)`.
 
@@ -110,14 +156,33 @@ def read_mask(
             additive, of softmax attention.
         length: S, the number of new keys.
         seen: the number of keys before them, already in the state.
+        batch_size: B, to check; a mask of four dimensions may also have one row for all.
+        is_windowed: whether the mask may be one of a layer that sees the nearest tokens only, without columns for
+            those before.
 
     Raises:
-        ValueError: if the mask is one that linear attention cannot honour.
+        ValueError: if the mask is one that linear attention cannot honour, or has another size than the tokens.
     """
     if mask is None:
         return None, None
-    if mask.ndim == 4 and mask.shape[1] != 1:
+    if mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[1] != 1):
         raise ValueError(f"Linear attention takes one mask for all heads; got a mask of shape {tuple(mask.shape)}.")
+    is_shared = mask.ndim == 4 and mask.shape[0] == 1
+    # Columns for older keys that a window has left behind are missing; the newest are the last.
+    before = 0 if is_windowed and mask.ndim == 4 else _known(seen)
+    has_room = mask.ndim == 4 and (is_windowed or isinstance(seen, torch.Tensor))
+    _refuse_sizes(mask, None if is_shared else batch_size, length, before, has_room)
+    if mask.ndim == 4 and mask.shape[2] not in (1, length):
+        raise ValueError(f"Got an attention mask of shape {tuple(mask.shape)} for {length} new tokens.")
+    if length == 0:
+        return None, None
+    key_mask, segments = _read_columns(mask, length, seen, is_causal)
+    if is_shared and batch_size is not None:
+        key_mask, segments = (x if x is None else x.expand(batch_size, -1).contiguous() for x in (key_mask, segments))
+    return key_mask, segments
+
+
+def _read_columns(mask, length, seen, is_causal):
     if mask.is_floating_point():
         mask = mask > -1.0  # additive: 0 where visible, a huge negative number elsewhere
     if mask.ndim == 4 and mask.shape[2] > 1:

@@ -6,6 +6,7 @@ A mechanism replaces softmax(q k^T) v inside one attention layer. It is one file
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,6 +42,8 @@ class Option:
         allowed: Any = (int, float) if self.kind is float else self.kind
         if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
             return f"must be of type {self.kind.__name__}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
         if self.choices and value not in self.choices:
             return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
         if self.minimum is not None and value < self.minimum:
@@ -96,6 +99,9 @@ class AttentionMechanism(nn.Module):
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
         self.settings, self.shape = dict(settings), shape
+        # A state is continued only where this is the same.
+        options = ", ".join(f"{name}={settings.get(name)!r}" for name in self.options)
+        self.signature = f"{type(self).__name__}({options})"
 
     def layer_setting(self, name: str) -> Any:
         """The value of an option for this layer, where `is_per_layer` allows a list of them.

@@ -26,6 +26,10 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     `keys` and `values`, which some stock modules read, have length 0: all is in the state.
 
+    A converted attention layer calls `claim` with the signature of its mechanism, then stock code calls `update`, then
+    the mechanism's new state comes to `extend`, which counts the tokens: a call that is refused before it changes
+    nothing. Softmax attention does not claim, and so `update` refuses it.
+
     Rollback (assisted decoding) is exact: while recording, keys and values since the last `crop` are kept beside the
     state of that moment; `crop` goes back to it and leaves the keys that stay as `pending`, to be absorbed by the
     mechanism before the next tokens.
@@ -44,6 +48,9 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=int) if static else 0
         self.siblings: list = []  # all layers of the cache
         self.state: State | None = None
+        self.signature: str | None = None  # of the mechanism whose state this is
+        self.layout: tuple | None = None  # heads, sizes and dtypes of the keys and values that it was made of
+        self.is_claimed = False
         self.state_at_crop: State | None = None
         self.recorded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         self.pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
@@ -83,20 +90,64 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self.cumulative_length)
 
+    @property
+    def num_rows(self) -> int | None:
+        """B of what it holds; None while it holds no token."""
+        held = self.state if self.pending is None else self.pending
+        return held[0].shape[0] if held else None
+
+    def claim(self, signature: str) -> None:
+        """A converted layer is about to `update`, whose mechanism has this signature.
+
+        Raises:
+            ValueError: if the state is one of another mechanism, or of other options.
+        """
+        if self.signature not in (None, signature) and self.num_rows is not None:
+            raise ValueError(
+                f"Got a cache with the state of {self.signature}, in a layer of {signature}. A state goes on only in "
+                "the mechanism that made it, with the same options; let this model read the tokens into a new cache."
+            )
+        self.signature, self.is_claimed = signature, True
+
+    def refuse_other_rows(self, num_rows: int) -> None:
+        """Raises `ValueError` if what it holds has another batch size."""
+        if self.num_rows not in (None, num_rows):
+            raise ValueError(other_rows(self.num_rows, num_rows))
+
     def update(self, key_states, value_states, *args, **kwargs):
-        """Counts the tokens and returns the new keys and values alone; the mechanism adds them to the state."""
+        """Returns the new keys and values alone; the mechanism adds them to the state.
+
+        Raises:
+            ValueError: if softmax attention calls it, or keys and values do not fit those before; nothing has changed.
+        """
+        is_claimed, self.is_claimed = self.is_claimed, False
+        if not is_claimed:
+            refuse_linear_layer(self)
+        self.refuse_other_rows(key_states.shape[0])
+        layout = (key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype, value_states.dtype)
+        if self.num_rows is not None and self.layout not in (None, layout):
+            raise ValueError(
+                f"Got a cache made of keys and values with {_describe(self.layout)}, and new ones with "
+                f"{_describe(layout)}. Go on with the model, the dtype and the autocast that the cache was made with."
+            )
+        self.layout = layout
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.keys is None:  # copies: a view would keep the memory of what it is a part of
+        if self.keys is None or self.keys.shape[0] != key_states.shape[0]:
+            # copies: a view would keep the memory of what it is a part of
             self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
-        if self.static:
-            self.cumulative_length.add_(key_states.shape[2])
-        else:
-            self.cumulative_length += key_states.shape[2]
         return key_states, value_states
 
+    def extend(self, state: State, num_tokens: int) -> None:
+        """Keep the state after `num_tokens` more tokens."""
+        self.store(state)
+        if self.static:
+            self.cumulative_length.add_(num_tokens)
+        else:
+            self.cumulative_length += num_tokens
+
     def store(self, state: State) -> None:
-        """Keep the state after the newest tokens."""
+        """Keep this state in the place of the one before."""
         self.batch_size = state[0].shape[0]
         if self.static and self.state is not None and self.state[0].shape == state[0].shape:
             for old, new in zip(self.state, state):
@@ -131,11 +182,6 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         if self.record_past:
             self.recorded.append((key, value, attention_mask))
 
-    def take_pending(self):
-        """Keys, values and mask that stayed after a `crop`, once; None if there are none."""
-        pending, self.pending = self.pending, None
-        return pending
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. `crop(0)` only forgets what was recorded."""
         if not self.record_past:
@@ -166,6 +212,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def absorbed(self, state: State | None) -> None:
         """`pending` has gone into `state`: the next rollback starts from here."""
         self.state = self.state_at_crop = state
+        self.pending = None
 
     def get_seq_length(self) -> int | torch.Tensor:
         return self.cumulative_length
@@ -188,6 +235,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
         self.state = self.state_at_crop = self.pending = self.keys = self.values = None
+        self.signature = self.layout = None
+        self.is_claimed = False
         self.recorded = []
         if self.static:
             self.cumulative_length.zero_()
@@ -219,6 +268,44 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """Nothing to gain: the state is small and does not grow."""
 
     prefetch = offload
+
+
+def _describe(layout: tuple) -> str:
+    num_heads, key_size, value_size, key_dtype, value_dtype = layout
+    return f"{num_heads} heads of {key_size} and {value_size} numbers in {key_dtype} and {value_dtype}"
+
+
+def refuse_linear_layer(layer) -> None:
+    """Raises `ValueError` if softmax attention reaches this layer of a cache, and it holds a linear state."""
+    if getattr(layer, "holds_linear_state", False):
+        raise ValueError(
+            "Got a cache of linear attention in a layer that computes softmax attention, which would find none of the "
+            "tokens before. Pass a new cache, or none."
+        )
+
+
+def other_rows(cached: int, given: int) -> str:
+    """What to tell whoever continues a cache with another batch size."""
+    if cached == 1:
+        advice = (
+            f"Call `cache.batch_repeat_interleave({given})` first, on a copy (`copy.deepcopy`) if you need the one row "
+            "again."
+        )
+    else:
+        advice = "Each row of a cache is continued by one row of the input, in the same order."
+    return f"Got a cache of {cached} row{'s' * (cached != 1)} and an input of {given}. {advice}"
+
+
+def refuse_other_softmax_rows(cache, layer_idx: int, num_rows: int) -> None:
+    """The same for a softmax layer of `cache`, whose stock code fails on it with some layers already changed.
+
+    Raises:
+        ValueError: if it holds keys of another batch size than `num_rows`.
+    """
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    keys = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
+    if isinstance(keys, torch.Tensor) and keys.ndim == 4 and keys.numel() and keys.shape[0] != num_rows:
+        raise ValueError(other_rows(keys.shape[0], num_rows))
 
 
 def _concatenate(entries, length: int):

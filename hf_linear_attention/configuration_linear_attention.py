@@ -26,6 +26,9 @@ MODELING_MODULE = "modeling_linear_attention"
 FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
 # Settings of every mechanism, with their defaults.
 COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False}
+# Of the settings, and what each version means; it counts up when older code would read new settings wrongly.
+#   1  as written since the first release, by which time they did not hold the field `format_version` yet
+FORMAT_VERSION = 1
 # What some stock attention does that no state of constant size can: the values of the setting `drop`.
 DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
 NAMED_LAYERS = ("all", "full_attention", "none")
@@ -38,7 +41,8 @@ class LinearAttentionSettings(dict):
         settings: `mechanism`, the options of the mechanism, and `COMMON_SETTINGS`: `layers`, the self-attention layers
             to convert (`all`, `none`, `full_attention`: those that `config.layer_types` calls so, or their numbers);
             `drop`, the features of the stock attention that may be lost (see `DROPPABLE`); `cross_attention`, whether
-            to convert that too. What is missing takes its default.
+            to convert that too. What is missing takes its default. `format_version` is no option: it is what the
+            settings were saved in (1 if they do not say), and becomes `FORMAT_VERSION`.
         model_type: the stock model type, for the messages.
         is_causal: whether the model attends causally; None skips that check.
         num_layers: number of attention layers, to check `layers`; None skips that check.
@@ -46,7 +50,8 @@ class LinearAttentionSettings(dict):
         is_saved: whether a config.json holds them. Earlier versions saved options without effect; these may stay.
 
     Raises:
-        ValueError: naming every unknown option, impossible value and impossible combination at once.
+        ValueError: naming every unknown option, impossible value and impossible combination at once; or that a newer
+            version of this code wrote the settings.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class LinearAttentionSettings(dict):
         from .mechanisms import MECHANISMS
 
         given = {"mechanism": "linear", **copy.deepcopy(COMMON_SETTINGS), **(settings or {})}
+        check_format_version(given.pop("format_version", 1), FORMAT_VERSION, "these `linear_attention` settings")
         mechanism = MECHANISMS.get(given["mechanism"])
         if mechanism is None:
             raise _settings_error([f"`mechanism` = {given['mechanism']!r}; it must be one of {_names(MECHANISMS)}"])
@@ -80,7 +86,19 @@ class LinearAttentionSettings(dict):
             )
         if problems:
             raise _settings_error(problems)
-        super().__init__(mechanism=given["mechanism"], **filled, **{name: given[name] for name in COMMON_SETTINGS})
+        common = {name: given[name] for name in COMMON_SETTINGS}
+        super().__init__(mechanism=given["mechanism"], **filled, **common, format_version=FORMAT_VERSION)
+
+
+def check_format_version(version: Any, newest: int, what: str) -> None:
+    """Raises `ValueError` if `version` is none, or newer than what this code can read."""
+    if type(version) is not int or version < 1:
+        raise ValueError(f"Got `format_version` = {version!r} in {what}; it must be a whole number from 1.")
+    if version > newest:
+        raise ValueError(
+            f"Got {what} in format version {version}, and this code reads those up to {newest}. Upgrade "
+            "hf_linear_attention, or load the checkpoint with its own code (`trust_remote_code=True`)."
+        )
 
 
 def _names(names) -> str:
@@ -300,6 +318,8 @@ def __getattr__(name: str):
     """`LinearLlamaConfig` and the like, made when first asked for (also by pickle and by `auto_map`)."""
     match = re.fullmatch(r"Linear(\w+Config)", name)
     stock = getattr(transformers, match[1], None) if match else None
+    if stock is None and match:  # not every part of a composite is exported
+        stock = next((CONFIG_MAPPING[kind] for kind, cls in CONFIG_MAPPING_NAMES.items() if cls == match[1]), None)
     if stock is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _make_config_class(stock)

@@ -72,15 +72,22 @@ def convert(
         A `Linear<X>...` model in evaluation mode. `save_pretrained` writes its code beside its weights.
 
     Raises:
-        ValueError: for impossible settings, or an architecture without convertible attention.
+        TypeError: for a module that is no model of transformers, such as a `PeftModel`.
+        ValueError: for impossible settings, an architecture without convertible attention, or a loaded model whose
+            weights are not those of `model_class`.
     """
+    if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
+        inside = "`model.merge_and_unload()`" if hasattr(model, "merge_and_unload") else "the `PreTrainedModel` in it"
+        raise TypeError(
+            f"Got a {type(model).__name__}; `convert` takes a model of transformers, or the folder or hub name of one. "
+            f"Pass {inside}."
+        )
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     if isinstance(model, PreTrainedModel):
         config = convert_config(model.config, **linear_attention)
         with torch.random.fork_rng(devices=[]):
             converted: Any = linear_model_class(model_class or type(model))(config)
-        converted = converted.to(dtype=model.dtype)
-        converted.load_state_dict(model.state_dict(), strict=False)
+        _copy_weights(model, converted)
         if model.can_generate():
             converted.generation_config = copy.deepcopy(model.generation_config)
         return converted.to(model.device).eval()
@@ -92,6 +99,28 @@ def convert(
     return linear_model_class(model_class or stock_model_class(stock)).from_pretrained(
         model, config=config, **arguments
     )
+
+
+def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give `target` the weights and buffers of `source`, each in its own dtype; the mechanisms' get the model's."""
+    weights, places = source.state_dict(), target.state_dict()
+    problems = {
+        f"{type(target).__name__} has no place for": [name for name in weights if name not in places],
+        f"{type(source).__name__} lacks": [n for n in places if n not in weights and ".linear_attention." not in n],
+    }
+    if found := [f"{what} {', '.join(names)}" for what, names in problems.items() if names]:
+        raise ValueError(
+            f"The loaded model has other weights than its class: {'; '.join(found)}. Pass the model as transformers "
+            "loads it, of the class `model_class` if you give one, without adapters (merge them) and not quantised."
+        )
+    own = dict(source.named_parameters()) | dict(source.named_buffers())
+    for name, tensor in (*target.named_parameters(), *target.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(own[name].dtype if name in own else source.dtype)
+    target.load_state_dict(weights, strict=False)
+    for name, buffer in source.named_buffers():
+        if name not in weights:  # not part of a checkpoint, such as rotary frequencies
+            target.get_buffer(name).data = buffer.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()

@@ -15,8 +15,10 @@ from .architectures import FEATURE_ARGUMENTS
 from .attention_masks import attend_packed
 from .attention_masks import linear_attention_mask
 from .attention_masks import read_mask
-from .kernels import is_tracing
+from .cache_linear_attention import refuse_linear_layer
+from .cache_linear_attention import refuse_other_softmax_rows
 from .cache_linear_attention import state_layer
+from .kernels import is_tracing
 
 
 IMPLEMENTATION = "linear_attention"
@@ -39,6 +41,14 @@ AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)
 
 
+def check_softmax_cache(module, args, kwargs) -> None:
+    """Before the forward of a layer that stays softmax beside converted ones: one cache, one batch size."""
+    cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if cache is not None and isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and not is_tracing():
+        refuse_other_softmax_rows(cache, module.layer_idx, hidden.shape[0])
+
+
 class MechanismInputs(NamedTuple):
     """What a mechanism sees of one call of its layer, besides the values."""
 
@@ -53,6 +63,8 @@ class MechanismInputs(NamedTuple):
 class LinearizedAttention:
     """Mixed in before a stock attention class: finds this layer's cache and attends with the mechanism."""
 
+    # Where a cache of encoder and decoder keeps the layers of this attention.
+    cache_name = "self_attention_cache"
     # Set by `observe_attention`: takes what the mechanism would get while the layer computes softmax.
     linear_attention_observer: Callable[..., None] | None = None
 
@@ -61,13 +73,14 @@ class LinearizedAttention:
             self.linear_attention_enabled or self.linear_attention_observer is not None
         ):
             kwargs["rotary"] = self.linear_attention_rotary.embeddings(args, kwargs)
+        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if not self.linear_attention_enabled:
+            self._refuse_linear_cache(cache)
             return super().forward(*args, **kwargs)
         if kwargs.get("cache") is not None:
             raise NotImplementedError("Continuous batching has no place for a recurrent state; use `generate`.")
-        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if cache is not None:
-            kwargs["state_layer"] = self.find_state_layer(cache)
+            kwargs["state_layer"] = self._claimed_state_layer(cache)
         if self.linear_attention_skips_bias:
             kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # given, so that T5 makes none of N x N
         return super().forward(*args, **kwargs)
@@ -75,15 +88,32 @@ class LinearizedAttention:
     def find_state_layer(self, cache):
         return state_layer(cache, self.layer_idx)
 
+    def _refuse_linear_cache(self, cache) -> None:
+        """Softmax attention finds no keys in a state, and cross-attention does not even `update` it before it looks."""
+        layers, place = getattr(getattr(cache, self.cache_name, cache), "layers", ()), getattr(self, "layer_idx", None)
+        if place is not None and place < len(layers):
+            refuse_linear_layer(layers[place])
+
+    def _claimed_state_layer(self, cache):
+        layer = self.find_state_layer(cache)
+        if layer is not None:
+            layer.claim(self.linear_attention.signature)
+        return layer
+
     def attend(self, query, key, value, attention_mask, *, state_layer=None, **kwargs):
         """The attention function's part: `query [B, H, N, D]`, `key, value [B, Hkv, S, D]` -> `[B, N, H, D]`.
 
         Dropout of attention weights has no N x N matrix to act on and is left out.
 
         Raises:
-            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour.
+            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour, or a cache
+                of another batch size.
         """
-        seen = state_layer.get_seq_length() - key.shape[2] if state_layer is not None else 0
+        seen = 0
+        if state_layer is not None:
+            state_layer.refuse_other_rows(query.shape[0])
+            state_layer.is_claimed = False  # cross-attention updates it once only
+            seen = state_layer.get_seq_length()
         query, key, *masks_and_mode = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
         device = query.device.type
         is_autocast = torch.is_autocast_enabled(device)
@@ -110,7 +140,7 @@ class LinearizedAttention:
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine says False to sdpa where a mask hides the future, or where there is none to hide.
             is_causal = self.linear_attention_is_causal
-        key_mask, segments = self._read_mask(attention_mask, key.shape[2], seen, is_causal)
+        key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
         return MechanismInputs(query, key, key_mask, segments, scaling, is_causal)
 
     @property
@@ -126,11 +156,12 @@ class LinearizedAttention:
                     f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
                 )
 
-    def _read_mask(self, mask, length, seen, is_causal):
+    def _read_mask(self, mask, key, seen, is_causal):
         is_biased = mask is not None and mask.is_floating_point() and "position_bias" in self._drop
         if is_biased:  # added to the mask, as in BEiT; hidden is only what has the lowest number
             mask = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1, keepdim=True)
-        return read_mask(mask, length, seen, is_causal)
+        is_windowed = getattr(self.config, "sliding_window", None) is not None or "sliding_window" in self._drop
+        return read_mask(mask, key.shape[2], seen, is_causal, batch_size=key.shape[0], is_windowed=is_windowed)
 
     def _scaling(self, scaling: float | None) -> float:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
@@ -138,6 +169,9 @@ class LinearizedAttention:
     def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
+        if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
+            batch, heads, length, _ = query.shape
+            return query.new_zeros(batch, length, heads, value.shape[3])  # and a state is as it was
         if segments is not None and is_tracing():
             key_mask = segments
         elif segments is not None:
@@ -157,7 +191,7 @@ class LinearizedAttention:
         )
         if state_layer is not None:
             state_layer.record(key, value, key_mask)
-            state_layer.store(state)
+            state_layer.extend(state, key.shape[2])
         return output
 
     def _keep_last_sequence(self, key, value, segments, scaling, state_layer):
@@ -167,14 +201,15 @@ class LinearizedAttention:
                 "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
             )
         last = segments == segments.amax(dim=1, keepdim=True)
+        state = self.linear_attention.absorb(key, value, attention_mask=last, scaling=scaling, state=None)
         state_layer.record(key, value, last)
-        state_layer.store(self.linear_attention.absorb(key, value, attention_mask=last, scaling=scaling, state=None))
+        state_layer.extend(state, key.shape[2])
 
     def _current_state(self, state_layer, scaling):
         if state_layer is None:
             return None
-        if (pending := state_layer.take_pending()) is not None:
-            key, value, mask = pending
+        if state_layer.pending is not None:
+            key, value, mask = state_layer.pending
             state_layer.absorbed(
                 self.linear_attention.absorb(
                     key, value, attention_mask=mask, scaling=scaling, state=state_layer.state_at_crop

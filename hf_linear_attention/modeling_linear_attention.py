@@ -3,13 +3,15 @@
 `LinearLlamaForCausalLM` is `LlamaForCausalLM` whose attention modules, after the stock `__init__`, each got one child,
 `linear_attention` (the mechanism), and the class `LinearLlamaAttention`. Projections, rotary embedding, QK-norm,
 biases and grouped-query attention stay stock code; base weight names and values do not change. Classes are made when
-first asked for: `modeling_linear_attention.LinearLlamaForCausalLM` works, and can be pickled.
+first asked for: `modeling_linear_attention.LinearLlamaForCausalLM` works. Models and their modules can be pickled: a
+process that has made none of these classes yet makes them from the stock ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,10 +44,15 @@ from .cross_attention import cross_state_layer
 from .linearized_attention import CACHE_ARGUMENTS
 from .linearized_attention import IMPLEMENTATION
 from .linearized_attention import LinearizedAttention
+from .linearized_attention import check_softmax_cache
 from .mechanisms import MECHANISMS
 from .prompt_state import load_prompt_state
 from .prompt_state import save_prompt_state
 from .rotary_positions import RotaryPositions
+
+
+# The classes made here, by their stock class and whether they are its form for cross-attention.
+CLASSES: dict[tuple[type, bool], Any] = {}
 
 
 class LinearAttentionModelMixin:
@@ -182,6 +189,9 @@ def linearize(model: PreTrainedModel) -> None:
             raise ValueError(f"`cross_attention` = true, but {type(model).__name__} has none.")
         chosen |= dict(enumerate(cross, start=len(modules)))
     refuse_features(model, chosen)
+    for layer, module in enumerate(modules):
+        if chosen and layer not in chosen and getattr(module, "layer_idx", None) is not None:
+            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
     first = None
     for layer, module in chosen.items():
         shape = layer_shape(module, layer, model.config)
@@ -268,7 +278,7 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
 def _attention_class(stock: type, is_cross: bool) -> type:
     if is_cross:
         name = f"LinearCross{stock.__name__}"
-        return _make_class(name, (LinearizedCrossAttention, stock), {"stock_class": stock})
+        return _make_class(name, (LinearizedCrossAttention, stock), {"stock_class": stock}, is_cross=True)
     adapter = adapter_of(stock)
     bases = (LinearizedAttention, adapter, stock) if adapter else (LinearizedAttention, stock)
     return _make_class(f"Linear{stock.__name__}", bases, {"stock_class": stock})
@@ -276,9 +286,9 @@ def _attention_class(stock: type, is_cross: bool) -> type:
 
 def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """`LlamaForCausalLM` -> `LinearLlamaForCausalLM`."""
+    if (stock, False) in CLASSES:
+        return CLASSES[stock, False]
     name = f"Linear{stock.__name__}"
-    if name in globals():
-        return globals()[name]
     bases: tuple[type, ...] = (LinearAttentionModelMixin, stock)
     if issubclass(stock, GenerationMixin):  # transformers looks for it in the direct bases
         bases += (GenerationMixin,)
@@ -298,11 +308,31 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return model_class
 
 
-def _make_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    if name not in globals():
-        doc = f"`{namespace['stock_class'].__name__}` with linear attention."
-        globals()[name] = type(name, bases, {"__module__": __name__, "__qualname__": name, "__doc__": doc, **namespace})
-    return globals()[name]
+def _make_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any], is_cross: bool = False) -> type:
+    stock = namespace["stock_class"]
+    if (stock, is_cross) not in CLASSES:
+        doc = f"`{stock.__name__}` with linear attention."
+        about = {"__module__": __name__, "__qualname__": name, "__doc__": doc, "__reduce_ex__": _reduce}
+        CLASSES[stock, is_cross] = globals()[name] = type(name, bases, {**about, **namespace})
+    return CLASSES[stock, is_cross]
+
+
+def _reduce(self, protocol):
+    """What pickle writes of an object of a class made here: the place of the stock class, and the state."""
+    stock = type(self).stock_class
+    for is_cross in (False, True):
+        if CLASSES.get((stock, is_cross)) is type(self):
+            state = object.__reduce_ex__(self, 2)[2:]
+            return (_without_init, (stock.__module__, stock.__qualname__, is_cross), *state)
+    return object.__reduce_ex__(self, protocol)  # of a class derived from ours, which pickle finds by its own name
+
+
+def _without_init(module: str, name: str, is_cross: bool) -> Any:
+    """What pickle reads: an empty object of the class that is made from the stock class `name` of `module`."""
+    stock = getattr(importlib.import_module(module), name)
+    is_model = issubclass(stock, PreTrainedModel)
+    linear: Any = linear_model_class(stock) if is_model else _attention_class(stock, is_cross)
+    return linear.__new__(linear)
 
 
 def _copy_checkpoint_conversion(stock: type, model_class: type) -> None:
@@ -314,7 +344,7 @@ def _copy_checkpoint_conversion(stock: type, model_class: type) -> None:
 
 
 def __getattr__(name: str):
-    """`LinearLlamaForCausalLM`, `LinearLlamaAttention` and the like, made when first asked for."""
+    """`LinearLlamaForCausalLM` and the like, made when first asked for."""
     match = re.fullmatch(r"Linear(\w+)", name)
     stock = getattr(transformers, match[1], None) if match else None
     if isinstance(stock, type) and issubclass(stock, PreTrainedModel):

@@ -17,26 +17,38 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache_linear_attention import state_layer
+from .configuration_linear_attention import COMMON_SETTINGS
+from .configuration_linear_attention import check_format_version
+from .mechanisms import MECHANISMS
 
 
 METADATA = "prompt_state"
+# Of the files, and what each version means.
+#   1  as written before there was a field `format_version`: no checksum
+#   2  `sha256`, of the tensors and of everything else in the metadata
+FORMAT_VERSION = 2
 
 
 def save_prompt_state(model, past_key_values, path: str | os.PathLike) -> None:
     """Write what `past_key_values` holds of a prompt, with what tells its model from others, as a safetensors file.
 
+    The file is written beside `path` and then renamed: a failure leaves what was there before.
+
     Raises:
         ValueError: for an empty cache, or one with layers that hold more than a state or keys and values.
+        OSError: if the file cannot be written.
     """
     layers = getattr(past_key_values, "layers", [])  # a cache of encoder and decoder has none of its own
     found = {f"{number}.{name}": tensor for number, layer in enumerate(layers) for name, tensor in _tensors(layer)}
@@ -45,36 +57,172 @@ def save_prompt_state(model, past_key_values, path: str | os.PathLike) -> None:
             f"Got a {type(past_key_values).__name__} that holds no token of a decoder; pass the `past_key_values` that "
             "the model returned for the prompt (`use_cache=True`)."
         )
-    about = {**_about(model), "num_layers": len(layers), "num_tokens": int(past_key_values.get_seq_length())}
     # Cloned, because safetensors refuses tensors that share their memory.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
     }
-    save_file(tensors, path, metadata={METADATA: json.dumps(about)})
+    sizes = {"num_layers": len(layers), "num_tokens": int(past_key_values.get_seq_length())}
+    about = {**_about(model), **sizes, "format_version": FORMAT_VERSION}
+    metadata = {METADATA: json.dumps({**about, "sha256": _digest(about, tensors)})}
+    path = Path(path)
+    # In a folder of its own the file gets the permissions that any new file gets.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        try:
+            save_file(tensors, written, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
+        os.replace(written, path)
 
 
 def load_prompt_state(model, path: str | os.PathLike) -> DynamicCache:
     """`past_key_values` as they were when the prompt was saved, on the devices of `model`.
 
+    The model reads one token first: every tensor of the file must be like one that it makes of it.
+
     Raises:
-        ValueError: if the file is no prompt state, or one of another model, other settings or other weights.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is no prompt state, is damaged, comes from a newer version of this code, or belongs to
+            another model, other settings or other weights.
     """
-    with safe_open(path, framework="pt") as file:
-        about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-        _refuse_others(model, about, path)
-        tensors: list[dict[str, torch.Tensor]] = [{} for _ in range(about["num_layers"])]
-        devices = {m.layer_idx: next(m.parameters()).device for m in model.modules() if _has_place(m)}
-        for key in file.keys():  # noqa: SIM118, it is no dict
-            number, _, name = key.partition(".")
-            tensors[int(number)][name] = file.get_tensor(key).to(devices.get(int(number), model.device))
+    about, tensors = _read(path)
+    _refuse_others(model, about, path)
+    checksum = about.pop("sha256", None)
+    if about["format_version"] > 1 and checksum != _digest(about, tensors):
+        raise _damaged(path, "its checksum is not that of its content")
+    made = _layers_of_one_token(model)
+    if problem := _size_problem(about, tensors, len(made)):
+        raise _damaged(path, problem)
+    num_tokens = about["num_tokens"]
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    for number, named in enumerate(tensors):
-        _fill(cache, number, named, about["num_tokens"])
+    for number, layer in enumerate(made):
+        prefix = f"{number}."
+        named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if problem := _layer_problem(named, layer, num_tokens):
+            raise _damaged(path, f"in layer {number}, {problem}")
+        _fill(cache, number, named, layer, num_tokens)
     return cache
 
 
-def _has_place(module: Any) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and next(module.parameters(), None) is not None
+def _damaged(path, problem: str) -> ValueError:
+    return ValueError(f"Got a damaged prompt state in {str(path)!r}: {problem}. Let the model read the prompt again.")
+
+
+def _read(path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The metadata, with a `format_version`, and the tensors of a file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(METADATA)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    except SafetensorError as error:
+        raise _damaged(path, f"it is no whole safetensors file ({error})") from error
+    if text is None:
+        raise ValueError(f"Got {str(path)!r}, which is no prompt state; `save_prompt_state` writes them.")
+    try:
+        about = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its metadata is no JSON ({error})") from error
+    if not isinstance(about, dict):
+        raise _damaged(path, "its metadata is no JSON object")
+    about.setdefault("format_version", 1)
+    check_format_version(about["format_version"], FORMAT_VERSION, f"the prompt state {str(path)!r}")
+    return about, tensors
+
+
+def _digest(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _layers_of_one_token(model) -> list[Any]:
+    """The layers of the cache that the model makes: which tensors, of which sizes and dtypes, only it can say."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # training may draw random projections anew, and checkpointing makes no cache
+    try:
+        cache = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
+    finally:
+        for module in training:
+            module.training = True
+    return cache.past_key_values.layers
+
+
+def _size_problem(about: dict[str, Any], tensors: dict[str, torch.Tensor], num_layers: int) -> str | None:
+    """What is wrong with the numbers of layers, tokens and rows, or None."""
+    for name, most in (("num_layers", num_layers), ("num_tokens", torch.iinfo(torch.int64).max)):
+        value = about.get(name)
+        if type(value) is not int or not 1 <= value <= most:
+            return f"`{name}` is {value!r}, and must be a whole number from 1 to {most}"
+    places = {f"{number}." for number in range(about["num_layers"])}
+    if strange := sorted(name for name in tensors if name[: name.find(".") + 1] not in places):
+        return f"it has tensors of no layer of this model, {', '.join(strange)}"
+    rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors.values()}
+    if len(rows) != 1 or not min(rows):
+        return f"its tensors have {sorted(rows)} rows, and must all have the same number"
+    return None
+
+
+def _layer_problem(named: dict[str, torch.Tensor], layer, num_tokens: int) -> str | None:
+    """What is wrong with the tensors of one layer, beside that of the model's own cache of one token; or None."""
+    expected = _expected(layer, num_tokens)
+    choices = [set(choice) for choice in _choices(layer)]
+    if set(named) not in choices:
+        allowed = " or ".join(", ".join(sorted(choice)) or "none" for choice in choices)
+        return f"there are the tensors {', '.join(sorted(named)) or 'none'}; this model makes {allowed}"
+    for name, tensor in named.items():
+        sizes, dtype = expected[name]
+        fits = [low <= size <= high for size, (low, high) in zip(tensor.shape[1:], sizes)]
+        if tensor.ndim != len(sizes) + 1 or not all(fits) or tensor.dtype != dtype:
+            wanted = ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in sizes)
+            return (
+                f"`{name}` is {list(tensor.shape)} in {tensor.dtype}; this model makes [{tensor.shape[0]}, {wanted}] "
+                f"in {dtype}"
+            )
+        # Counts of tokens and kinds of places, by which kernels find memory.
+        if tensor.dtype in (torch.int8, torch.int64) and tensor.numel():
+            high = num_tokens if tensor.dtype == torch.int64 else torch.iinfo(torch.int8).max
+            if tensor.min() < 0 or tensor.max() > high:
+                return f"`{name}` holds {tensor.min().item()} to {tensor.max().item()}, and must hold 0 to {high}"
+    lengths = {tensor.shape[2 if tensor.ndim == 4 else 1] for name, tensor in named.items() if "pending" in name}
+    if len(lengths) > 1 or (lengths and "state.0" not in named and lengths != {num_tokens}):
+        return f"the tensors `pending` have {sorted(lengths)} tokens of {num_tokens}"
+    return None
+
+
+def _choices(layer) -> list[list[str]]:
+    """The names that one layer may have tensors of: after a rollback there are `pending` tokens too, or alone."""
+    if not getattr(layer, "holds_linear_state", False):
+        return [[name for name, _ in _tensors(layer)]]
+    state = [f"state.{place}" for place in range(len(layer.state))]
+    pending = [f"pending.{place}" for place in range(3)]
+    return [[*state, *pending[:count]] for count in (0, 2, 3)] + [pending[:2], pending]
+
+
+def _expected(layer, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], torch.dtype]]:
+    """`{name: ((smallest, largest) of each size but the rows, dtype)}`."""
+    if not getattr(layer, "holds_linear_state", False):
+        least = min(num_tokens, layer.sliding_window - 1) if getattr(layer, "is_sliding", False) else num_tokens
+        return {
+            name: ([_only(tensor.shape[1]), (least, num_tokens), _only(tensor.shape[3])], tensor.dtype)
+            for name, tensor in _tensors(layer)
+        }
+    num_heads, key_size, value_size, key_dtype, value_dtype = layer.layout
+    tokens = (1, num_tokens)
+    return {
+        "pending.0": ([_only(num_heads), tokens, _only(key_size)], key_dtype),
+        "pending.1": ([_only(num_heads), tokens, _only(value_size)], value_dtype),
+        "pending.2": ([tokens], torch.bool),
+    } | {
+        f"state.{place}": ([_only(size) for size in tensor.shape[1:]], tensor.dtype)
+        for place, tensor in enumerate(layer.state)
+    }
+
+
+def _only(size: int) -> tuple[int, int]:
+    return size, size
 
 
 def _tensors(layer) -> list[tuple[str, torch.Tensor]]:
@@ -99,16 +247,20 @@ def _tensors(layer) -> list[tuple[str, torch.Tensor]]:
     )
 
 
-def _fill(cache: DynamicCache, number: int, named: dict[str, torch.Tensor], num_tokens: int) -> None:
-    """Put the tensors of one layer where they came from."""
+def _fill(cache: DynamicCache, number: int, named: dict[str, torch.Tensor], made, num_tokens: int) -> None:
+    """Put the tensors of one layer where they came from, on the device of the layer `made`."""
     if "keys" in named:
         layer: Any = cache.layers[number]
-        layer.lazy_initialization(named["keys"], named["values"])
-        layer.keys, layer.values = named["keys"], named["values"]
+        keys, values = (named[name].to(made.keys.device) for name in ("keys", "values"))
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
         if layer.is_sliding:
             layer.cumulative_length = num_tokens
     elif named:
-        state_layer(cache, number).restore(_part(named, "state"), _part(named, "pending"), num_tokens)
+        layer = state_layer(cache, number)
+        parts = {name: tensor.to(made.state[0].device) for name, tensor in named.items()}
+        layer.restore(_part(parts, "state"), _part(parts, "pending"), num_tokens)
+        layer.signature, layer.layout = made.signature, made.layout
 
 
 def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor, ...]:
@@ -146,11 +298,16 @@ def _plain_tensors(entry: Any) -> Iterator[torch.Tensor]:
 
 
 def _refuse_others(model, about: dict[str, Any], path) -> None:
-    if not about:
-        raise ValueError(f"Got {str(path)!r}, which is no prompt state; `save_prompt_state` writes them.")
-    pairs = {name: (about[name], value) for name, value in _about(model).items() if about[name] != value}
-    if pairs:
-        differing = [f"`{name}` is {its!r}, the model's {ours!r}" for name, (its, ours) in pairs.items()]
+    ours = _about(model)
+    theirs = {name: about.get(name) for name in ours}
+    if isinstance(theirs["linear_attention"], dict):  # which may lack what there was no option for yet
+        options = MECHANISMS[ours["linear_attention"]["mechanism"]].options
+        defaults = {**COMMON_SETTINGS, **{name: option.default for name, option in options.items()}}
+        theirs["linear_attention"] = {**defaults, "format_version": 1, **theirs["linear_attention"]}
+    differing = [
+        f"`{name}` is {theirs[name]!r}, the model's {value!r}" for name, value in ours.items() if theirs[name] != value
+    ]
+    if differing:
         raise ValueError(
             f"Got a prompt state of another model in {str(path)!r}: {'; '.join(differing)}. Load the model that it was "
             "saved with, or let this one read the prompt again."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from matrix import stock_model
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
 
@@ -85,6 +86,93 @@ def test_mask_function_agrees_with_the_softmax_one():
     decoding = linear_attention_mask(3, 2, 4, q_offset=2, attention_mask=PADDING[:, :4])
     assert torch.equal(decoding, PADDING[:, None, None, 2:4])
     assert linear_attention_mask(3, 2, 6, q_offset=0, attention_mask=PADDING).shape == (3, 1, 1, 6)
+
+
+CACHED = 4
+# rows and columns of masks for 3 rows of 6 tokens, of which `CACHED` may be in a cache already
+WRONG_SIZES = {
+    "too few columns": (3, {False: 4, True: 1}),
+    "one column too many": (3, {False: 7, True: 7}),
+    "between new and all": (3, {False: 5, True: 5}),
+    "other rows": (2, {False: 6, True: 6}),
+    "one row": (1, {False: 6, True: 6}),
+}
+
+
+@pytest.mark.parametrize("size", WRONG_SIZES)
+@pytest.mark.parametrize(
+    ("family", "is_cached"),
+    [("llama", False), ("llama", True), ("gpt_neox", False), ("gpt_neox", True), ("bert", False)],
+)
+@torch.no_grad()
+def test_a_mask_of_another_size_is_refused(family, size, is_cached):
+    model, (rows, columns) = convert(stock_model(family)), WRONG_SIZES[size]
+    ids = torch.randint(3, 64, (3, 6))
+    cache, new = None, 6
+    if is_cached:
+        cache, new = model(ids[:, :CACHED]).past_key_values, 6 - CACHED
+    mask = torch.ones(rows, columns[is_cached], dtype=torch.long)
+    mask[:, 0] = 0
+    kwargs = {"past_key_values": cache} if is_cached else {}
+    sizes = (
+        rf"mask of {rows} rows and {columns[is_cached]} columns for 3 rows of {new} new tokens after {6 - new} cached"
+    )
+    with pytest.raises(ValueError, match=sizes):
+        model(ids[:, -new:], attention_mask=mask, **kwargs)
+    if is_cached:
+        assert cache.get_seq_length() == CACHED
+        for right in (PADDING[:, :6], PADDING[:, CACHED:]):  # all tokens, or the new ones
+            whole = model(ids, attention_mask=PADDING).logits[:, CACHED:]
+            old = model(ids[:, :CACHED], attention_mask=PADDING[:, :CACHED]).past_key_values
+            output = model(ids[:, CACHED:], attention_mask=right, past_key_values=old).logits
+            real = PADDING[:, CACHED:]
+            torch.testing.assert_close(output[real], whole[real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 1, 6, 5), (3, 1, 5, 6), (2, 1, 6, 6), (3, 6, 6), (3, 1, 1, 5), (2, 1, 1, 6), (6,)]
+)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@torch.no_grad()
+def test_a_ready_made_mask_of_another_size_is_refused(family, shape):
+    model, ids = convert(stock_model(family)), torch.randint(3, 64, (3, 6))
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"a(n attention)? mask of"):
+        model(ids, attention_mask=mask.tril() if len(shape) == 4 and shape[2] > 1 else mask)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@torch.no_grad()
+def test_a_ready_made_mask_of_one_row_is_for_all(family):
+    model, ids = convert(stock_model(family)), torch.randint(3, 64, (3, 6))
+    one = square(PADDING[1:2], is_causal=family == "llama")
+    expected = model(ids, attention_mask=PADDING[1:2].expand(3, -1)).logits
+    for mask in (one, PADDING[1:2, None, None]):
+        actual = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(actual[:, PADDING[1]], expected[:, PADDING[1]])
+
+
+def test_masks_of_an_encoder_that_a_converted_decoder_attends_to():
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=64,
+    )  # fmt: skip
+    stock = transformers.BartForConditionalGeneration(config).eval()
+    model, ids = convert(stock, cross_attention=True), torch.randint(3, 64, (3, 6))
+    encoded = model.get_encoder()(ids)
+    assert model(encoder_outputs=encoded, attention_mask=PADDING, decoder_input_ids=ids[:, :4]).logits.isfinite().all()
+    for wrong in (PADDING[:, :5], PADDING[:2], PADDING[:1]):
+        with pytest.raises(ValueError, match=r"mask of \d rows and \d columns for 3 rows of 6"):
+            model(encoder_outputs=encoded, attention_mask=wrong, decoder_input_ids=ids[:, :4])
+
+
+def test_no_tokens_and_no_rows():
+    assert linear_attention_mask(3, 0, 4, q_offset=4, attention_mask=PADDING[:, :4]) is None
+    assert linear_attention_mask(0, 6, 6, attention_mask=PADDING[:0]) is None
+    for mask in (PADDING[:, :4], PADDING[:, None, None, :4], square(PADDING)[:, :, :0, :4]):
+        assert read_mask(mask, 0, 4, True, batch_size=3) == (None, None)
+    assert read_mask(PADDING[:0], 6, 0, True, batch_size=0)[0].shape == (0, 6)
+    assert read_mask(square(PADDING[:0]), 6, 0, True, batch_size=0) == (None, None)
 
 
 def test_packed_attention_is_linear_in_memory_and_exact():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
 
 import pytest
@@ -26,6 +28,7 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
         "layers": "all",
         "drop": [],
         "cross_attention": False,
+        "format_version": 1,
     }
     config.save_pretrained(tmp_path)
     again = type(config).from_pretrained(tmp_path)
@@ -61,6 +64,14 @@ def test_all_problems_are_named_at_once():
         ({"mechanism": "performer", "num_features": True}, "type int"),
         ({"mechanism": "performer", "features": "cosh", "num_features": 7}, "must be a multiple of 2"),
         ({"mechanism": "performer", "uniform_mixing": 1.0}, "leaves nothing of the attention"),
+        ({"mechanism": "performer", "uniform_mixing": math.nan}, "`uniform_mixing` = nan must be a finite number"),
+        ({"mechanism": "performer", "uniform_mixing": math.inf}, "`uniform_mixing` = inf must be a finite number"),
+        ({"mechanism": "performer", "uniform_mixing": -math.inf}, "`uniform_mixing` = -inf must be a finite number"),
+        ({"mechanism": "linear", "format_version": 2}, r"in format version 2, .* up to 1\. Upgrade hf_"),
+        ({"mechanism": "linear", "format_version": 2, "new": 1}, "Upgrade hf_linear_attention"),
+        ({"mechanism": "linear", "format_version": 0}, "`format_version` = 0 in .* must be a whole number from 1"),
+        ({"mechanism": "linear", "format_version": True}, "`format_version` = True"),
+        ({"mechanism": "linear", "format_version": "1"}, "`format_version` = '1'"),
         ({"mechanism": "linear", "layers": "some"}, "`all`, `full_attention`, `none` or a list"),
         ({"mechanism": "linear", "drop": ["dropout"]}, "must be a list out of `attention_sinks`, `position_bias`"),
         ({"mechanism": "linear", "drop": "softcap"}, "must be a list out of"),
@@ -99,6 +110,20 @@ def test_what_an_earlier_version_saved_still_loads(tmp_path):
     assert type(config).from_pretrained(tmp_path).linear_attention == config.linear_attention
     with pytest.raises(ValueError, match="`window_size` = `5` has no effect with `variant` = `simple`"):
         convert_config(stock_config("bert"), mechanism="aft", window_size=5)
+
+
+def test_settings_without_a_format_version_are_of_the_first(tmp_path):
+    config = convert_config(stock_config("bert"), mechanism="linear")
+    saved = dict(config.linear_attention)
+    assert saved.pop("format_version") == 1
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "linear_attention": saved}))
+    assert type(config).from_pretrained(tmp_path).linear_attention == config.linear_attention
+    content["linear_attention"]["format_version"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="in format version 7"):
+        type(config).from_pretrained(tmp_path)
 
 
 def test_a_decay_is_for_decoders():

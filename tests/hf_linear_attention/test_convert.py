@@ -1,0 +1,88 @@
+"""`convert` of a loaded model: every weight as it is, in its own dtype, and nothing lost in silence."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+import transformers
+from matrix import stock_model
+from torch import nn
+
+from hf_linear_attention import convert
+
+
+def tensors(model):
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def assert_same(converted, stock):
+    ours = tensors(converted)
+    for name, tensor in tensors(stock).items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    assert {tensor.dtype for name, tensor in ours.items() if ".linear_attention." in name} <= {stock.dtype}
+
+
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path):
+    config = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    stock = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    wo = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+    assert stock.get_parameter(wo).dtype == torch.float32
+    converted = convert(stock, drop=["position_bias"])
+    assert_same(converted, stock)
+    assert converted.get_parameter(wo).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_buffers_outside_checkpoints_keep_dtype_and_value(family):
+    """Rotary frequencies in bfloat16 turn far tokens by other angles."""
+    stock = stock_model(family)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    if family == "llama":
+        stock.model.rotary_emb.inv_freq *= 0.5  # as after a change of the base
+    assert_same(convert(stock), stock)
+
+
+def test_a_dtype_of_its_own_for_one_weight():
+    stock = stock_model("llama").to(torch.bfloat16)
+    stock.lm_head.to(torch.float32)
+    assert_same(convert(stock), stock)
+    assert convert(stock).dtype == torch.bfloat16
+
+
+def test_weights_without_a_place_are_refused():
+    stock = stock_model("llama")
+    stock.score = nn.Linear(32, 2, bias=False)
+    with pytest.raises(ValueError, match=r"LinearLlamaForCausalLM has no place for score\.weight\. Pass the model as"):
+        convert(stock)
+
+
+def test_weights_that_are_missing_are_refused():
+    stock = stock_model("llama")
+    del stock.model.layers[1].mlp.up_proj
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM lacks model\.layers\.1\.mlp\.up_proj\.weight\. Pass"):
+        convert(stock)
+    with pytest.raises(ValueError, match=r"has no place for lm_head\.weight"):
+        convert(stock_model("llama"), model_class=transformers.LlamaForSequenceClassification)
+
+
+def test_adapters_are_merged_first():
+    adapted = peft.get_peft_model(stock_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(TypeError, match=r"Got a PeftModel; .* Pass `model.merge_and_unload\(\)`\."):
+        convert(adapted)
+    merged = adapted.merge_and_unload()
+    assert_same(convert(merged), merged)
+    injected = stock_model("llama")
+    injected.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"has no place for .*lora_A.*without adapters \(merge them\)"):
+        convert(injected)
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), nn.Sequential(stock_model("llama")), None, 7], ids=str)
+def test_what_is_no_model_is_refused(given):
+    with pytest.raises(TypeError, match=r"`convert` takes a model of transformers, or the folder or hub name of one"):
+        convert(given)

@@ -1,0 +1,115 @@
+"""Models, their modules and their configs go through pickle into a process that has made no class of ours yet."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from matrix import stock_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+import hf_linear_attention
+from hf_linear_attention import configuration_linear_attention, convert
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+ROOT = Path(hf_linear_attention.__file__).parents[1]
+IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
+# A model, and an attention module of it alone.
+LOADER = """
+import pickle, sys, torch
+folder = sys.argv[1]
+model = torch.load(f"{folder}/model.pt", weights_only=False)
+with torch.no_grad():
+    outputs = model(**torch.load(f"{folder}/inputs.pt"))
+torch.save(outputs[0], f"{folder}/outputs.pt")
+with open(f"{folder}/parts.pkl", "rb") as file:
+    config, module = pickle.load(file)
+print(type(model).__name__, type(config).__name__, type(module).__name__, len(list(module.parameters())))
+"""
+SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def bart():
+    attention = {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+    layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")} | {
+        f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")
+    }
+    config = transformers.BartConfig(d_model=32, max_position_embeddings=64, **SIZES, **attention, **layers)
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
+def bloom():
+    return transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **SIZES)).eval()
+
+
+def composite():
+    """Its text model has a config and classes of its own."""
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **SIZES}
+    return transformers.CLIPTextModel(transformers.CLIPTextConfig(max_position_embeddings=64, **text)).eval()
+
+
+CASES = {
+    "llama": (lambda: stock_model("llama"), {"mechanism": "hybrid", "window_size": 4, "rope": "none"}),
+    "llama, some layers": (lambda: stock_model("llama"), {"mechanism": "performer", "layers": [1]}),
+    "bert": (
+        lambda: stock_model("bert"),
+        {"mechanism": "latent", "num_latents": 8},
+    ),
+    "bart": (bart, {"mechanism": "linear", "cross_attention": True}),
+    "bloom": (bloom, {"mechanism": "linear"}),
+    "clip": (composite, {"mechanism": "linear"}),
+    "vit": (lambda: stock_model("vit"), {"mechanism": "nystrom"}),
+}
+
+
+def in_a_fresh_process(folder: Path) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    process = subprocess.run(
+        [sys.executable, "-c", LOADER, str(folder)], env=environment, capture_output=True, text=True, cwd=folder
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_saved_model_loads_where_none_was_made(name, tmp_path):
+    build, settings = CASES[name]
+    torch.manual_seed(0)
+    model = convert(build(), **settings)
+    inputs = {"pixel_values": torch.randn(2, 3, 12, 12)} if name == "vit" else {"input_ids": IDS}
+    if name == "bart":
+        inputs["decoder_input_ids"] = IDS[:, :5]
+    module = list(linear_attention_modules(model).values())[-1]
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(inputs, tmp_path / "inputs.pt")
+    (tmp_path / "parts.pkl").write_bytes(pickle.dumps((model.config, module)))
+    printed = in_a_fresh_process(tmp_path)
+    parts = [type(part).__name__ for part in (model, model.config, module)]
+    assert printed == [*parts, str(len(list(module.parameters())))]
+    with torch.no_grad():
+        assert torch.equal(torch.load(tmp_path / "outputs.pt"), model(**inputs)[0])
+
+
+def test_every_config_class_is_found_by_its_name():
+    """Also those of parts of composites, which transformers does not export."""
+    missing = [
+        name
+        for name in {f"Linear{name}" for name in CONFIG_MAPPING_NAMES.values()}
+        if not hasattr(configuration_linear_attention, name)
+    ]
+    assert not missing
+
+
+def test_what_derives_from_a_class_of_ours_is_found_by_its_own_name():
+    model = convert(stock_model("llama"))
+    model_class = type("DerivedModel", (type(model),), {"__module__": __name__, "__qualname__": "DerivedModel"})
+    globals()["DerivedModel"] = model_class
+    derived = model_class(model.config)
+    assert type(pickle.loads(pickle.dumps(derived))) is model_class

@@ -1,0 +1,255 @@
+"""Files of prompt states: whole or not there, and refused with the difference if they were damaged or changed."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from matrix import MECHANISM_ROWS, rows, stock_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import DynamicCache
+
+from hf_linear_attention import convert, load_prompt_state, prompt_state, save_prompt_state
+from hf_linear_attention.cache_linear_attention import state_layer
+
+
+IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(3))
+NUM_TOKENS = 12
+HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """With a softmax layer between converted ones."""
+    return convert(stock_model("llama"), **HYBRID, layers=[0, 2])
+
+
+@pytest.fixture
+def path(model, tmp_path):
+    with torch.no_grad():
+        save_prompt_state(model, model(IDS[:, :NUM_TOKENS]).past_key_values, tmp_path / "prompt.safetensors")
+    return tmp_path / "prompt.safetensors"
+
+
+def content(path):
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["prompt_state"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def rewrite(path, about=None, tensors=None, drop=(), signed=True):
+    """Change a file; `signed` with the checksum of what it holds then, as whoever knows the format would."""
+    old_about, old_tensors = content(path)
+    about = {**old_about, **(about or {})}
+    tensors = {name: x for name, x in {**old_tensors, **(tensors or {})}.items() if name not in drop}
+    about = {name: value for name, value in about.items() if name not in drop}
+    if signed:
+        about.pop("sha256", None)
+        about["sha256"] = prompt_state._digest(about, tensors)
+    save_file(tensors, path, metadata={"prompt_state": json.dumps(about)})
+
+
+def refuses(model, path, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        load_prompt_state(model, path)
+    assert str(path) in str(caught.value)
+
+
+def damage(match):
+    return rf"a damaged prompt state in .*{match}.*\. Let the model read the prompt again\.$"
+
+
+@pytest.mark.parametrize("where", [3, 7, 9, 400, -1, -100, -1000])
+def test_a_truncated_file(model, path, where):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:where])
+    refuses(model, path, damage(r"it is no whole safetensors file \(.*\)"))
+
+
+def test_a_flipped_bit_anywhere(model, path):
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for place in (header, (header + len(whole)) // 2, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        refuses(model, path, damage("its checksum is not that of its content"))
+    rewrite(path, {"num_tokens": 13}, signed=False)
+    refuses(model, path, damage("its checksum"))
+    rewrite(path, drop=["sha256"], signed=False)
+    refuses(model, path, damage("its checksum"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "7", "null", '"a"', "NaN"], ids=lambda text: text[:3])
+def test_metadata_that_is_nonsense(model, path, text):
+    save_file(content(path)[1], path, metadata={"prompt_state": text})
+    refuses(model, path, "a damaged prompt state in .*its metadata is no JSON")
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_tokens"])
+@pytest.mark.parametrize("value", [None, "12", 12.0, True, -1, 0, [], 10**30], ids=str)
+def test_numbers_that_are_none(model, path, name, value):
+    rewrite(path, {name: value})
+    problem = f"`{name}` is {value!r}".replace("[", r"\[")
+    refuses(model, path, damage(rf"({problem}, and must be a whole number|layer 1, .*this model makes)"))
+
+
+def test_missing_numbers(model, path):
+    rewrite(path, drop=["num_tokens"])
+    refuses(model, path, damage("`num_tokens` is None"))
+    rewrite(path, drop=["weights"])
+    refuses(model, path, "of another model in .*`weights` is None")
+
+
+@pytest.mark.parametrize(
+    ("version", "match"),
+    [(3, r"in format version 3, .* up to 2\. Upgrade"), (0, "`format_version` = 0"), ("2", "'2'"), (None, "None")],
+)
+def test_format_versions(model, path, version, match):
+    rewrite(path, {"format_version": version})
+    refuses(model, path, match)
+
+
+def changed_tensors():
+    """`{case: (changes of the tensors by name, what is said)}`."""
+    return {
+        "fewer features": (lambda t: {"0.state.0": t["0.state.0"][:, :, :8]}, r"`state.0` is \[2, 2, 8, 10\]"),
+        "more features": (lambda t: {"0.state.0": t["0.state.0"].repeat(1, 1, 2, 1)}, r"makes \[2, 2, 16, 10\] in"),
+        "another dtype": (
+            lambda t: {"2.state.0": t["2.state.0"].double()},
+            "in layer 2, `state.0` is .* in torch.float64",
+        ),
+        "fewer dimensions": (lambda t: {"0.state.1": t["0.state.1"][..., 0]}, r"`state.1` is \[2, 2, 4\]"),
+        "a number": (lambda t: {"0.state.6": torch.tensor(3)}, r"rows, and must all have the same number"),
+        "a longer window": (lambda t: {"0.state.1": t["0.state.1"].repeat(1, 1, 2, 1)}, r"`state.1` is \[2, 2, 8, 8\]"),
+        "fewer rows": (lambda t: {"2.state.0": t["2.state.0"][:1]}, r"its tensors have \[1, 2\] rows"),
+        "no rows": (lambda t: {name: x[:0] for name, x in t.items()}, r"its tensors have \[0\] rows"),
+        "fewer softmax keys": (lambda t: {"1.keys": t["1.keys"][:, :, 1:]}, r"`keys` is \[2, 2, 11, 8\]"),
+        "other softmax heads": (lambda t: {"1.values": t["1.values"][:, :1]}, r"layer 1, `values` is \[2, 1, 12, 8\]"),
+        "a tensor too many": (lambda t: {"0.state.7": t["0.state.6"]}, "in layer 0, there are the tensors .*state.7"),
+        "a layer too many": (
+            lambda t: {"3.state.0": t["0.state.0"]},
+            r"tensors of no layer of this model, 3\.state\.0",
+        ),
+        "no layer": (lambda t: {"weight": t["0.state.0"]}, "tensors of no layer of this model, weight"),
+        "a state for softmax": (
+            lambda t: {"1.state.0": t["0.state.0"]},
+            "in layer 1, there are the tensors keys, state",
+        ),
+        "a count below 0": (lambda t: {"0.state.6": t["0.state.6"] - 99}, r"`state.6` holds -87 to -87, .* 0 to 12"),
+        "a count beyond all": (lambda t: {"0.state.6": t["0.state.6"] + 1}, "`state.6` holds 13 to 13"),
+        "a kind below 0": (lambda t: {"0.state.3": t["0.state.3"] - 5}, "`state.3` holds -4 to -4, .* 0 to 127"),
+        "half of what is pending": (lambda t: {"0.pending.0": torch.zeros(2, 2, 1, 8)}, "in layer 0, there are"),
+        "too much pending": (
+            lambda t: {f"0.pending.{place}": torch.zeros(2, 2, 13, 8) for place in range(2)},
+            r"`pending.0` is \[2, 2, 13, 8\] in torch.float32; this model makes \[2, 2, 1 to 12, 8\]",
+        ),
+        "unequal pending": (
+            lambda t: {f"0.pending.{place}": torch.zeros(2, 2, 1 + place, 8) for place in range(2)},
+            r"the tensors `pending` have \[1, 2\] tokens of 12",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", changed_tensors())
+@pytest.mark.parametrize("version", [1, 2])
+def test_tensors_that_this_model_does_not_make(model, path, case, version):
+    change, match = changed_tensors()[case]
+    tensors = {name: x.contiguous() for name, x in change(content(path)[1]).items()}
+    if version == 1:  # has no checksum, so that only this protects
+        rewrite(path, tensors=tensors, drop=["sha256", "format_version"], signed=False)
+    else:
+        rewrite(path, tensors=tensors)
+    refuses(model, path, damage(match))
+
+
+@pytest.mark.parametrize("name", ["0.state.0", "0.state.6", "1.keys"])
+def test_a_tensor_that_is_missing(model, path, name):
+    rewrite(path, drop=[name])
+    refuses(model, path, damage(f"in layer {name[0]}, there are the tensors .*; this model makes"))
+
+
+def test_a_layer_that_is_missing(model, path):
+    rewrite(path, drop=[name for name in content(path)[1] if name.startswith("2.")])
+    refuses(model, path, damage("in layer 2, there are the tensors none; this model makes state.0"))
+
+
+@pytest.mark.parametrize("row", [row for row in rows(state=True) if "alibi" not in row])
+def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
+    model, path = convert(stock_model("llama"), **MECHANISM_ROWS[row]), tmp_path / "prompt.safetensors"
+    cache = DynamicCache(config=model.config)
+    for layer in range(3):
+        state_layer(cache, layer)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(IDS[:, :6], past_key_values=cache)
+        cache.crop(0)
+        model(IDS[:, 6:9], past_key_values=cache)
+    cache.crop(-1)
+    save_prompt_state(model, cache, path)
+    assert load_prompt_state(model, path).get_seq_length() == 8
+    about, tensors = content(path)
+    assert {name.split(".")[1] for name in tensors} == {"state", "pending"}
+    for name, tensor in tensors.items():
+        longer = torch.cat((tensor, tensor[..., :1]), dim=-1)
+        save_file(
+            {**tensors, name: longer}, path, metadata={"prompt_state": json.dumps({**about, "format_version": 1})}
+        )
+        refuses(model, path, damage(rf"in layer {name[0]}, "))
+
+
+def test_a_model_in_training_reads_it_and_stays_so(model, path):
+    expected = load_prompt_state(model, path)
+    model.train()
+    try:
+        modes = [module.training for module in model.modules()]
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        cache = load_prompt_state(model, path)
+        assert [module.training for module in model.modules()] == modes
+    finally:
+        model.eval()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for ours, theirs in zip(cache.layers[0].state, expected.layers[0].state):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_was_loaded_belongs_to_its_mechanism_too(model, path):
+    cache = load_prompt_state(model, path)
+    with pytest.raises(ValueError, match="a cache of 2 rows and an input of 1"), torch.no_grad():
+        model(IDS[:1, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="computes softmax attention"), torch.no_grad():
+        stock_model("llama")(IDS[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("fault", ["write", "rename"])
+def test_a_failed_write_leaves_the_old_file_and_no_litter(model, path, fault, monkeypatch):
+    before = path.read_bytes()
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    if fault == "write":
+        monkeypatch.setattr(prompt_state, "save_file", fail)
+    else:
+        monkeypatch.setattr(os, "replace", fail)
+    with torch.no_grad():
+        cache = model(IDS[:, :5]).past_key_values
+    with pytest.raises(OSError, match="No space left"):
+        save_prompt_state(model, cache, path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    monkeypatch.undo()
+    save_prompt_state(model, cache, path)
+    assert load_prompt_state(model, path).get_seq_length() == 5
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_where_there_is_no_file(model, tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        load_prompt_state(model, tmp_path / "none.safetensors")
+    with pytest.raises(FileNotFoundError), torch.no_grad():
+        save_prompt_state(model, model(IDS[:, :5]).past_key_values, tmp_path / "no" / "prompt.safetensors")
+    monkeypatch.chdir(tmp_path)  # a name alone
+    with torch.no_grad():
+        save_prompt_state(model, model(IDS[:, :5]).past_key_values, "prompt.safetensors")
+    assert load_prompt_state(model, "prompt.safetensors").get_seq_length() == 5
