@@ -141,7 +141,7 @@ def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
     tensors, outputs = checks["tensors"], checks["student_against_teacher"]
     padding = outputs.get("padding_difference")
     unmoved = "" if padding is None else f"; padding moves the output by {padding:.1e}"
-    left = tensors["not_compared"]
+    left = tensors.get("not_compared", 0)  # reports of an interrupted run of an earlier version lack it
     others = f", {left} not compared (tied to others, or stored merged with them)" if left else ""
     lines = [_line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{others}{unmoved}")]
     texts = {
