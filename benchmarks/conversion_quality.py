@@ -39,25 +39,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import argument_parser, save_results, table, write
-from conversion.inputs import PAIR_COLUMNS
-from conversion.plan import state_bytes
-from conversion.quality import HeldOut
-from conversion.quality import measure as measure_folder
-from conversion.source import open_source
 from hf_linear_attention import convert
+from hf_linear_attention.conversion.inputs import PAIR_COLUMNS
+from hf_linear_attention.conversion.plan import state_bytes
+from hf_linear_attention.conversion.quality import HeldOut
+from hf_linear_attention.conversion.quality import measure as measure_folder
+from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from training.arguments import DataArguments
-from training.batches import EvaluationBatches, Stream, loader
-from training.command_line import parse
-from training.logs import read_metrics
-from training.models import AUTO_CLASSES
-from training.packing import StreamWindows
-from training.presets import STAGES, Preset, load_preset
-from training.quality import compare
-from training.rows import load_rows
-from training.run import run
-from training.stages import run_stages
+from hf_linear_attention.training.arguments import DataArguments
+from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader
+from hf_linear_attention.training.command_line import parse
+from hf_linear_attention.training.logs import read_metrics
+from hf_linear_attention.training.models import AUTO_CLASSES
+from hf_linear_attention.training.packing import StreamWindows
+from hf_linear_attention.training.presets import STAGES, Preset, load_preset
+from hf_linear_attention.training.quality import compare
+from hf_linear_attention.training.rows import load_rows
+from hf_linear_attention.training.run import run
+from hf_linear_attention.training.stages import run_stages
 
 
 @dataclass(frozen=True)

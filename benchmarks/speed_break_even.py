@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, environment, median_ratio, save_results, table, write
 from benchmarks.speed_kernels import DIM, HEADS, cpu_times, inputs, mechanism_call, mechanism_of
-from conversion.break_even import MEASURED, cost_settings, current_backend
+from hf_linear_attention.conversion.break_even import MEASURED, cost_settings, current_backend
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

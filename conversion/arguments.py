@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from conversion.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
+from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from conversion.arguments import ConversionArguments
-from conversion.errors import UsageError
-from conversion.inputs import RealInputs
-from conversion.logs import logger
-from conversion.plan import Plan
-from conversion.softmax_layers import is_automatic, ranking_file
 from hf_linear_attention import calibrate
+from hf_linear_attention.conversion.arguments import ConversionArguments
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.inputs import RealInputs
+from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.conversion.softmax_layers import is_automatic, ranking_file
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import jinja2
 import yaml
 
-import model_cards
-from conversion.heads import head_of
-from training.plots import PLOT
+from hf_linear_attention import model_cards
+from hf_linear_attention.conversion.heads import head_of
+from hf_linear_attention.training.plots import PLOT
 
 
-TEMPLATE = Path(str(model_cards.__file__)).with_name("template.md")
+TEMPLATE = Path(next(iter(model_cards.__path__))) / "template.md"
 REPORT = "conversion_report.json"
 LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
 # Of the source's card, what stays true of the result.

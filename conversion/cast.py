@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from conversion.plan import Plan
-from conversion.source import Source
+from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.conversion.source import Source
 
 
 FILE_BYTES = 2**26  # what is held at most, but for a tensor that is larger

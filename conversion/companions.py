@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
-from conversion.errors import ConversionError
-from conversion.logs import logger
-from conversion.samples import TEXTS
-from conversion.source import Source
+from hf_linear_attention.conversion.errors import ConversionError
+from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.samples import TEXTS
+from hf_linear_attention.conversion.source import Source
 
 
 # Any of these says that there is a tokenizer.

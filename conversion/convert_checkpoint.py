@@ -51,17 +51,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-ROOT = Path(__file__).resolve().parents[1]
-if sys.path[0] == str(ROOT / "conversion"):  # started as a file: its own folder must not hide other packages
-    sys.path[0] = str(ROOT)
-elif str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if not __package__:  # started as a file: its own folder must not hide other packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from conversion.arguments import Request, parse
-from conversion.errors import UsageError
-from conversion.logs import quiet_transformers, to_stderr
 from hf_linear_attention.architecture_table import architecture_table
+from hf_linear_attention.conversion.arguments import Request, parse
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.logs import quiet_transformers, to_stderr
 
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
@@ -96,13 +93,13 @@ def _convert(argv: Sequence[str]) -> str:
 
 def _answer(request: Request) -> str:
     """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
-    from conversion.diagnose import describe_diagnosis
-    from conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
-    from conversion.presets import describe_stages
-    from conversion.quality import evaluate
-    from conversion.report import describe, describe_result, describe_tensors
-    from conversion.softmax_layers import count_of, is_automatic
-    from conversion.train import run_training
+    from hf_linear_attention.conversion.diagnose import describe_diagnosis
+    from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
+    from hf_linear_attention.conversion.presets import describe_stages
+    from hf_linear_attention.conversion.quality import evaluate
+    from hf_linear_attention.conversion.report import describe, describe_result, describe_tensors
+    from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
+    from hf_linear_attention.conversion.train import run_training
 
     if request.arguments.evaluate:
         return evaluate(request)
@@ -134,7 +131,7 @@ def _fail(word: str, error: Exception, code: int) -> int:
     if os.environ.get(DEBUG):
         raise error
     message = " ".join(str(error).split()) or type(error).__name__
-    known = isinstance(error, (UsageError, OSError)) or type(error).__module__.startswith(("conversion.", "training."))
+    known = isinstance(error, (UsageError, OSError)) or type(error).__module__.startswith("hf_linear_attention.")
     hint = "" if known else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
     sys.stderr.write(f"convert_checkpoint.py: {word}: {message}{hint}\n")
     return code

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from conversion.errors import UsageError
-from conversion.inputs import RealInputs
-from conversion.logs import logger
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from training.objectives import relative_head_error
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.inputs import RealInputs
+from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.training.objectives import relative_head_error
 
 
 RANKS = (32, 64, 128, 256)

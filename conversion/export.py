@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from conversion.errors import ConversionError, UsageError
 from hf_linear_attention import modeling_linear_attention
+from hf_linear_attention.conversion.errors import ConversionError, UsageError
 
 
 # The files that config.json's `auto_map` names; the others follow from their imports.

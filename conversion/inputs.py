@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from conversion.companions import load_image_processor, load_tokenizer
-from conversion.errors import UsageError
-from conversion.plan import Plan
-from conversion.samples import TEXTS, built_in_text
-from conversion.source import Source
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
+from hf_linear_attention.conversion.companions import load_image_processor, load_tokenizer
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.conversion.samples import TEXTS, built_in_text
+from hf_linear_attention.conversion.source import Source
 
 
 Batch = dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def _text_inputs(source: Source, config: PreTrainedConfig, path: str | None, tru
 
 def check_text_file(option: str, path: str) -> None:
     """Raises `UsageError` unless `path` is a file that training reads too."""
-    from training.validation import FILE_TYPES  # as below
+    from hf_linear_attention.training.validation import FILE_TYPES  # as below
 
     if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
         raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
@@ -88,9 +88,9 @@ def check_text_file(option: str, path: str) -> None:
 
 def check_pairs_file(path: str) -> None:
     """Raises `UsageError` unless `path` is a file of scored pairs."""
-    from training.arguments import DataArguments  # as below
-    from training.errors import TrainingError
-    from training.rows import load_rows
+    from hf_linear_attention.training.arguments import DataArguments  # as below
+    from hf_linear_attention.training.errors import TrainingError
+    from hf_linear_attention.training.rows import load_rows
 
     check_text_file("pairs_file", path)
     try:
@@ -106,7 +106,7 @@ def data_recipe(model: str, task: str, teacher: str | None = None, trust_remote_
     """A recipe of `training` that reads `data` (fields of `DataArguments`) for this model, and trains nothing."""
     import datasets
 
-    from training import arguments
+    from hf_linear_attention.training import arguments
 
     datasets.disable_progress_bars()
     return arguments.Recipe(
@@ -141,8 +141,8 @@ class TextFile:
 
     def batches(self, max_tokens: int) -> list[Batch]:
         # Here and not at the top: training imports `datasets`, which most conversions can do without.
-        from training.batches import pad
-        from training.models import pad_token_id
+        from hf_linear_attention.training.batches import pad
+        from hf_linear_attention.training.models import pad_token_id
 
         examples = self._examples(max_tokens)
         padding = pad_token_id(self.tokenizer)
@@ -153,10 +153,10 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int):
-        from training.data import build_examples, usable_texts
-        from training.errors import TrainingError
-        from training.models import sequence_length
-        from training.packing import shorten
+        from hf_linear_attention.training.data import build_examples, usable_texts
+        from hf_linear_attention.training.errors import TrainingError
+        from hf_linear_attention.training.models import sequence_length
+        from hf_linear_attention.training.packing import shorten
 
         recipe, rows = self._recipe_and_rows()
         length = sequence_length(recipe, self.tokenizer, self.config)
@@ -174,7 +174,7 @@ class TextFile:
         return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
     def _recipe_and_rows(self):
-        from training.rows import load_rows
+        from hf_linear_attention.training.rows import load_rows
 
         recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
         rows = load_rows(recipe.data, "train")

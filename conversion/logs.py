@@ -11,7 +11,7 @@ import huggingface_hub.utils
 from transformers.utils import logging as transformers_logging
 
 
-logger = logging.getLogger("conversion")
+logger = logging.getLogger("hf_linear_attention.conversion")
 
 
 def to_stderr() -> None:
@@ -26,7 +26,7 @@ def to_stderr() -> None:
 @contextlib.contextmanager
 def training_to_stderr() -> Iterator[None]:
     """Inside, the messages of `training` go where ours go."""
-    root = logging.getLogger("training")
+    root = logging.getLogger("hf_linear_attention.training")
     before = root.handlers, root.propagate, root.level
     root.handlers, root.propagate, root.level = logger.handlers, False, logging.INFO
     try:

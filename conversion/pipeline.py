@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from conversion.arguments import ConversionArguments, Request
-from conversion.calibrate import calibrate_on, check_options, needs_calibration
-from conversion.card import REPORT, source_metadata, write_model_card
-from conversion.cast import cast_weights
-from conversion.companions import copy_sentence_files, save_processors, save_tokenizer
-from conversion.diagnose import diagnose_on
-from conversion.errors import UsageError
-from conversion.export import check_output, check_shipped, share_permissions, staging
-from conversion.inputs import RealInputs, real_inputs
-from conversion.logs import logger
-from conversion.plan import Plan, make_plan
-from conversion.presets import Training, check_training_options, plan_training, preset_settings
-from conversion.report import build_report
-from conversion.softmax_layers import (
+from hf_linear_attention import supported_model_types
+from hf_linear_attention.conversion.arguments import ConversionArguments, Request
+from hf_linear_attention.conversion.calibrate import calibrate_on, check_options, needs_calibration
+from hf_linear_attention.conversion.card import REPORT, source_metadata, write_model_card
+from hf_linear_attention.conversion.cast import cast_weights
+from hf_linear_attention.conversion.companions import copy_sentence_files, save_processors, save_tokenizer
+from hf_linear_attention.conversion.diagnose import diagnose_on
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions, staging
+from hf_linear_attention.conversion.inputs import RealInputs, real_inputs
+from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.plan import Plan, make_plan
+from hf_linear_attention.conversion.presets import Training, check_training_options, plan_training, preset_settings
+from hf_linear_attention.conversion.report import build_report
+from hf_linear_attention.conversion.softmax_layers import (
     CHOICE,
     check_softmax_layers,
     is_automatic,
@@ -33,9 +34,8 @@ from conversion.softmax_layers import (
     rank,
     ranking_file,
 )
-from conversion.source import Source, open_source
-from conversion.verify import verify
-from hf_linear_attention import supported_model_types
+from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.conversion.verify import verify
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def _with_softmax_layers(job: Job, model: PreTrainedModel) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
     """The model with softmax in the layers that gain most by it, its plan, and what the report says of the choice."""
-    from training.layer_choice import with_softmax_layers
+    from hf_linear_attention.training.layer_choice import with_softmax_layers
 
     arguments = job.request.arguments
     if job.inputs is None:

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from conversion.arguments import ConversionArguments, parse_tokens
-from conversion.errors import UsageError
-from conversion.inputs import check_pairs_file
-from conversion.plan import Plan, stock_config
-from conversion.source import Source
 from hf_linear_attention.configuration_linear_attention import is_causal_config
+from hf_linear_attention.conversion.arguments import ConversionArguments, parse_tokens
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.inputs import check_pairs_file
+from hf_linear_attention.conversion.plan import Plan, stock_config
+from hf_linear_attention.conversion.source import Source
 
 
 if TYPE_CHECKING:
-    from training.presets import Preset
+    from hf_linear_attention.training.presets import Preset
 
 CONVERTED, TRAINED = "converted", "trained"  # inside the work folder
 TRAINING_OPTIONS = ("train_file", "tokens", "checkpointing_steps")
@@ -81,7 +81,7 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
     """
     config = stock_config(source, trust_remote_code)
     with usage_errors():
-        from training.presets import load_preset, preset_names
+        from hf_linear_attention.training.presets import load_preset, preset_names
 
         settings = load_preset(name).settings
     direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
@@ -98,9 +98,9 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         UsageError: with all problems of the first stage that has some.
     """
     with usage_errors():
-        from training.command_line import parse_preset
-        from training.presets import load_preset
-        from training.stages import fit_to
+        from hf_linear_attention.training.command_line import parse_preset
+        from hf_linear_attention.training.presets import load_preset
+        from hf_linear_attention.training.stages import fit_to
 
         _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
         # with --dry_run alone there is no name, and nothing is written
@@ -158,7 +158,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
 
 def describe_stages(training: Training) -> list[str]:
     """One line a stage, for `--dry_run`."""
-    from training.presets import stages_of
+    from hf_linear_attention.training.presets import stages_of
 
     preset, tokens = training.preset, training.given["max_train_tokens"]
     stages = stages_of(preset, training.given["task"])
@@ -172,7 +172,7 @@ def describe_stages(training: Training) -> list[str]:
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
     """What `training` refuses is refused here too."""
-    from training import errors
+    from hf_linear_attention.training import errors
 
     try:
         yield

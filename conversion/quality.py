@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from conversion.arguments import ConversionArguments, Request
-from conversion.card import REPORT, training_facts, word, write_model_card
-from conversion.errors import UsageError
-from conversion.heads import head_of
-from conversion.inputs import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
-from conversion.logs import logger
-from conversion.presets import changed_options
-from conversion.source import Source, open_source
+from hf_linear_attention.conversion.arguments import ConversionArguments, Request
+from hf_linear_attention.conversion.card import REPORT, training_facts, word, write_model_card
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.heads import head_of
+from hf_linear_attention.conversion.inputs import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
+from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.presets import changed_options
+from hf_linear_attention.conversion.source import Source, open_source
 
 
 TASKS = ("causal_lm", "embedding")
@@ -111,8 +111,8 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str,
     Everything is computed in float32, from the weights as they lie there.
     """
     # Here and not at the top: training imports `datasets`, which most conversions can do without.
-    from training.models import load_student, load_teacher
-    from training.quality import compare, compare_embeddings, compare_pairs, embed
+    from hf_linear_attention.training.models import load_student, load_teacher
+    from hf_linear_attention.training.quality import compare, compare_embeddings, compare_pairs, embed
 
     files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
     recipe, batches = _recipe_and_batches(folder, source, task, data.trust_remote_code, files)
@@ -135,9 +135,9 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str,
 def _recipe_and_batches(folder: Path, source: Source, task: str, trust_remote_code: bool, files: dict[str, Any]):
     from tqdm.auto import tqdm
 
-    from training.batches import EvaluationBatches, Stream, loader
-    from training.inputs import load_data
-    from training.models import load_tokenizer, pad_token_id
+    from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader
+    from hf_linear_attention.training.inputs import load_data
+    from hf_linear_attention.training.models import load_tokenizer, pad_token_id
 
     recipe = data_recipe(str(folder), task, source.loadable, trust_remote_code, **files)
     tokenizer = load_tokenizer(recipe)
@@ -158,7 +158,7 @@ def _finite(value: Any) -> Any:
 
 def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
     """Write the figures into conversion_report.json and the model card of `folder`; returns the report."""
-    from training.export import training_history
+    from hf_linear_attention.training.export import training_history
 
     path = folder / REPORT
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"base_model": source.name}

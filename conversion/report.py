@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import transformers
 
-from conversion.break_even import current_backend, difference_here, faster_from
-from conversion.diagnose import describe_diagnosis
-from conversion.plan import Plan, TensorPlan
-from conversion.softmax_layers import CHOICE, describe_ranking
-from conversion.source import Source
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
+from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
+from hf_linear_attention.conversion.diagnose import describe_diagnosis
+from hf_linear_attention.conversion.plan import Plan, TensorPlan
+from hf_linear_attention.conversion.softmax_layers import CHOICE, describe_ranking
+from hf_linear_attention.conversion.source import Source
 
 
 MAX_LISTED = 8

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from conversion.arguments import ConversionArguments
-from conversion.card import REPORT
-from conversion.errors import UsageError
-from conversion.export import staging
-from conversion.inputs import RealInputs
-from conversion.logs import logger
-from conversion.plan import Plan, make_plan
-from conversion.source import Source
 from hf_linear_attention.configuration_linear_attention import parse_layers
+from hf_linear_attention.conversion.arguments import ConversionArguments
+from hf_linear_attention.conversion.card import REPORT
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.export import staging
+from hf_linear_attention.conversion.inputs import RealInputs
+from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.plan import Plan, make_plan
+from hf_linear_attention.conversion.source import Source
 
 
 AUTO = "auto:"
@@ -98,7 +98,7 @@ def rank(
     model: PreTrainedModel, inputs: RealInputs, arguments: ConversionArguments, teacher: PreTrainedModel | None = None
 ) -> dict[str, Any]:
     """What the report says of the choice: `layers`, `ranking` (the most gain first), `inputs` and `tokens`."""
-    from training.layer_choice import rank_layers
+    from hf_linear_attention.training.layer_choice import rank_layers
 
     logger.info("ranking the layers on %s", inputs.name)
     batches = inputs.batches(arguments.calibration_tokens or DEFAULT_TOKENS)
@@ -120,7 +120,7 @@ def choose_in(
     folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs, teacher: str
 ) -> None:
     """Give the layers that gain most their softmax back in the model of `folder`, unless that has happened."""
-    from training.layer_choice import with_softmax_layers
+    from hf_linear_attention.training.layer_choice import with_softmax_layers
 
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     if report.get(CHOICE) is not None:

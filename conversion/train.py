@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from conversion.card import REPORT, word
-from conversion.errors import UsageError
-from conversion.export import discard, share_permissions, staging
-from conversion.export import replace as replace_folder
-from conversion.logs import logger, training_to_stderr
-from conversion.pipeline import Job, run
-from conversion.presets import CONVERTED, TRAINED, Training
-from conversion.quality import TASKS, describe_quality, held_out, measure, record
-from conversion.report import describe_result
-from conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
+from hf_linear_attention.conversion.card import REPORT, word
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.export import discard, share_permissions, staging
+from hf_linear_attention.conversion.export import replace as replace_folder
+from hf_linear_attention.conversion.logs import logger, training_to_stderr
+from hf_linear_attention.conversion.pipeline import Job, run
+from hf_linear_attention.conversion.presets import CONVERTED, TRAINED, Training
+from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
+from hf_linear_attention.conversion.report import describe_result
+from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
 
 
 REQUEST, FINAL = "request.json", "final"
@@ -106,11 +106,11 @@ def _train(job: Job, training: Training) -> None:
     """All stages that are not finished yet."""
     import datasets
 
-    from training.arguments import Recipe
-    from training.checkpointing import list_checkpoints
-    from training.command_line import parse
-    from training.run import run as run_stage
-    from training.stages import run_stages
+    from hf_linear_attention.training.arguments import Recipe
+    from hf_linear_attention.training.checkpointing import list_checkpoints
+    from hf_linear_attention.training.command_line import parse
+    from hf_linear_attention.training.run import run as run_stage
+    from hf_linear_attention.training.stages import run_stages
 
     def run_and_tidy(recipe: Recipe) -> dict[str, float]:
         if is_automatic(job.request.arguments) and recipe.output_dir == training.work / TRAINED:  # the last stage
@@ -127,7 +127,7 @@ def _train(job: Job, training: Training) -> None:
 
 def _finish(job: Job, training: Training) -> None:
     """The trained model with its figures, as the folder `final`."""
-    from training.presets import STAGES
+    from hf_linear_attention.training.presets import STAGES
 
     data, task = held_out(job.request.arguments), training.given["task"]
     trained = training.work / TRAINED
@@ -143,9 +143,9 @@ def _finish(job: Job, training: Training) -> None:
 
 def _name_runs(folder: Path, training: Training) -> None:
     """In the history, stages in place of the folders between them, which will be gone."""
-    from training.checkpointing import HISTORY
-    from training.export import training_history
-    from training.presets import stages_of
+    from hf_linear_attention.training.checkpointing import HISTORY
+    from hf_linear_attention.training.export import training_history
+    from hf_linear_attention.training.presets import stages_of
 
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
@@ -168,7 +168,7 @@ def _cast(job: Job, folder: Path, converted: Path) -> None:
 
 
 def _describe(job: Job, training: Training) -> str:
-    from training.export import training_history
+    from hf_linear_attention.training.export import training_history
 
     final, plan = training.work / FINAL, job.plan
     report = json.loads((final / REPORT).read_text(encoding="utf-8"))

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from training.arguments import ModelArguments
-from training.errors import TrainingError
-from training.offloading import SHARD_SIZE, is_offloaded
-from training.sharding import is_sharded, whole, without_sharding_class
+from hf_linear_attention.training.arguments import ModelArguments
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.offloading import SHARD_SIZE, is_offloaded
+from hf_linear_attention.training.sharding import is_sharded, whole, without_sharding_class
 
 
 ADAPTER = ".lora_"  # in the name of every parameter that an adapter has

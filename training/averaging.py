@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from training.sharding import load_whole
+from hf_linear_attention.training.sharding import load_whole
 
 
 class WeightAverage:

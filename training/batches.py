@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from training.packing import IGNORED, Example, Examples, Tokens
+from hf_linear_attention.training.packing import IGNORED, Example, Examples, Tokens
 
 
 Batch = dict[str, Tensor]

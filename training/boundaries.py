@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from training.batches import pad
-from training.objectives import run_model
-from training.packing import PackedBlocks
+from hf_linear_attention.training.batches import pad
+from hf_linear_attention.training.objectives import run_model
+from hf_linear_attention.training.packing import PackedBlocks
 
 
 @torch.no_grad()

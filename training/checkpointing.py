@@ -30,11 +30,11 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from training import durable, zero
-from training.adapters import save_model, whole_weights
-from training.errors import TrainingError
-from training.models import Processor
-from training.sharding import shard_optimizer_state, whole
+from hf_linear_attention.training import durable, zero
+from hf_linear_attention.training.adapters import save_model, whole_weights
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.models import Processor
+from hf_linear_attention.training.sharding import shard_optimizer_state, whole
 
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from training.arguments import GROUPS, Recipe
-from training.errors import UsageError
-from training.presets import BLOCK_SIZE, Preset, command_lines, load_preset, preset_names
-from training.validation import fill_defaults, find_problems
+from hf_linear_attention.training.arguments import GROUPS, Recipe
+from hf_linear_attention.training.errors import UsageError
+from hf_linear_attention.training.presets import BLOCK_SIZE, Preset, command_lines, load_preset, preset_names
+from hf_linear_attention.training.validation import fill_defaults, find_problems
 
 
 PRESET_HELP = f"Recipe of several stages: {', '.join(preset_names())}; max_train_tokens is shared out between them."

@@ -24,12 +24,12 @@ import datasets
 import numpy as np
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from training.arguments import DataArguments, Recipe
-from training.errors import TrainingError
-from training.images import Images
-from training.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
-from training.rows import path_of, usable_rows
-from training.token_cache import cached
+from hf_linear_attention.training.arguments import DataArguments, Recipe
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.images import Images
+from hf_linear_attention.training.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
+from hf_linear_attention.training.rows import path_of, usable_rows
+from hf_linear_attention.training.token_cache import cached
 
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,18 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from training.arguments import CLASSIFICATION
-from training.batches import Batch
-from training.metrics import Classification, TeacherCosine, TokenLoss, pair_similarity
-from training.objectives import aligned_labels, embedding_cosine, hidden_states_of, mean_pooled, run_model
-from training.packing import IGNORED
-from training.teacher import Teacher
+from hf_linear_attention.training.arguments import CLASSIFICATION
+from hf_linear_attention.training.batches import Batch
+from hf_linear_attention.training.metrics import Classification, TeacherCosine, TokenLoss, pair_similarity
+from hf_linear_attention.training.objectives import (
+    aligned_labels,
+    embedding_cosine,
+    hidden_states_of,
+    mean_pooled,
+    run_model,
+)
+from hf_linear_attention.training.packing import IGNORED
+from hf_linear_attention.training.teacher import Teacher
 
 
 Figures = tuple[Tensor, Tensor]

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from training import durable
-from training.adapters import save_model
-from training.arguments import Recipe
-from training.checkpointing import HISTORY
-from training.models import Processor
-from training.plots import plot_metrics
+from hf_linear_attention.training import durable
+from hf_linear_attention.training.adapters import save_model
+from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.checkpointing import HISTORY
+from hf_linear_attention.training.models import Processor
+from hf_linear_attention.training.plots import plot_metrics
 
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,10 @@ def save_final(
     Args:
         weights: as for `adapters.save_model`.
     """
-    from conversion.card import training_facts, write_model_card  # only needed here, and conversion imports much
+    from hf_linear_attention.conversion.card import (  # only needed here, and conversion imports much
+        training_facts,
+        write_model_card,
+    )
 
     folder = recipe.output_dir / TEMPORARY
     folder.mkdir(parents=True)

@@ -46,17 +46,14 @@ from pathlib import Path
 from typing import Any
 
 
-ROOT = Path(__file__).resolve().parents[1]
-if sys.path[0] == str(ROOT / "training"):  # started as a file: its own folder must not hide other packages
-    sys.path[0] = str(ROOT)
-elif str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if not __package__:  # started as a file: its own folder must not hide other packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from training.arguments import Recipe
-from training.command_line import parse, parse_preset
-from training.errors import TrainingError, UsageError
-from training.presets import Preset
+from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.command_line import parse, parse_preset
+from hf_linear_attention.training.errors import TrainingError, UsageError
+from hf_linear_attention.training.presets import Preset
 
 
 logger = logging.getLogger("finetune")
@@ -88,8 +85,8 @@ def _run(job: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
-    from training.run import disconnect, run
-    from training.stages import run_stages
+    from hf_linear_attention.training.run import disconnect, run
+    from hf_linear_attention.training.stages import run_stages
 
     datasets.disable_progress_bars()  # one bar: the training's
     disable_progress_bar()

@@ -15,9 +15,9 @@ import datasets
 import numpy as np
 from transformers import BaseImageProcessor
 
-from training.arguments import DataArguments
-from training.packing import Example, Tokens
-from training.rows import path_of, require_column, without_bad
+from hf_linear_attention.training.arguments import DataArguments
+from hf_linear_attention.training.packing import Example, Tokens
+from hf_linear_attention.training.rows import path_of, require_column, without_bad
 
 
 class Images:

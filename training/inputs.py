@@ -11,14 +11,14 @@ import datasets
 from accelerate import Accelerator
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from training import models
-from training.arguments import Recipe
-from training.batches import Batch, Masking, Stream, TrainBatches, loader, steps_for_tokens
-from training.data import build_examples, image_examples, label_names, usable_texts
-from training.images import usable_images
-from training.packing import Examples
-from training.rows import count_skipped, load_rows
-from training.streaming import StreamedExamples
+from hf_linear_attention.training import models
+from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.batches import Batch, Masking, Stream, TrainBatches, loader, steps_for_tokens
+from hf_linear_attention.training.data import build_examples, image_examples, label_names, usable_texts
+from hf_linear_attention.training.images import usable_images
+from hf_linear_attention.training.packing import Examples
+from hf_linear_attention.training.rows import count_skipped, load_rows
+from hf_linear_attention.training.streaming import StreamedExamples
 
 
 DEFAULT_EPOCHS = 3.0

@@ -10,10 +10,10 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import is_deepspeed_available
 
-from training import zero
-from training.arguments import Recipe
-from training.errors import TrainingError
-from training.trackers import wanted_trackers
+from hf_linear_attention.training import zero
+from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.trackers import wanted_trackers
 
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torch import nn
 
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from training.arguments import parse_layer_numbers
-from training.errors import TrainingError
+from hf_linear_attention.training.arguments import parse_layer_numbers
+from hf_linear_attention.training.errors import TrainingError
 
 
 logger = logging.getLogger(__name__)

@@ -20,23 +20,23 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from training import zero
-from training.adapters import TrainedParameters
-from training.arguments import Recipe
-from training.averaging import WeightAverage
-from training.batches import Batch, EvaluationBatches, Stream, loader
-from training.checkpointing import Checkpointer, TrainingState
-from training.errors import TerminatedError, TrainingError
-from training.evaluation import Evaluator
-from training.inputs import TrainInputs
-from training.layer_transfer import TransferLayers, layer_name
-from training.logs import MetricsFile
-from training.models import Processor
-from training.objectives import LOSS, Objective, count_units, weighted_sum
-from training.selection import Selection
-from training.teacher import Teacher
-from training.termination import Termination
-from training.window_dropout import WindowDropout
+from hf_linear_attention.training import zero
+from hf_linear_attention.training.adapters import TrainedParameters
+from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.averaging import WeightAverage
+from hf_linear_attention.training.batches import Batch, EvaluationBatches, Stream, loader
+from hf_linear_attention.training.checkpointing import Checkpointer, TrainingState
+from hf_linear_attention.training.errors import TerminatedError, TrainingError
+from hf_linear_attention.training.evaluation import Evaluator
+from hf_linear_attention.training.inputs import TrainInputs
+from hf_linear_attention.training.layer_transfer import TransferLayers, layer_name
+from hf_linear_attention.training.logs import MetricsFile
+from hf_linear_attention.training.models import Processor
+from hf_linear_attention.training.objectives import LOSS, Objective, count_units, weighted_sum
+from hf_linear_attention.training.selection import Selection
+from hf_linear_attention.training.teacher import Teacher
+from hf_linear_attention.training.termination import Termination
+from hf_linear_attention.training.window_dropout import WindowDropout
 
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from training.logs import NAME, read_metrics
+from hf_linear_attention.training.logs import NAME, read_metrics
 
 
 PLOT = "loss.png"

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from torch import nn
 
-from training.errors import UsageError
-from training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.errors import UsageError
+from hf_linear_attention.training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
 
 
 FOLDER = Path(__file__).parent / "preset_files"
@@ -113,7 +113,7 @@ def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
 
 def model_without_weights(given: dict[str, Any]) -> nn.Module:
     """The model that the first stage trains, on the meta device."""
-    from training.models import empty_model  # no other option needs a model before the run
+    from hf_linear_attention.training.models import empty_model  # no other option needs a model before the run
 
     return empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
 
@@ -125,7 +125,7 @@ def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Pa
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
     stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
     if (size := given.get(BLOCK_SIZE)) is not None:
-        from training.layer_transfer import TransferLayers
+        from hf_linear_attention.training.layer_transfer import TransferLayers
 
         stages = in_blocks(stages, TransferLayers(model_without_weights(given)).learning, size)
     for number, stage in enumerate(stages, 1):

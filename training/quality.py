@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from training.batches import Batch
-from training.metrics import pair_similarity
-from training.objectives import aligned_labels, mean_pooled, run_model
-from training.packing import IGNORED
+from hf_linear_attention.training.batches import Batch
+from hf_linear_attention.training.metrics import pair_similarity
+from hf_linear_attention.training.objectives import aligned_labels, mean_pooled, run_model
+from hf_linear_attention.training.packing import IGNORED
 
 
 # Nats per token; what float32 logits differ by when window and teacher compute the same function is below.

@@ -14,30 +14,30 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel, get_scheduler
 
-from training import checkpointing, durable, models, zero
-from training.adapters import TrainedParameters, whole_weights
-from training.arguments import Recipe, parse_rates
-from training.averaging import WeightAverage
-from training.batches import Stream
-from training.boundaries import keeps_documents_apart
-from training.checkpointing import Checkpointer, TrainingState
-from training.errors import TrainingError
-from training.export import save_final
-from training.freezing import freeze
-from training.inputs import TrainInputs, load_data, masking_of, stream_of
-from training.launching import start_processes
-from training.layer_transfer import TransferLayers
-from training.logs import MetricsFile
-from training.loop import Parts, TrainingLoop, TrainingPlan
-from training.objectives import Objective, StudentWithObjectives, build_objectives
-from training.packing import Examples, PackedBlocks
-from training.selection import Selection
-from training.sharding import load_whole
-from training.streaming import StreamedExamples
-from training.teacher import Teacher
-from training.tied_embeddings import retie, untie
-from training.trackers import start_trackers
-from training.window_dropout import WindowDropout
+from hf_linear_attention.training import checkpointing, durable, models, zero
+from hf_linear_attention.training.adapters import TrainedParameters, whole_weights
+from hf_linear_attention.training.arguments import Recipe, parse_rates
+from hf_linear_attention.training.averaging import WeightAverage
+from hf_linear_attention.training.batches import Stream
+from hf_linear_attention.training.boundaries import keeps_documents_apart
+from hf_linear_attention.training.checkpointing import Checkpointer, TrainingState
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.export import save_final
+from hf_linear_attention.training.freezing import freeze
+from hf_linear_attention.training.inputs import TrainInputs, load_data, masking_of, stream_of
+from hf_linear_attention.training.launching import start_processes
+from hf_linear_attention.training.layer_transfer import TransferLayers
+from hf_linear_attention.training.logs import MetricsFile
+from hf_linear_attention.training.loop import Parts, TrainingLoop, TrainingPlan
+from hf_linear_attention.training.objectives import Objective, StudentWithObjectives, build_objectives
+from hf_linear_attention.training.packing import Examples, PackedBlocks
+from hf_linear_attention.training.selection import Selection
+from hf_linear_attention.training.sharding import load_whole
+from hf_linear_attention.training.streaming import StreamedExamples
+from hf_linear_attention.training.teacher import Teacher
+from hf_linear_attention.training.tied_embeddings import retie, untie
+from hf_linear_attention.training.trackers import start_trackers
+from hf_linear_attention.training.window_dropout import WindowDropout
 
 
 logger = logging.getLogger(__name__)

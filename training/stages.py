@@ -11,11 +11,11 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from training.arguments import Recipe
-from training.checkpointing import HISTORY, clean, latest_checkpoint
-from training.export import training_history
-from training.models import MECHANISM
-from training.presets import Preset, Stage, command_lines, is_transfer, model_without_weights
+from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.checkpointing import HISTORY, clean, latest_checkpoint
+from hf_linear_attention.training.export import training_history
+from hf_linear_attention.training.models import MECHANISM
+from hf_linear_attention.training.presets import Preset, Stage, command_lines, is_transfer, model_without_weights
 
 
 logger = logging.getLogger(__name__)

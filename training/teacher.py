@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from training.batches import Batch
-from training.objectives import Outputs, hidden_states_of, run_model
+from hf_linear_attention.training.batches import Batch
+from hf_linear_attention.training.objectives import Outputs, hidden_states_of, run_model
 
 
 class Teacher:

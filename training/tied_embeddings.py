@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from training.errors import TrainingError
+from hf_linear_attention.training.errors import TrainingError
 
 
 def untie(model: PreTrainedModel) -> None:

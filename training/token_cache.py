@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from training.packing import Tokens
+from hf_linear_attention.training.packing import Tokens
 
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.arguments import (
+from hf_linear_attention.training.arguments import (
     SELECTING,
     DataArguments,
     ObjectiveArguments,
@@ -17,7 +17,7 @@ from training.arguments import (
     parse_layer_numbers,
     parse_rates,
 )
-from training.trackers import tracker_problems
+from hf_linear_attention.training.trackers import tracker_problems
 
 
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from training.errors import TrainingError
+from hf_linear_attention.training.errors import TrainingError
 
 
 class WindowDropout:

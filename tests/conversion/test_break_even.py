@@ -9,11 +9,11 @@ import pytest
 from checkpoints import convert_folder, run, save_twin
 
 import hf_linear_attention
-from conversion import break_even
-from conversion.break_even import current_backend, difference_here, faster_from
-from conversion.plan import make_plan
-from conversion.source import open_source
 from hf_linear_attention import kernels_cpu
+from hf_linear_attention.conversion import break_even
+from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
+from hf_linear_attention.conversion.plan import make_plan
+from hf_linear_attention.conversion.source import open_source
 
 
 QUOTED = "faster than softmax attention from"

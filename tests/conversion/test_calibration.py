@@ -10,9 +10,9 @@ from checkpoints import convert_folder, run, save_twin, tiny_tokenizer
 from matrix import stock_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from conversion import calibrate as conversion_calibrate
-from conversion.samples import TEXTS
 from hf_linear_attention import calibrate, convert
+from hf_linear_attention.conversion import calibrate as conversion_calibrate
+from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -8,8 +8,7 @@ import shutil
 import pytest
 import yaml
 
-from conversion.card import write_model_card
-from conversion.convert_checkpoint import ROOT  # noqa: F401  (the card must also be importable after the script)
+from hf_linear_attention.conversion.card import write_model_card
 
 
 def read_card(folder):

@@ -12,9 +12,9 @@ import yaml
 from checkpoints import run, save_twin
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from conversion import pipeline
-from conversion.arguments import ConversionArguments, mechanism_arguments, parse
-from conversion.errors import UsageError
+from hf_linear_attention.conversion import pipeline
+from hf_linear_attention.conversion.arguments import ConversionArguments, mechanism_arguments, parse
+from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -75,7 +75,7 @@ def test_what_the_hub_answers_is_said(tmp_path, monkeypatch, error, said):
     def answer(*args, **kwargs):
         raise error("404 Client Error. (Request ID: 1)\n\nNothing at\nthat url. Log in.", response=Mock())
 
-    monkeypatch.setattr("conversion.source.snapshot_download", answer)
+    monkeypatch.setattr("hf_linear_attention.conversion.source.snapshot_download", answer)
     code, _, err = run("--model_name_or_path", "nobody/such-a-model", "--output_dir", tmp_path / "out")
     assert code == 2
     assert f"is no folder here, and {said}: Nothing at that url\n" in err
@@ -198,7 +198,11 @@ def test_a_missing_head_is_said_in_our_own_words(tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "inside"),
-    [([str(SCRIPT)], False), ([SCRIPT.name], True), (["-m", "conversion.convert_checkpoint"], False)],
+    [
+        ([str(SCRIPT)], False),
+        ([SCRIPT.name], True),
+        (["-m", "hf_linear_attention.conversion.convert_checkpoint"], False),
+    ],
 )
 def test_it_starts_from_any_folder(llama, tmp_path, command, inside):
     run_ = subprocess.run(
@@ -217,7 +221,7 @@ def test_a_wrong_option_is_answered_without_loading_what_loads_models():
     code = (
         "import sys, conversion.convert_checkpoint as script\n"
         "assert script.main(['--model_name_or_path', 'x', '--layer', '1']) == 2\n"
-        "found = {'transformers.modeling_utils', 'conversion.pipeline'} & set(sys.modules)\n"
+        "found = {'transformers.modeling_utils', 'hf_linear_attention.conversion.pipeline'} & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parents[1], capture_output=True, text=True)

@@ -12,7 +12,7 @@ from matrix import sample_inputs
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from conversion.source import open_source
+from hf_linear_attention.conversion.source import open_source
 
 
 def outputs(model, inputs):

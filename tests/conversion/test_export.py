@@ -11,8 +11,8 @@ import pytest
 import transformers
 from checkpoints import convert_folder, files, run
 
-from conversion import export, pipeline
-from conversion.errors import ConversionError
+from hf_linear_attention.conversion import export, pipeline
+from hf_linear_attention.conversion.errors import ConversionError
 
 
 def test_an_existing_folder_is_kept_without_overwrite(llama, tmp_path):

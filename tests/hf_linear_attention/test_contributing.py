@@ -160,7 +160,7 @@ CONVERT = """
 import json, os, sys, torch, transformers
 
 os.environ["HF_LINEAR_ATTENTION_BACKEND"] = "torch"
-from conversion.convert_checkpoint import main
+from hf_linear_attention.conversion.convert_checkpoint import main
 
 for job in json.loads(sys.argv[1]):
     assert main(job["words"]) == 0

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from shipping_cases import CONVERTED
 
-from conversion.export import shipped_files
+from hf_linear_attention.conversion.export import shipped_files
 from hf_linear_attention.kernels_cpu import library
 
 

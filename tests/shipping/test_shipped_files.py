@@ -9,7 +9,7 @@ import sys
 import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from conversion.export import CODE_FOLDER, ENTRY_FILES, shipped_files
+from hf_linear_attention.conversion.export import CODE_FOLDER, ENTRY_FILES, shipped_files
 
 
 # safetensors is a requirement of transformers itself.

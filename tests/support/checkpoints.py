@@ -13,7 +13,7 @@ from matrix import stock_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
 
-from conversion.convert_checkpoint import main
+from hf_linear_attention.conversion.convert_checkpoint import main
 
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]  # in the order of the ids in the matrix' configs

@@ -13,7 +13,9 @@ from typing import Any
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["training.finetune", "accelerate", "transformers.models.llama.modeling_llama"])
+CONTEXT.set_forkserver_preload(
+    ["hf_linear_attention.training.finetune", "accelerate", "transformers.models.llama.modeling_llama"]
+)
 
 
 def start(target: Callable[..., Any], *arguments: Any, ranks: int = 1, stderr: Path | None = None) -> list[BaseProcess]:
@@ -54,7 +56,7 @@ def finetune(cache: Path, options: list[Any]) -> int:
     """The command line of `finetune.py`; for `start`."""
     import datasets
 
-    from training.finetune import main
+    from hf_linear_attention.training.finetune import main
 
     datasets.config.HF_DATASETS_CACHE = cache
     return main([str(option) for option in options])

@@ -29,8 +29,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from training.finetune import main
-from training.logs import read_metrics
+from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.logs import read_metrics
 
 
 VOCABULARY = 300

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from training.batches import EvaluationBatches, Masking, Stream, TrainBatches, loader, pad, steps_for_tokens
-from training.packing import Documents
+from hf_linear_attention.training.batches import (
+    EvaluationBatches,
+    Masking,
+    Stream,
+    TrainBatches,
+    loader,
+    pad,
+    steps_for_tokens,
+)
+from hf_linear_attention.training.packing import Documents
 
 
 def documents(count: int) -> Documents:

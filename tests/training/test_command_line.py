@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from training import finetune
-from training.arguments import GROUPS
-from training.command_line import build_parser, parse
-from training.errors import UsageError
-from training.finetune import main
+from hf_linear_attention.training import finetune
+from hf_linear_attention.training.arguments import GROUPS
+from hf_linear_attention.training.command_line import build_parser, parse
+from hf_linear_attention.training.errors import UsageError
+from hf_linear_attention.training.finetune import main
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,9 +197,10 @@ def test_runs_as_a_file_from_any_folder(tmp_path: Path, environment: dict[str, s
 def test_what_only_reads_options_imports_nothing_that_trains(base: list[str]) -> None:
     """They take longer to import than all the rest."""
     code = (
-        "import sys\nfrom training.finetune import main\n"
+        "import sys\nfrom hf_linear_attention.training.finetune import main\n"
         f"assert main({[*base, '--learning_rate', '-1']!r}) == 2\n"
-        "found = {'datasets', 'evaluate', 'peft', 'training.models', 'training.run'} & set(sys.modules)\n"
+        "ours = {f'hf_linear_attention.training.{name}' for name in ('models', 'run')}\n"
+        "found = ({'datasets', 'evaluate', 'peft'} | ours) & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -12,14 +12,14 @@ import pytest
 from recipes import recipe_of
 from transformers import BertConfig, PreTrainedTokenizerFast
 
-from training import data
-from training.arguments import DataArguments
-from training.batches import pad
-from training.data import build_examples, label_names, paragraphs, usable_texts
-from training.errors import TrainingError
-from training.models import class_mapping
-from training.packing import Examples
-from training.rows import load_rows
+from hf_linear_attention.training import data
+from hf_linear_attention.training.arguments import DataArguments
+from hf_linear_attention.training.batches import pad
+from hf_linear_attention.training.data import build_examples, label_names, paragraphs, usable_texts
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.models import class_mapping
+from hf_linear_attention.training.packing import Examples
+from hf_linear_attention.training.rows import load_rows
 
 
 @pytest.fixture

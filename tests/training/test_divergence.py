@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.divergence import chunked_kl
+from hf_linear_attention.training.divergence import chunked_kl
 
 
 def naive(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float) -> Tensor:

@@ -23,11 +23,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.checkpointing import HISTORY, latest_checkpoint, list_checkpoints, newest_intact_checkpoint
-from training.durable import find_damage
-from training.finetune import main
-from training.logs import MetricsFile, read_metrics
-from training.objectives import TaskLoss
+from hf_linear_attention.training.checkpointing import (
+    HISTORY,
+    latest_checkpoint,
+    list_checkpoints,
+    newest_intact_checkpoint,
+)
+from hf_linear_attention.training.durable import find_damage
+from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.logs import MetricsFile, read_metrics
+from hf_linear_attention.training.objectives import TaskLoss
 
 
 STEPS = 8
@@ -115,7 +120,9 @@ def test_the_best_model_is_kept_and_restored(
 ) -> None:
     """The figures are replaced, the weights are the run's own: the best evaluation is the one after step 4 of 8."""
     figures = iter([0.9, 0.5, 0.7, 0.6, 0.7])  # before training, which does not count, and after steps 2, 4, 6, 8
-    monkeypatch.setattr("training.evaluation.Classification._compute", lambda *_, **__: {"accuracy": next(figures)})
+    monkeypatch.setattr(
+        "hf_linear_attention.training.evaluation.Classification._compute", lambda *_, **__: {"accuracy": next(figures)}
+    )
     best = ["--validation_file", files / "valid.tsv", "--eval_steps", 2, "--load_best_model_at_end"]
     folder = tmp_path / "out"
     assert main(command(options, *best, "--save_total_limit", 1, folder=folder)) == 0
@@ -136,7 +143,8 @@ def test_early_stopping(options: list[Any], files: Path, tmp_path: Path, monkeyp
     ]:
         figures = iter(values)
         monkeypatch.setattr(
-            "training.evaluation.Classification._compute", lambda *_, f=figures, **__: {"accuracy": next(f)}
+            "hf_linear_attention.training.evaluation.Classification._compute",
+            lambda *_, f=figures, **__: {"accuracy": next(f)},
         )
         assert main(command(options, *patience, *more, folder=folder)) == 0
         assert max(event["step"] for event in read_metrics(folder / "metrics.jsonl")) == 5
@@ -282,7 +290,9 @@ def test_a_model_is_finished_only_with_its_last_file(
     the report of an earlier run was there."""
     replace, moved = Path.replace, [0]
     # a file that the alphabet puts behind the report, as other tokenizers have
-    monkeypatch.setattr("training.export.copy_sidecars", lambda _, folder: (folder / "vocab.txt").write_text("a"))
+    monkeypatch.setattr(
+        "hf_linear_attention.training.export.copy_sidecars", lambda _, folder: (folder / "vocab.txt").write_text("a")
+    )
     total = sum(path.is_file() for path in whole.iterdir()) - 1 + 1  # without metrics.jsonl, with vocab.txt
     assert total > 5
     for count in range(total):

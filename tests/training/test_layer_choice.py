@@ -7,7 +7,7 @@ import torch
 from transformers import BertModel, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from training.layer_choice import rank_layers, with_softmax_layers
+from hf_linear_attention.training.layer_choice import rank_layers, with_softmax_layers
 
 
 def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:

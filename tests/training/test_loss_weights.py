@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from training.layer_transfer import TransferLayers
-from training.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
-from training.teacher import Teacher
+from hf_linear_attention.training.layer_transfer import TransferLayers
+from hf_linear_attention.training.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
+from hf_linear_attention.training.teacher import Teacher
 
 
 DISTILLING = ("task_loss", "logits_kl", "hidden_state", "embedding")

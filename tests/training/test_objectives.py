@@ -13,15 +13,15 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from training.arguments import ObjectiveArguments, Recipe
-from training.objectives import (
+from hf_linear_attention.training.arguments import ObjectiveArguments, Recipe
+from hf_linear_attention.training.objectives import (
     OBJECTIVES,
     StudentWithObjectives,
     absolute_head_error,
     build_objectives,
     map_cross_entropy,
 )
-from training.teacher import Teacher
+from hf_linear_attention.training.teacher import Teacher
 
 
 def recipe(task: str, **objective: object) -> Recipe:

@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from training.batches import EvaluationBatches, Stream, loader, pad
-from training.boundaries import keeps_documents_apart
-from training.evaluation import Evaluator
-from training.objectives import StudentWithObjectives, build_objectives
-from training.packing import IGNORED, Documents, PackedBlocks, StreamWindows, shorten
-from training.teacher import Teacher
+from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader, pad
+from hf_linear_attention.training.boundaries import keeps_documents_apart
+from hf_linear_attention.training.evaluation import Evaluator
+from hf_linear_attention.training.objectives import StudentWithObjectives, build_objectives
+from hf_linear_attention.training.packing import IGNORED, Documents, PackedBlocks, StreamWindows, shorten
+from hf_linear_attention.training.teacher import Teacher
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 11, 12, 13, 64, 97])

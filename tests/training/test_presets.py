@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from training import presets
-from training.command_line import parse_preset
-from training.errors import UsageError
-from training.presets import FOLDER, load_preset, preset_names, stage_words
-from training.stages import run_stages
+from hf_linear_attention.training import presets
+from hf_linear_attention.training.command_line import parse_preset
+from hf_linear_attention.training.errors import UsageError
+from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_words
+from hf_linear_attention.training.stages import run_stages
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(
             raise KilledError
         return original(recipe)
 
-    from training import run as module
+    from hf_linear_attention.training import run as module
 
     original = module.run
     monkeypatch.setattr(module, "run", run)
@@ -210,7 +210,7 @@ def test_presets_are_listed_in_the_package_data() -> None:
     import tomllib
 
     project = tomllib.loads((Path(presets.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "*.yaml" in project["tool"]["setuptools"]["package-data"]["training.preset_files"]
+    assert "*.yaml" in project["tool"]["setuptools"]["package-data"]["hf_linear_attention.training.preset_files"]
     for path in FOLDER.glob("*.yaml"):
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["version"]
 

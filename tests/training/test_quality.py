@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from transformers import AutoModel, BertModel, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from training.batches import pad
-from training.objectives import mean_pooled
-from training.quality import compare, compare_embeddings, embed, without_far
+from hf_linear_attention.training.batches import pad
+from hf_linear_attention.training.objectives import mean_pooled
+from hf_linear_attention.training.quality import compare, compare_embeddings, embed, without_far
 
 
 @pytest.fixture

@@ -12,9 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.arguments import GROUPS
-from training.checkpointing import COUNTED_IN_LOG_LINES, EVALUATED, FIXED, HISTORY, WATCHED, changed_settings
-from training.loop import TrainingLoop
+from hf_linear_attention.training.arguments import GROUPS
+from hf_linear_attention.training.checkpointing import (
+    COUNTED_IN_LOG_LINES,
+    EVALUATED,
+    FIXED,
+    HISTORY,
+    WATCHED,
+    changed_settings,
+)
+from hf_linear_attention.training.loop import TrainingLoop
 
 
 # What a resumed run may change without being another one, or one whose figures mean something else.
@@ -49,7 +56,7 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         value = values.pop(0)
         return {"accuracy": value, "f1": value}
 
-    monkeypatch.setattr("training.evaluation.Classification._compute", compute)
+    monkeypatch.setattr("hf_linear_attention.training.evaluation.Classification._compute", compute)
     return values
 
 

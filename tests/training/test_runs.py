@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from training.durable import write_checksums
-from training.errors import TrainingError
-from training.models import disable_dropout, parameter_groups
+from hf_linear_attention.training.durable import write_checksums
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
 
 Events = list[dict[str, Any]]

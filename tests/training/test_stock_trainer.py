@@ -11,9 +11,9 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_linear_attention import convert
-from training.batches import pad
-from training.command_line import parse
-from training.inputs import load_data, stream_of
+from hf_linear_attention.training.batches import pad
+from hf_linear_attention.training.command_line import parse
+from hf_linear_attention.training.inputs import load_data, stream_of
 
 
 STEPS, BATCH = 8, 4

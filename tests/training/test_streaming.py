@@ -16,9 +16,9 @@ from recipes import recipe_of
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from training.errors import TrainingError
-from training.packing import PackedBlocks
-from training.streaming import StreamedExamples, packed
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.packing import PackedBlocks
+from hf_linear_attention.training.streaming import StreamedExamples, packed
 
 
 Make = Callable[..., StreamedExamples]

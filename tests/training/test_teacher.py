@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from training.teacher import Teacher
+from hf_linear_attention.training.teacher import Teacher
 
 
 def batch_of_two() -> dict[str, torch.Tensor]:

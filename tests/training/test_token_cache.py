@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training import token_cache
+from hf_linear_attention.training import token_cache
 
 
 def test_processes_of_equal_number_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

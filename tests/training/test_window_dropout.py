@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from training.arguments import parse_rates
-from training.errors import TrainingError
-from training.window_dropout import WindowDropout
+from hf_linear_attention.training.arguments import parse_rates
+from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.window_dropout import WindowDropout
 
 
 INPUTS = {"input_ids": torch.arange(5, 25)[None]}

@@ -1,0 +1,6 @@
+"""In a checkout this package stands in the folder `training` at the top; an installation puts it here."""
+
+from pathlib import Path
+
+
+__path__ = [str(Path(__file__).resolve().parents[2] / "training")]
