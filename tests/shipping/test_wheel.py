@@ -1,0 +1,80 @@
+"""What an installation adds: one name, both commands, everything they need, from any folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# The finder of an editable installation would find the checkout first.
+COMMAND = """
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+sys.argv[:] = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel of the sources that git knows or would take, built where there is no compiler, and unpacked."""
+    root = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (root / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / "source" / name)
+    environment = {**os.environ, "CC": "/bin/false"}
+    environment.pop("HF_LINEAR_ATTENTION_REQUIRE_KERNELS", None)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(root), str(root / "source")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = root.glob("*.whl")
+    assert found.name.split("-")[2:4] == ["py3", "none"]
+    with zipfile.ZipFile(found) as file:
+        file.extractall(root / "installed")
+    return root / "installed"
+
+
+def test_it_adds_one_name(wheel):
+    names = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
+    assert names == {"hf_linear_attention"}
+    assert not list(wheel.rglob("*.so")) + list(wheel.rglob("*.c"))
+    assert (next(wheel.glob("*.dist-info")) / "licenses" / "LICENSE").read_text().strip().startswith("Apache License")
+
+
+def test_every_file_of_the_packages_is_there(wheel):
+    for package in ("conversion", "training", "model_cards"):
+        files = {path.relative_to(ROOT / package) for path in (ROOT / package).rglob("*") if path.is_file()}
+        expected = {path for path in files if "__pycache__" not in path.parts and path.name != "README.md"}
+        found = wheel / "hf_linear_attention" / package
+        assert expected <= {path.relative_to(found) for path in found.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hf_linear_attention.conversion.convert_checkpoint", "--list_architectures"],
+        ["hf_linear_attention.conversion.convert_checkpoint", "--help"],
+        ["hf_linear_attention.training.finetune", "--help"],
+    ],
+)
+def test_both_commands_run_from_any_folder(wheel, tmp_path, words):
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "llama" in done.stdout or "usage: " in done.stdout
