@@ -245,9 +245,10 @@ class ExpFeatureMap(LearnedFeatureMap):
         return exponent - with_dtype(self.key_norm_weight, exponent.dtype) * half_squared_norm(key, scaling)
 
     def kernel_map(self, scaling):
-        query, key = (weight.float() * math.sqrt(scaling) for weight in (self.query_projection, self.key_projection))
-        norm = self.key_norm_weight.float() * scaling
-        return KernelMap(EXP, Affine(query), Affine(key, self.key_bias.float(), norm))
+        parts = (self.query_projection, self.key_projection, self.key_norm_weight, self.key_bias)
+        query, key, norm, bias = (with_dtype(part, torch.float32) for part in parts)
+        root = math.sqrt(scaling)
+        return KernelMap(EXP, Affine(query * root), Affine(key * root, bias, norm * scaling))
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):
@@ -281,7 +282,8 @@ class HedgehogFeatureMap(LearnedFeatureMap):
 
     def kernel_map(self, scaling):
         weights = self.query_projection, self.key_projection
-        return KernelMap(HEDGEHOG, *(Affine(weight.float() * math.sqrt(scaling)) for weight in weights))
+        scaled = (with_dtype(weight, torch.float32) * math.sqrt(scaling) for weight in weights)
+        return KernelMap(HEDGEHOG, *map(Affine, scaled))
 
     def forward_queries(self, query, scaling):
         return self._log_softmaxes(query, self.query_projection, scaling)

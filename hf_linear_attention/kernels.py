@@ -32,6 +32,7 @@ from .kernels_torch import torch_step
 from .kernels_torch import with_dtype
 from .kernels_window import NearKeys
 from .kernels_window import SinkKeys
+from .kernels_window import packed_window
 from .kernels_window import plain_window
 
 
@@ -114,7 +115,8 @@ def kernel_attention(
         key_features: `[B, Hkv, S, F]`, likewise. In the causal form S = N and the state lies before the first token.
         value: `[B, Hkv, S, W]`.
         key_mask: bool `[B, S]`, False where a key takes no part. A query that sees no key at all returns 0. Integers
-            number packed sequences from 1 (0 at padding): a query then sees the keys of its own sequence alone.
+            number packed sequences from 1 (0 at padding): a query then sees the keys of its own sequence alone. At -n
+            is a query of sequence n, whose key takes no part.
         state: the state after the tokens before these, or None at the start.
         log_decay: `[Hkv]`, at most 0: the weight of a key is multiplied by exp(log_decay) for every real token between
             it and the query (ALiBi with slope -log_decay). Causal form only.
@@ -212,6 +214,8 @@ def exact_part(
         ValueError: if shapes, dtypes or devices do not fit each other.
     """
     given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
+    if near.numbers is not None:
+        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant)
     is_known = log_decay is None and (is_scale_constant or not torch.is_grad_enabled())
     if is_known and not needs_plain(query) and (torch.compiler.is_compiling() or takes_attention(*given[:4], 1)):
         output, size, largest = OPERATORS.window_attention(*given, scaling)

@@ -102,7 +102,7 @@ def plain_attention(
     """`kernels.kernel_attention` (arguments as there) on features, in plain operations, none of which branches on data.
 
     What torch.export and ONNX get, and what second derivatives are made of. `key_mask` may number packed sequences from
-    1, with 0 at padding.
+    1, with 0 at padding, and -n at a place of sequence n whose key takes no part.
 
     Returns:
         Output `[B, Hkv, G, N, W]`, denominator and log scale `[B, Hkv, G, N, 1]` (None for plain features; a constant)
@@ -113,7 +113,7 @@ def plain_attention(
     key, values = with_dtype(key, dtype), with_ones(value, dtype)
     segments = None
     if key_mask is not None and key_mask.dtype != torch.bool:
-        segments, key_mask = key_mask, key_mask > 0
+        segments, key_mask = key_mask.abs(), key_mask > 0
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
     if not is_causal:

@@ -89,7 +89,7 @@ class ExpRandomFeatureMap(RandomFeatureMap):
 
     def _kernel_weight(self, scaling: float) -> torch.Tensor:
         """`[1, D, F]`, what gives the same as `_project`."""
-        return (self.projection.float() * math.sqrt(scaling)).T.unsqueeze(0)
+        return (with_dtype(self.projection, torch.float32) * math.sqrt(scaling)).T.unsqueeze(0)
 
 
 class CoshRandomFeatureMap(ExpRandomFeatureMap):

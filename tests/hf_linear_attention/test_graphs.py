@@ -1,0 +1,169 @@
+"""torch.compile and torch.export: one node a kernel, no break, no new graph for the same shapes, the numbers of eager.
+
+And what graphs are made of elsewhere: meta tensors, empty batches and empty sequences.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from matrix import MECHANISM_ROWS, build_mechanism, rows, stock_model, supports
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+
+from hf_linear_attention import convert, kernels_cpu
+from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.kernels_checks import check_attention
+from hf_linear_attention.mechanisms import MECHANISMS
+
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+LAYERS = {
+    "exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 64},
+    "elu1": {"mechanism": "linear", "feature_map": "elu1"},
+    "hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
+    "relu": {"mechanism": "linear", "feature_map": "relu"},
+    "decay": {"mechanism": "linear", "feature_map": "exp", "num_features": 64, "decay": "learned"},
+    "performer": {"mechanism": "performer", "num_features": 64},
+    "hybrid": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4, "num_features": 64},
+}
+MOST_NODES, MOST_SECONDS = 60, 3.0
+LENGTH = 4096
+
+
+class Nodes:
+    """A backend that counts the nodes of each graph and computes it as it is."""
+
+    def __init__(self):
+        self.dynamo, self.forward, self.backward = [], [], []
+        self.compile = aot_autograd(fw_compiler=self._keep(self.forward), bw_compiler=self._keep(self.backward))
+
+    @staticmethod
+    def _keep(graphs):
+        def compiler(module, example):
+            graphs.append(module.graph)
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    def __call__(self, module, example):
+        self.dynamo.append(module.graph)
+        return self.compile(module, example)
+
+
+def kernels_in(graph) -> list[str]:
+    """The names of our operators."""
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return sorted(target.split(".")[1] for target in targets if target.startswith("hf_linear_attention_"))
+
+
+def build(settings, max_length=LENGTH):
+    shape = LayerShape(4, 2, 32, 0, max_length, None)
+    mechanism = MECHANISMS[settings["mechanism"]](LinearAttentionSettings(settings, max_length=max_length), shape)
+    mechanism.reset_parameters()
+    return mechanism
+
+
+def sample(batch=1, length=LENGTH, dim=32, heads=4, kv_heads=2):
+    shapes = [(batch, n, length, dim) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def attention(mechanism, is_causal=True, mask=None):
+    def attend(query, key, value):
+        options = {"scaling": query.shape[-1] ** -0.5, "is_causal": is_causal, "state": None}
+        return mechanism(query, key, value, attention_mask=mask, **options)[0]
+
+    return attend
+
+
+def with_gradients(function, mechanism, inputs, weight):
+    """The output, and the gradients of inputs and parameters."""
+    output = function(*inputs)
+    wanted = [*inputs, *mechanism.parameters()]
+    grads = torch.autograd.grad((output * weight).sum(), wanted, allow_unused=True)
+    return [output, *(grad for grad in grads if grad is not None)]
+
+
+@pytest.fixture(params=["c", "torch"])
+def backend(request, monkeypatch):
+    """Both, where there are C kernels: the operators' own code is never traced."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    elif kernels_cpu.library() is None:
+        pytest.skip("no C kernels")
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_compiled_layer_is_a_small_graph(name):
+    mechanism, inputs = build(LAYERS[name]), sample()
+    nodes, attend, weight = Nodes(), attention(mechanism), torch.randn(1, LENGTH, 4, 32)
+    compiled = torch.compile(attend, fullgraph=True, backend=nodes)
+    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1))  # loads the compiler
+    start = time.perf_counter()
+    actual = with_gradients(compiled, mechanism, inputs, weight)
+    assert time.perf_counter() - start < MOST_SECONDS
+    for graphs in (nodes.dynamo, nodes.forward):
+        assert len(graphs) == 1
+        assert len(graphs[0].nodes) <= MOST_NODES
+    assert len(nodes.backward[0].nodes) <= 1.5 * MOST_NODES
+    kernels = ["attention", "window_attention"] if name == "hybrid" else ["attention"]
+    assert kernels_in(nodes.forward[0]) == kernels
+    assert kernels_in(nodes.backward[0]) == [f"{kernel}_backward" for kernel in kernels]
+    with_gradients(compiled, mechanism, inputs, weight)
+    assert len(nodes.dynamo) == 1  # the same shapes again
+    torch.testing.assert_close(actual, with_gradients(attend, mechanism, inputs, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["exp", "relu", "hybrid"])
+def test_other_lengths_need_few_graphs(name):
+    mechanism, counter = build(LAYERS[name]), CompileCounter()
+    attend = attention(mechanism)
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for length in (130, 257, 300, 411, 512):
+        inputs = sample(length=length)
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs), rtol=1e-4, atol=1e-4)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["exp", "hybrid"])
+def test_a_length_marked_dynamic(name):
+    mechanism, counter = build(LAYERS[name]), CompileCounter()
+    attend = attention(mechanism)
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for length in (200, 333):
+        inputs = sample(length=length)
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 2)
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs), rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["exp", "hybrid"])
+def test_inductor_computes_the_same(name):
+    mechanism, inputs = build(LAYERS[name]), sample(length=150)
+    attend, weight = attention(mechanism), torch.randn(1, 150, 4, 32)
+    compiled = torch.compile(attend, fullgraph=True)
+    actual, expected = (with_gradients(function, mechanism, inputs, weight) for function in (compiled, attend))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("row", MECHANISM_ROWS)
+def test_every_mechanism_compiles_without_a_break(row, is_masked):
+    mechanism, is_causal = build_mechanism(row), not supports(row, "bidirectional")
+    inputs, mask = sample(2, 29, 8), None
+    if is_masked:
+        mask = torch.ones(2, 29, dtype=torch.bool)
+        mask[0, 20:] = mask[1, 5] = False
+    weight = torch.randn(2, 29, 4, 8)
+    attend = attention(mechanism, is_causal, mask)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    actual, expected = (with_gradients(function, mechanism, inputs, weight) for function in (compiled, attend))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
