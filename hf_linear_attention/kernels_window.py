@@ -166,7 +166,7 @@ def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return query.shape[3]
     per_block = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[4] * key.shape[3]
-    return max(1, LOGITS_IN_CACHE // per_block)
+    return max(1, LOGITS_IN_CACHE // max(1, per_block))
 
 
 def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tensor:

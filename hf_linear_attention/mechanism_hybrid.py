@@ -132,6 +132,8 @@ class HybridAttention(AttentionMechanism):
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             self._refuse_numbers(is_causal, state)
             numbers, attention_mask = attention_mask, attention_mask > 0
+        if not query.shape[2]:
+            return self._nothing(query, key, value, is_causal, state)
         if attention_mask is None and is_causal and not state:
             output, state = self._attend_from_start(query, key, value, scaling)
             return output.transpose(1, 2), state
@@ -165,6 +167,13 @@ class HybridAttention(AttentionMechanism):
                 "`hybrid` in an encoder takes a bool mask and no numbers of packed sequences; give each sequence its "
                 "own row of the batch."
             )
+
+    def _nothing(self, query, key, value, is_causal, state):
+        """No tokens: an empty output that hangs on its inputs, and the state as it is."""
+        groups = self.shape.num_heads // self.shape.num_key_value_heads
+        output = _rotated(query, self)[..., :1] * value.to(query.dtype).repeat_interleave(groups, dim=1)
+        state = (state or tuple(self._initial_state(key, value))) if is_causal else None
+        return output.transpose(1, 2), state
 
     def _takes_step(self, query, key, value, mask, is_causal, state) -> bool:
         """One token after others, without padding and gradients, and C kernels for it."""

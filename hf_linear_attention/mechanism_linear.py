@@ -141,10 +141,10 @@ class LinearAttention(AttentionMechanism):
     def _tokens_at_a_time(self, query, key, mask) -> int:
         """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""
         if not self._takes_pieces(query, mask) or self.feature_map.depends_on_all_keys:
-            return max(query.shape[2], key.shape[2])
-        tokens = FEATURES_IN_CACHE // (query.shape[0] * query.shape[1] * self.feature_map.num_features)
+            return max(1, query.shape[2], key.shape[2])
+        tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)
 
 
 def _mask_pieces(mask, size: int, key):
-    return [None] * -(-key.shape[2] // size) if mask is None else mask.split(size, dim=1)
+    return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)

@@ -132,7 +132,13 @@ class LinformerAttention(AttentionMechanism):
     @property
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         owner = self.__dict__.get("_first", self)
-        return owner.key_projection, owner.key_projection if owner.value_projection is None else owner.value_projection
+        key, value = owner.key_projection, owner.value_projection
+        return self._applied(key), self._applied(key if value is None else value)
+
+    @staticmethod
+    def _applied(projection: torch.Tensor) -> torch.Tensor:
+        """E or F as it is applied, from what is stored."""
+        return projection
 
     def reset_parameters(self):
         if self.projection is None:
