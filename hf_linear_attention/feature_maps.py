@@ -21,8 +21,7 @@ from transformers import initialization as init
 from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import with_dtype
-from .kernels import is_tracing
-from .kernels import needs_plain
+from .kernels import is_eager
 from .kernels_causal import ElementwiseMap
 from .kernels_cpu import ELU_PLUS_ONE
 from .kernels_cpu import EXP
@@ -129,7 +128,7 @@ def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
 
     In C it goes no lower than the smallest normal number.
     """
-    if x.ndim != 4 or x.device.type != "cpu" or is_tracing() or needs_plain(x):
+    if x.ndim != 4 or x.device.type != "cpu" or not is_eager(x):
         return x.clamp(max=0).exp_() + x.relu()
     return _EluPlusOne.apply(x) if torch.is_grad_enabled() else _elu_plus_one(x)
 

@@ -37,7 +37,7 @@ from .kernels_window import plain_window
 
 
 def is_tracing() -> bool:
-    """Inside a graph (torch.compile, torch.export, ONNX) nothing may branch on data."""
+    """Inside a graph (torch.compile, torch.export, ONNX), where nothing may branch on data."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -50,11 +50,16 @@ def needs_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
 
 
+def is_eager(tensor: torch.Tensor) -> bool:
+    """Whether this computes at once, on a plain tensor: there, what is fastest eagerly does not make a graph larger."""
+    return not torch.compiler.is_compiling() and not needs_plain(tensor)
+
+
 def makes_features(query, key, value, key_mask, num_features: int) -> bool:
     """Whether `map_attention` makes features inside a kernel, so that making them before would only cost memory."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
-    return not needs_plain(value) and takes_attention(query, key, value, key_mask, num_features)
+    return is_eager(value) and takes_attention(query, key, value, key_mask, num_features)
 
 
 def map_attention(
@@ -191,7 +196,7 @@ def attention_step(
 
 def takes_step(*tensors: torch.Tensor) -> bool:
     """Whether C computes a step of one token with these, outside a graph and without gradients."""
-    if torch.is_grad_enabled() or is_tracing() or needs_plain(tensors[0]):
+    if torch.is_grad_enabled() or not is_eager(tensors[0]):
         return False
     return takes(*tensors) and max(x.shape[-1] for x in tensors) <= MOST_COLUMNS
 

@@ -9,7 +9,7 @@ Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, w wid
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,8 +138,8 @@ def packed_window(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`plain_window` within packed sequences: every query has sinks of its own, those of its sequence."""
     none = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (sinks.key, sinks.value))
-    options = {"log_decay": log_decay, "centre": near.centre, "numbers": near.numbers}
-    given = (query, near.key, near.value, near.visible, *none, sinks.seen[..., :0], None, scaling)
+    options: dict[str, Any] = {"log_decay": log_decay, "centre": near.centre, "numbers": near.numbers}
+    given: tuple[Any, ...] = (query, near.key, near.value, near.visible, *none, sinks.seen[..., :0], None, scaling)
     output, size, largest = plain_window(*given, **options, is_scale_constant=is_scale_constant)
     if not sinks.seen.shape[-1]:
         return output, size, largest

@@ -139,6 +139,11 @@ class LinearizedAttention:
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
         if segments is not None and is_tracing():
+            if not is_causal:
+                raise NotImplementedError(
+                    f"{type(self.linear_attention).__name__} in an encoder takes no packed sequences inside a graph "
+                    "(torch.compile, torch.export); give each sequence its own row of the batch."
+                )
             key_mask = segments
         elif segments is not None:
 

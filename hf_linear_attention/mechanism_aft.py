@@ -26,7 +26,7 @@ from transformers import initialization as init
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import accumulation_dtype
 from .kernels import kernel_attention
-from .kernels import is_tracing
+from .kernels import is_eager
 from .kernels import kernel_sums
 from .kernels_torch import largest_visible
 from .kernels_torch import normalize
@@ -183,7 +183,7 @@ class AftAttention(AttentionMechanism):
             ValueError: if there are more than `max_length`.
         """
         position = (num_seen + real.cumsum(dim=1) - 1).clamp(min=0)
-        knows = position.device.type != "meta" and not is_tracing() and position.numel() > 0
+        knows = position.device.type != "meta" and is_eager(position) and position.numel() > 0
         if self.variant != "conv" and knows and (longest := int(position.max()) + 1) > self.max_length:
             raise ValueError(
                 f"Got {longest} positions, but `aft` with `variant` = `{self.variant}` was built for at most "
@@ -323,7 +323,7 @@ def _add_scaled(parts) -> torch.Tensor:
 
 def _spread(x: torch.Tensor, top: torch.Tensor, real: torch.Tensor) -> float:
     """The largest distance of a visible entry to the maximum of its row or column."""
-    if is_tracing() or x.device.type == "meta" or not x.numel():  # no number to look at: the exact form
+    if not is_eager(x) or x.device.type == "meta" or not x.numel():  # no number to look at: the exact form
         return SAFE_SPREAD + 1
     return (top - x.detach()).masked_fill(~real, 0.0).max().item()
 

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from .kernels import elementwise_attention
-from .kernels import is_tracing
+from .kernels import is_eager
 from .kernels import kernel_attention
 from .kernels import makes_features
 from .kernels import map_attention
-from .kernels import needs_plain
 from .kernels_torch import read_state
 from .kernels_torch import with_dtype
 from .attention_mechanism import ROPE_OPTION
@@ -136,7 +135,7 @@ class LinearAttention(AttentionMechanism):
 
     def _takes_pieces(self, query, mask) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
-        return query.device.type == "cpu" and not (is_tracing() or is_packed or needs_plain(query))
+        return query.device.type == "cpu" and not is_packed and is_eager(query)
 
     def _tokens_at_a_time(self, query, key, mask) -> int:
         """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""

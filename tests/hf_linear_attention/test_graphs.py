@@ -13,11 +13,20 @@ from functorch.compile import make_boxed_func
 from matrix import MECHANISM_ROWS, build_mechanism, rows, stock_model, supports
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+)
 
 from hf_linear_attention import convert, kernels_cpu
 from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.kernels_checks import check_attention
+from hf_linear_attention.feature_maps import _EluPlusOne
+from hf_linear_attention.kernels_causal import CausalAttention
+from hf_linear_attention.mechanism_hybrid import _TwoRanges
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -228,7 +237,9 @@ def test_numbered_sequences_are_not_unrolled_in_a_compiled_graph(name):
     mechanism, sizes = build(LAYERS[name]), []
     for length in (512, 1024):
         nodes, numbers = Nodes(), torch.arange(length)[None] // 100 + 1
-        torch.compile(attention(mechanism, mask=numbers), fullgraph=True, backend=nodes, dynamic=False)(*sample(1, length))
+        torch.compile(attention(mechanism, mask=numbers), fullgraph=True, backend=nodes, dynamic=False)(
+            *sample(1, length)
+        )
         assert "attention" in kernels_in(nodes.forward[0])
         sizes.append(len(nodes.forward[0].nodes))
     assert sizes[0] == sizes[1] < 350
@@ -297,3 +308,141 @@ def test_no_tokens_change_no_state(row):
                 whole, _ = mechanism(*inputs, state=same, **options)
                 expected, _ = mechanism(*inputs, state=None, **options)
                 torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+
+
+SEQUENCE_TO_SEQUENCE = {
+    "t5": {"num_layers": 2, "num_heads": 4, "d_model": 32, "d_kv": 8, "d_ff": 48, "decoder_start_token_id": 0},
+    "bart": {
+        "d_model": 32,
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+        "max_position_embeddings": 64,
+    },
+}
+DECODERS = {
+    "linear": {"mechanism": "linear", "num_features": 16},
+    "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16},
+}
+
+
+def decoder(family: str, mechanism: str):
+    """A converted tiny model, and what it needs besides the decoder's tokens."""
+    if family == "llama":
+        return convert(stock_model("llama"), **DECODERS[mechanism]), {}, "input_ids"
+    config = AutoConfig.for_model(family, vocab_size=64, **SEQUENCE_TO_SEQUENCE[family])
+    stock = AutoModelForSeq2SeqLM.from_config(config).eval()
+    drop = {"drop": ["position_bias"]} if family == "t5" else {}
+    model = convert(stock, **DECODERS[mechanism], **drop)
+    encoded = model.get_encoder()(torch.randint(3, 64, (2, 9)))
+    return model, {"encoder_outputs": encoded}, "decoder_input_ids"
+
+
+def empty_cache(model, is_static: bool):
+    config = model.config.get_text_config(decoder=True)
+
+    def one(length):
+        return StaticCache(config=config, max_cache_len=length) if is_static else DynamicCache(config=config)
+
+    return EncoderDecoderCache(one(32), one(9)) if model.config.is_encoder_decoder else one(32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize("mechanism", DECODERS)
+@pytest.mark.parametrize("family", ["llama", "t5", "bart"])
+def test_decoding_needs_few_graphs(family, mechanism, is_static):
+    """As many as the stock model: one with a static cache, a second with a dynamic one, whose length is a number."""
+    model, given, name = decoder(family, mechanism)
+    cache, counter, ids = empty_cache(model, is_static), CompileCounter(), torch.randint(3, 64, (2, 13))
+    model(**{name: ids[:, :5]}, **given, past_key_values=cache)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    logits = [compiled(**{name: ids[:, n : n + 1]}, **given, past_key_values=cache).logits for n in range(5, 13)]
+    assert counter.frame_count <= (1 if is_static else 2)
+    expected = model(**{name: ids}, **given, use_cache=False).logits[:, 5:]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("mechanism", DECODERS)
+def test_a_decoder_without_a_cache_exports(family, mechanism, monkeypatch):
+    """In a graph nothing tells whether position_ids restart, so it honours that they may."""
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    model, ids = convert(stock_model(family), **DECODERS[mechanism]), torch.randint(3, 64, (2, 20))
+    together = torch.arange(20).expand(2, -1)
+    packed = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
+    exported = torch.export.export(Logits(model), (ids, together), strict=False).module()
+    for positions in (together, packed):
+        actual = exported(ids, positions)
+        torch.testing.assert_close(actual, Logits(model)(ids, positions), rtol=1e-4, atol=1e-4)
+    parts = [Logits(model)(part, torch.arange(part.shape[1])[None]) for part in ids.split([7, 13], dim=1)]
+    torch.testing.assert_close(actual, torch.cat(parts, dim=1), rtol=1e-4, atol=1e-4)
+
+
+class Logits(torch.nn.Module):
+    """What is exported of a decoder: a forward without a cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids):
+        return self.model(input_ids, position_ids=position_ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("mechanism", DECODERS)
+def test_compiled_training_of_packed_sequences(mechanism):
+    model, ids = convert(stock_model("llama"), **DECODERS[mechanism]), torch.randint(3, 64, (2, 20))
+    positions = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
+    options = {"position_ids": positions, "use_cache": False, "labels": ids}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, model):
+        model.zero_grad()
+        loss = function(ids, **options).loss
+        loss.backward()
+        results.append([loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)])
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("row", MECHANISM_ROWS)
+def test_functions_without_a_setup_context_never_run_under_functorch(row, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("an autograd.Function of the old style ran under torch.func")
+
+    mechanism, inputs = build_mechanism(row), [x.detach() for x in sample(2, 21, 8)]
+    for is_causal in causalities(row):
+        attend = attention(mechanism, is_causal)
+        expected = torch.cat([attend(*(x[n : n + 1] for x in inputs)) for n in range(2)]).detach()
+        for function in (_EluPlusOne, _TwoRanges, CausalAttention):
+            monkeypatch.setattr(function, "apply", refuse)
+
+        def total(query, key, value):
+            return attend(query, key, value).square().sum()  # noqa: B023 used in this round alone
+
+        assert all(grad.isfinite().all() for grad in torch.func.grad(total, argnums=(0, 1, 2))(*inputs))
+        alone = [x.unsqueeze(1) for x in inputs]
+        torch.testing.assert_close(torch.vmap(attend)(*alone).squeeze(1), expected, rtol=1e-4, atol=1e-4)
+        _, tangent = torch.func.jvp(attend, tuple(inputs), tuple(inputs))
+        assert tangent.isfinite().all()
+        monkeypatch.undo()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("row", MECHANISM_ROWS)
+def test_float16_computes_in_torch_with_sums_in_float32(row):
+    mechanism = build_mechanism(row)
+    inputs = [x.half() for x in sample(2, 40, 8)]
+    for is_causal in causalities(row):
+        options = {"attention_mask": None, "scaling": 8**-0.5, "is_causal": is_causal, "state": None}
+        output, state = mechanism(*inputs, **options)
+        expected, _ = mechanism(*(x.float() for x in inputs), **options)
+        assert output.dtype == torch.float16
+        torch.testing.assert_close(output.float(), expected, rtol=5e-3, atol=5e-3)
+        if is_causal and supports(row, "state"):
+            assert state[0].dtype == torch.float32
+            token = [x[:, :, :1] for x in inputs]
+            output, state = mechanism(*token, **{**options, "state": state})
+            assert output.dtype == torch.float16
+            assert state[0].dtype == torch.float32
