@@ -291,7 +291,10 @@ class _Together(NamedTuple):
 
 def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
     """`segments [B, S]`, 0 at padding, in blocks of `size`: the state belongs to the sequence of the newest token."""
-    segments = segments.cummax(dim=1).values  # padding goes with the sequence before it; its keys are masked anyway
+    # Padding goes with the sequence before it; its keys are masked anyway. Not by `cummax`, which ONNX lacks.
+    rank = (segments > 0).cumsum(dim=1)
+    number_of = torch.zeros_like(F.pad(segments, (1, 0))).scatter(1, rank * (segments > 0), segments)
+    segments = number_of.gather(1, rank)
     blocks, last = [], segments[:, :1]
     for block in segments.split(size, dim=1):
         before, last = last, block[:, -1:]
