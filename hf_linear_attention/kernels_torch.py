@@ -113,6 +113,11 @@ def plain_attention(
     key, values = with_dtype(key, dtype), with_ones(value, dtype)
     segments = None
     if key_mask is not None and key_mask.dtype != torch.bool:
+        if not is_causal:
+            raise ValueError(
+                f"`key_mask` is {key_mask.dtype} and numbers packed sequences; only causal attention takes them. Give "
+                "a bool mask, and each sequence its own row of the batch."
+            )
         segments, key_mask = key_mask.abs(), key_mask > 0
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)

@@ -245,10 +245,11 @@ def test_numbered_sequences_are_not_unrolled_in_a_compiled_graph(name):
     assert sizes[0] == sizes[1] < 350
 
 
-def test_hybrid_refuses_numbers_where_they_have_no_form():
+def test_numbers_are_refused_where_they_have_no_form():
     mechanism, inputs, numbers = build_mechanism("hybrid"), sample(1, 4, 8), torch.tensor([[1, 1, 2, 2]])
-    with pytest.raises(ValueError, match="own row of the batch"):
-        attention(mechanism, is_causal=False, mask=numbers)(*inputs)
+    for each in (mechanism, build_mechanism("linear-exp")):
+        with pytest.raises(ValueError, match="own row of the batch"):
+            attention(each, is_causal=False, mask=numbers)(*inputs)
     options = {"scaling": 1.0, "is_causal": True}
     _, state = mechanism(*inputs, attention_mask=None, state=None, **options)
     with pytest.raises(ValueError, match="after cached tokens"):
