@@ -224,7 +224,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             is_softmax = hasattr(layer, "get_mask_sizes") and not getattr(layer, "holds_linear_state", False)
             if is_softmax and not getattr(layer, "is_sliding", False):
                 return layer.get_mask_sizes(query_length)
-        return self.get_seq_length() + query_length, 0
+        # What the length of a graph's tensors follows from must not be in a tensor itself.
+        return (self.max_cache_len if self.static else self.get_seq_length() + query_length), 0
 
     def get_max_length(self) -> int:
         return self.max_cache_len

@@ -21,8 +21,7 @@ from transformers import initialization as init
 from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import with_dtype
-from .kernels import is_tracing
-from .kernels import needs_plain
+from .kernels import is_eager
 from .kernels_causal import ElementwiseMap
 from .kernels_cpu import ELU_PLUS_ONE
 from .kernels_cpu import EXP
@@ -129,7 +128,7 @@ def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
 
     In C it goes no lower than the smallest normal number.
     """
-    if x.ndim != 4 or x.device.type != "cpu" or is_tracing() or needs_plain(x):
+    if x.ndim != 4 or x.device.type != "cpu" or not is_eager(x):
         return x.clamp(max=0).exp_() + x.relu()
     return _EluPlusOne.apply(x) if torch.is_grad_enabled() else _elu_plus_one(x)
 
@@ -246,9 +245,10 @@ class ExpFeatureMap(LearnedFeatureMap):
         return torch.addcmul(exponent, weight, squared_norm(key), value=-scaling / 2)
 
     def kernel_map(self, scaling):
-        query, key = (weight.float() * math.sqrt(scaling) for weight in (self.query_projection, self.key_projection))
-        norm = self.key_norm_weight.float() * scaling
-        return KernelMap(EXP, Affine(query), Affine(key, self.key_bias.float(), norm))
+        parts = (self.query_projection, self.key_projection, self.key_norm_weight, self.key_bias)
+        query, key, norm, bias = (with_dtype(part, torch.float32) for part in parts)
+        root = math.sqrt(scaling)
+        return KernelMap(EXP, Affine(query * root), Affine(key * root, bias, norm * scaling))
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):
@@ -282,7 +282,8 @@ class HedgehogFeatureMap(LearnedFeatureMap):
 
     def kernel_map(self, scaling):
         weights = self.query_projection, self.key_projection
-        return KernelMap(HEDGEHOG, *(Affine(weight.float() * math.sqrt(scaling)) for weight in weights))
+        scaled = (with_dtype(weight, torch.float32) * math.sqrt(scaling) for weight in weights)
+        return KernelMap(HEDGEHOG, *map(Affine, scaled))
 
     def forward_queries(self, query, scaling):
         return self._log_softmaxes(query, self.query_projection, scaling)

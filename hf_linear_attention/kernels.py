@@ -31,11 +31,12 @@ from .kernels_torch import torch_step
 from .kernels_torch import with_dtype
 from .kernels_window import NearKeys
 from .kernels_window import SinkKeys
+from .kernels_window import packed_window
 from .kernels_window import plain_window
 
 
 def is_tracing() -> bool:
-    """Inside a graph (torch.compile, torch.export, ONNX) nothing may branch on data."""
+    """Inside a graph (torch.compile, torch.export, ONNX), where nothing may branch on data."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -48,11 +49,16 @@ def needs_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
 
 
+def is_eager(tensor: torch.Tensor) -> bool:
+    """Whether this computes at once, on a plain tensor: there, what is fastest eagerly does not make a graph larger."""
+    return not torch.compiler.is_compiling() and not needs_plain(tensor)
+
+
 def makes_features(query, key, value, key_mask, num_features: int) -> bool:
     """Whether `map_attention` makes features inside a kernel, so that making them before would only cost memory."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
-    return not needs_plain(value) and takes_attention(query, key, value, key_mask, num_features)
+    return is_eager(value) and takes_attention(query, key, value, key_mask, num_features)
 
 
 def map_attention(
@@ -113,7 +119,8 @@ def kernel_attention(
         key_features: `[B, Hkv, S, F]`, likewise. In the causal form S = N and the state lies before the first token.
         value: `[B, Hkv, S, W]`.
         key_mask: bool `[B, S]`, False where a key takes no part. A query that sees no key at all returns 0. Integers
-            number packed sequences from 1 (0 at padding): a query then sees the keys of its own sequence alone.
+            number packed sequences from 1 (0 at padding): a query then sees the keys of its own sequence alone. At -n
+            is a query of sequence n, whose key takes no part.
         state: the state after the tokens before these, or None at the start.
         log_decay: `[Hkv]`, at most 0: the weight of a key is multiplied by exp(log_decay) for every real token between
             it and the query (ALiBi with slope -log_decay). Causal form only.
@@ -188,7 +195,7 @@ def attention_step(
 
 def takes_step(*tensors: torch.Tensor) -> bool:
     """Whether C computes a step of one token with these, outside a graph and without gradients."""
-    if torch.is_grad_enabled() or is_tracing() or needs_plain(tensors[0]):
+    if torch.is_grad_enabled() or not is_eager(tensors[0]):
         return False
     return takes(*tensors)
 
@@ -211,6 +218,8 @@ def exact_part(
         ValueError: if shapes, dtypes or devices do not fit each other.
     """
     given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
+    if near.numbers is not None:
+        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant)
     is_known = log_decay is None and (is_scale_constant or not torch.is_grad_enabled())
     if is_known and not needs_plain(query) and (torch.compiler.is_compiling() or takes_attention(*given[:4], 1)):
         output, size, largest = OPERATORS.window_attention(*given, scaling)

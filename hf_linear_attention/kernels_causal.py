@@ -223,7 +223,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _tril(scores: torch.Tensor, before: int = 0) -> torch.Tensor:
     """`[B Hkv, G C, before + C]`, 0 where the key comes after the query; in place."""
     columns = scores.shape[-1]
-    scores.view(scores.shape[0], -1, columns - before, columns).tril_(before)
+    if scores.numel():
+        scores.view(scores.shape[0], -1, columns - before, columns).tril_(before)
     return scores
 
 

@@ -65,7 +65,11 @@ def requested_backend() -> str:
 
 
 def kernel_backend() -> KernelBackend:
-    """Which kernels compute on a CPU here, and why."""
+    """Which kernels compute on a CPU here, and why.
+
+    The C kernels take float32 and bfloat16. float16 and float64 run everywhere, in torch; sums and states of float16
+    are float32, as those of bfloat16 are.
+    """
     return _loaded()[1]
 
 

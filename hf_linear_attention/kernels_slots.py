@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .kernels import is_tracing
-from .kernels import needs_plain
+from .kernels import is_eager
 from .kernels_checks import check_slots
 from .kernels_operators import operator
 from .kernels_operators import takes_attention
@@ -29,7 +28,7 @@ def slot_attention(
     """
     check_slots(query, key, value, visible)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if not has_gradient and not is_tracing() and not needs_plain(query) and takes_attention(query, key, value, None, 1):
+    if not has_gradient and is_eager(query) and takes_attention(query, key, value, None, 1):
         return operator("slot_attention")(query, key, value, visible, scaling).transpose(1, 2)
     groups = query.shape[1] // key.shape[1]
     if visible is not None:
@@ -38,4 +37,8 @@ def slot_attention(
         visible = (visible.repeat_interleave(groups, dim=1) if visible.shape[1] > 1 else visible).unsqueeze(2)
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    if torch._C._functorch.maybe_current_level() is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    logits = (query * scaling) @ key.transpose(-1, -2)  # the fused kernel has no forward derivatives
+    logits = logits if visible is None else logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    return logits.softmax(dim=-1) @ value

@@ -102,7 +102,7 @@ def plain_attention(
     """`kernels.kernel_attention` (arguments as there) on features, in plain operations, none of which branches on data.
 
     What torch.export and ONNX get, and what second derivatives are made of. `key_mask` may number packed sequences from
-    1, with 0 at padding.
+    1, with 0 at padding, and -n at a place of sequence n whose key takes no part.
 
     Returns:
         Output `[B, Hkv, G, N, W]`, denominator and log scale `[B, Hkv, G, N, 1]` (None for plain features; a constant)
@@ -113,9 +113,16 @@ def plain_attention(
     key, values = with_dtype(key, dtype), with_ones(value, dtype)
     segments = None
     if key_mask is not None and key_mask.dtype != torch.bool:
-        segments, key_mask = key_mask, key_mask > 0
+        if not is_causal:
+            raise ValueError(
+                f"`key_mask` is {key_mask.dtype} and numbers packed sequences; only causal attention takes them. Give "
+                "a bool mask, and each sequence its own row of the batch."
+            )
+        segments, key_mask = key_mask.abs(), key_mask > 0
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
+    if not key.shape[2] and is_causal:
+        return _nothing(query, values, sums, maximum, log_features)
     if not is_causal:
         output, scale, sums, maximum = _block(query, key, values, mask, sums, maximum, log_features, False)
         return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
@@ -132,6 +139,16 @@ def plain_attention(
     return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
 
 
+def _nothing(query, values, sums, maximum, log_features: bool) -> Parts:
+    """The causal form of no tokens: the state stays as it is."""
+    batch, kv_heads, _, _, features = query.shape
+    if sums is None:
+        sums = values.new_zeros(batch, kv_heads, features, values.shape[-1])
+        maximum = values.new_full(sums.shape[:3], EMPTY_MAXIMUM) if log_features else None
+    output, scale = query[..., :1] * values[:, :, None], query[..., :1]
+    return output[..., :-1], output[..., -1:], scale if log_features else None, pack_state(sums, maximum)
+
+
 def joined(parts) -> torch.Tensor:
     """Blocks `[B, Hkv, G, C, X]` as one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
@@ -144,7 +161,7 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
     """
     batch, heads, _, features = query.shape
     width = value.shape[-1]
-    rows = with_dtype(query, state.dtype).reshape(batch * key.shape[1], -1, features)
+    rows = with_dtype(query, state.dtype).reshape(batch * key.shape[1], heads // key.shape[1], features)
     key = with_dtype(key, state.dtype).transpose(-1, -2)
     decay = None if log_decay is None else log_decay.to(state.dtype)[:, None, None]
     values = torch.constant_pad_nd(with_dtype(value, state.dtype), (0, state.shape[-1] - width), 1.0)
@@ -155,7 +172,7 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
         state = (state * (maximum - new_maximum).exp()).addcmul_((key - new_maximum).exp_(), values)
         state = torch.cat((state[..., :-1], new_maximum), dim=-1)
         # Softmax divides by one more constant of the query, which cancels like the maximum.
-        rows = (rows + new_maximum.view(-1, 1, features)).softmax(dim=-1)
+        rows = (rows + new_maximum.view(len(rows), 1, features)).softmax(dim=-1)
     else:
         state = torch.addcmul(state if decay is None else state * decay.exp(), key, values)
     sizes = (width, 1, 1) if log_features else (width, 1)
@@ -296,7 +313,10 @@ class _Together(NamedTuple):
 
 def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
     """`segments [B, S]`, 0 at padding, in blocks of `size`: the state belongs to the sequence of the newest token."""
-    segments = segments.cummax(dim=1).values  # padding goes with the sequence before it; its keys are masked anyway
+    # Padding goes with the sequence before it; its keys are masked anyway. Not by `cummax`, which ONNX lacks.
+    rank = (segments > 0).cumsum(dim=1)
+    number_of = torch.zeros_like(F.pad(segments, (1, 0))).scatter(1, rank * (segments > 0), segments)
+    segments = number_of.gather(1, rank)
     blocks, last = [], segments[:, :1]
     for block in segments.split(size, dim=1):
         before, last = last, block[:, -1:]
@@ -313,8 +333,7 @@ def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
 
 def exponentiate(query, key, mask, sums, maximum):
     """Exponents -> features in [0, 1] and the carried sums rescaled to the new running maximum, a constant."""
-    visible = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
-    new_maximum = visible.amax(dim=2)
+    new_maximum = largest_visible(key, mask)
     if maximum is not None:
         new_maximum = torch.maximum(new_maximum, maximum.detach())
         sums = sums * (maximum - new_maximum).exp().unsqueeze(-1)
@@ -323,6 +342,14 @@ def exponentiate(query, key, mask, sums, maximum):
     query = query + new_maximum[:, :, None, None]
     scale = query.detach().amax(dim=-1, keepdim=True)
     return query.sub_(scale).exp_(), scale, key, sums, new_maximum
+
+
+def largest_visible(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The largest of `key [..., S, F]` where `mask`, over S: `[..., F]`, EMPTY_MAXIMUM of no keys; a constant."""
+    visible = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
+    if not visible.shape[-2]:
+        return visible.new_full((*visible.shape[:-2], visible.shape[-1]), EMPTY_MAXIMUM)
+    return visible.amax(dim=-2)
 
 
 def _masked_exp(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -338,8 +365,8 @@ def safe_block_size(key, mask, maximum, steepest: float = 0.0) -> int:
     over by the maximum at the end scales too. Up to 60 nats (600 in float64) of that, float32 keeps full relative
     precision: exp(-60) times its last digit is a normal number.
     """
-    if key.shape[2] <= 1:
-        return 1
+    if key.shape[2] <= 1 or not key.numel() or key.device.type == "meta":  # without numbers, nothing underflows
+        return max(1, key.shape[2])
     limit = 600.0 if key.dtype == torch.float64 else 60.0
     key = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
 

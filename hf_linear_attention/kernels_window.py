@@ -9,7 +9,7 @@ Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, w wid
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +38,16 @@ class NearKeys(NamedTuple):
     value: torch.Tensor  # [B, Hkv, N + width - 1, D]
     visible: torch.Tensor  # [B, N + width - 1] bool
     centre: int  # the place t + centre is query t itself
+    numbers: torch.Tensor | None = None  # [B, N + width - 1]: query t sees places of its own packed sequence alone
 
 
 class SinkKeys(NamedTuple):
-    """Keys that every query sees, once they are there."""
+    """Keys that every query sees, once they are there; `[B, Hkv, N, s, D]` where every query has its own."""
 
     key: torch.Tensor  # [B, Hkv, s, D]
     value: torch.Tensor  # [B, Hkv, s, D]
     seen: torch.Tensor  # [B, N, s] bool
-    distance: torch.Tensor  # [B, N, s] real tokens between sink and query
+    distance: torch.Tensor | None  # [B, N, s] real tokens between sink and query, needed by a decay
 
 
 def plain_window(
@@ -63,6 +64,7 @@ def plain_window(
     log_decay: torch.Tensor | None = None,
     centre: int = 0,
     distance: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
     is_scale_constant: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Softmax output `[B, Hkv, G, N, W]`, logarithm of its denominator and largest logit `[B, Hkv, G, N, 1]`.
@@ -75,6 +77,7 @@ def plain_window(
         sink_query: `[B, H, N, D]`, what sinks are compared with; the queries themselves if None.
         log_decay: `[Hkv]`, added to a logit for every token between query and key (ALiBi), or None. It needs `centre`
             and `distance`.
+        numbers: see `NearKeys`; they need `centre`.
         is_scale_constant: the largest logit cancels in what follows and needs no gradient.
     """
     dtype, length = accumulation_dtype(query), query.shape[2]
@@ -92,7 +95,11 @@ def plain_window(
     query = scaled(query)
     to_sinks = query if sink_query is None else scaled(sink_query)
     key, value, visible = _windows(key, value, visible, width, size, -length % size, dtype)
-    visible = (visible[:, :, None] & (offset >= 0) & (offset < width))[:, None, None]
+    visible = visible[:, :, None] & (offset >= 0) & (offset < width)
+    if numbers is not None:
+        own = blocks(numbers[:, centre : centre + length], 1).unsqueeze(3)
+        visible = visible & (F.pad(numbers, (0, -length % size)).unfold(1, width + size - 1, size).unsqueeze(2) == own)
+    visible = visible[:, None, None]
     distance = seen if distance is None else distance
     seen, distance = (blocks(x, 1)[:, None, None] for x in (seen, distance))
     slope = None if log_decay is None else log_decay.to(dtype)[:, None, None, None, None]
@@ -121,6 +128,33 @@ def plain_window(
     return output, log_size, scale
 
 
+def packed_window(
+    query: torch.Tensor,
+    near: NearKeys,
+    sinks: SinkKeys,
+    scaling: float,
+    log_decay: torch.Tensor | None,
+    is_scale_constant: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`plain_window` within packed sequences: every query has sinks of its own, those of its sequence."""
+    none = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (sinks.key, sinks.value))
+    options: dict[str, Any] = {"log_decay": log_decay, "centre": near.centre, "numbers": near.numbers}
+    given: tuple[Any, ...] = (query, near.key, near.value, near.visible, *none, sinks.seen[..., :0], None, scaling)
+    output, size, largest = plain_window(*given, **options, is_scale_constant=is_scale_constant)
+    if not sinks.seen.shape[-1]:
+        return output, size, largest
+    rows = (query.to(output.dtype) * scaling).unflatten(1, (near.key.shape[1], -1)).transpose(2, 3)
+    logits = (rows @ sinks.key.to(output.dtype).transpose(-1, -2)).transpose(2, 3)  # [B, Hkv, G, N, s]
+    if log_decay is not None and sinks.distance is not None:
+        logits = logits + log_decay.to(output.dtype)[:, None, None, None] * sinks.distance[:, None, None]
+    logits = logits.masked_fill(~sinks.seen[:, None, None], EMPTY_MAXIMUM)
+    average = (logits.softmax(dim=-1).transpose(2, 3) @ sinks.value.to(output.dtype)).transpose(2, 3)
+    sink_size = logits.logsumexp(dim=-1, keepdim=True)
+    sink_size = sink_size.masked_fill(~sinks.seen.any(dim=-1)[:, None, None, :, None], EMPTY_MAXIMUM)
+    largest = torch.maximum(largest, _maximum((logits,), is_scale_constant))
+    return *join((output, size), (average, sink_size)), largest
+
+
 def _weights(logits: torch.Tensor) -> torch.Tensor:
     """exp of numbers of at most 0, exactly 0 below `LOWEST_EXPONENT`."""
     weights = logits.clamp(min=LOWEST_EXPONENT).exp()
@@ -132,7 +166,7 @@ def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return query.shape[3]
     per_block = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[4] * key.shape[3]
-    return max(1, LOGITS_IN_CACHE // per_block)
+    return max(1, LOGITS_IN_CACHE // max(1, per_block))
 
 
 def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tensor:
@@ -171,7 +205,7 @@ class NearFarMix(nn.Module):
 
     def _per_query(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """`[H]` -> `[Hkv, G, 1, 1]`."""
-        return parameter.to(like.dtype).unflatten(0, (like.shape[1], -1))[:, :, None, None]
+        return with_dtype(parameter, like.dtype).view(like.shape[1], -1, 1, 1)
 
 
 class JointMix(NearFarMix):
@@ -199,7 +233,7 @@ class JointMix(NearFarMix):
 
     def forward(self, near, far, largest, half_query_norm):
         log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
-        exponent = log_scale - norm_weight * half_query_norm
+        exponent = torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
         return join(near, *((output, size + exponent) for output, size in far))[0]
 
 

@@ -173,6 +173,11 @@ class LinearizedAttention:
             batch, heads, length, _ = query.shape
             return query.new_zeros(batch, length, heads, value.shape[3])  # and a state is as it was
         if segments is not None and is_tracing():
+            if not is_causal:
+                raise NotImplementedError(
+                    f"{type(self.linear_attention).__name__} in an encoder takes no packed sequences inside a graph "
+                    "(torch.compile, torch.export); give each sequence its own row of the batch."
+                )
             key_mask = segments
         elif segments is not None:
 

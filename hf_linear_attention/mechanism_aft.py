@@ -26,7 +26,9 @@ from transformers import initialization as init
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import accumulation_dtype
 from .kernels import kernel_attention
+from .kernels import is_eager
 from .kernels import kernel_sums
+from .kernels_torch import largest_visible
 from .kernels_torch import normalize
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
@@ -158,6 +160,8 @@ class AftAttention(AttentionMechanism):
     def _ordered(self, key, value, mask, is_causal, state):
         """The variants to which positions matter: real tokens are moved to the right end first, in order."""
         place = None
+        if not key.shape[2]:
+            return key * value, tuple(state or self._initial_state(key, value))
         if mask is not None:
             place = real_first(~mask)
             key, value, mask = take(key, place), take(value, place), mask.gather(1, place)
@@ -179,7 +183,7 @@ class AftAttention(AttentionMechanism):
             ValueError: if there are more than `max_length`.
         """
         position = (num_seen + real.cumsum(dim=1) - 1).clamp(min=0)
-        knows = position.device.type != "meta" and not torch.compiler.is_compiling()
+        knows = position.device.type != "meta" and is_eager(position) and position.numel() > 0
         if self.variant != "conv" and knows and (longest := int(position.max()) + 1) > self.max_length:
             raise ValueError(
                 f"Got {longest} positions, but `aft` with `variant` = `{self.variant}` was built for at most "
@@ -241,7 +245,8 @@ class AftAttention(AttentionMechanism):
         bias = bias.masked_fill(~real[:, None, None, :], EMPTY_MAXIMUM)
         key = key.to(dtype).masked_fill(~real[:, None, :, None], EMPTY_MAXIMUM)
         value = value.masked_fill(~real[:, None, :, None], 0.0)
-        top_bias, top_key = (x.detach().amax(dim=dim, keepdim=True) for x, dim in ((bias, 3), (key, 2)))
+        top_bias = largest_visible(bias.transpose(2, 3), None).unsqueeze(3)
+        top_key = largest_visible(key, None).unsqueeze(2)
         if (
             _spread(bias, top_bias, real[:, None, None, :]) + _spread(key, top_key, real[:, None, :, None])
             > SAFE_SPREAD
@@ -318,14 +323,14 @@ def _add_scaled(parts) -> torch.Tensor:
 
 def _spread(x: torch.Tensor, top: torch.Tensor, real: torch.Tensor) -> float:
     """The largest distance of a visible entry to the maximum of its row or column."""
-    if torch.compiler.is_compiling():  # no branch on data inside a graph: the exact form
+    if not is_eager(x) or x.device.type == "meta" or not x.numel():  # no number to look at: the exact form
         return SAFE_SPREAD + 1
     return (top - x.detach()).masked_fill(~real, 0.0).max().item()
 
 
 def _exact_full(bias, key, value):
     """A maximum for each query and channel; some queries at a time, because the logits are `[B, Hkv, n, S, D]`."""
-    step = max(1, EXACT_ELEMENTS // key.numel())
+    step = max(1, EXACT_ELEMENTS // max(1, key.numel()))
     outputs = []
     for rows in bias.split(step, dim=2):
         weights = (rows.unsqueeze(-1) + key.unsqueeze(2)).softmax(dim=3)

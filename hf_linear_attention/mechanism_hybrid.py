@@ -129,11 +129,15 @@ class HybridAttention(AttentionMechanism):
         return torch.cat((rotated, unrotated), dim=-1)
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+        numbers = None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
-            raise NotImplementedError(
-                "`hybrid` cannot be traced for packed sequences (a forward without a cache inside torch.compile); pass "
-                "`past_key_values`, or compile the decode step only."
-            )
+            self._refuse_numbers(is_causal, state)
+            numbers, attention_mask = attention_mask, attention_mask > 0
+        if not query.shape[2]:
+            return self._nothing(query, key, value, is_causal, state)
+        if attention_mask is None and is_causal and not state:
+            output, state = self._attend_from_start(query, key, value, scaling)
+            return output.transpose(1, 2), state
         if self._takes_step(query, key, value, attention_mask, is_causal, state):
             return self._step(query, key, value, scaling, state)
         if attention_mask is None:
@@ -143,11 +147,34 @@ class HybridAttention(AttentionMechanism):
             place = real_first(~attention_mask)
             query, key, value = (take(x, place) for x in (query, key, value))
             attention_mask = attention_mask.gather(1, place)
-        attend = self._attend_back if is_causal else self._attend_both_ways
-        output, state = attend(query, key, value, attention_mask, scaling, state, is_padded=place is not None)
+        if numbers is not None:
+            output, state = self._attend_packed(query, key, value, numbers.gather(1, place), scaling)
+        elif is_causal:
+            output, state = self._attend_back(query, key, value, attention_mask, scaling, state, place is not None)
+        else:
+            output, state = self._attend_both_ways(query, key, value, attention_mask, scaling), None
         if place is not None:
             output = take(output.masked_fill(~attention_mask[:, None, :, None], 0.0), way_back(place))
         return output.transpose(1, 2).to(query.dtype), state
+
+    def _refuse_numbers(self, is_causal, state) -> None:
+        """Raises ValueError where packed sequences have no form."""
+        if state:
+            raise ValueError(
+                "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
+            )
+        if not is_causal:
+            raise ValueError(
+                "`hybrid` in an encoder takes a bool mask and no numbers of packed sequences; give each sequence its "
+                "own row of the batch."
+            )
+
+    def _nothing(self, query, key, value, is_causal, state):
+        """No tokens: an empty output that hangs on its inputs, and the state as it is."""
+        groups = self.shape.num_heads // self.shape.num_key_value_heads
+        output = _rotated(query, self)[..., :1] * value.to(query.dtype).repeat_interleave(groups, dim=1)
+        state = (state or tuple(self._initial_state(key, value))) if is_causal else None
+        return output.transpose(1, 2), state
 
     def _takes_step(self, query, key, value, mask, is_causal, state) -> bool:
         """One token after others, without padding and gradients, and C kernels for it."""
@@ -178,6 +205,35 @@ class HybridAttention(AttentionMechanism):
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
         return with_dtype(near.view(batch, 1, heads, width), query.dtype), tuple(new[:7])
 
+    def _attend_from_start(self, query, key, value, scaling):
+        """`_attend_back` of whole sequences without padding: what is where follows from the length alone."""
+        batch, _, length, _ = key.shape
+        w, s = self.window_size, self.num_sinks
+        leaving, first = min(w, length), min(s, length)
+        far_key, far_value = (F.pad(x, (0, 0, leaving, -leaving)) for x in (key, value))
+        far_mask = self._later(batch, length, leaving + first, key.device)
+        far, sums = self._far(query, far_key, far_value, far_mask, scaling)
+        near_key, near_value = (F.pad(x, (0, 0, w - 1, 0)) for x in (key, value))
+        visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
+        near = NearKeys(_rotated(near_key, self), near_value, visible, w - 1)
+        # Padded by a negative number a tensor is cropped; and copied, so that a state keeps no more than itself.
+        sinks = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (key, value))
+        window = tuple(F.pad(x, (0, 0, w - length, 0)) for x in (key, value))
+        seen = torch.ones(batch, length, s, dtype=torch.bool, device=key.device).tril()
+        position = torch.arange(1, length + 1, device=key.device)[None] if self.alibi is not None else None
+        output = self._mixed(query, near, sinks, seen, position, [far], scaling)
+        kind = key.new_full((batch, w), FAR_LATER, dtype=torch.int8)
+        if length < w + s:  # some places of the window hold a sink, or nothing
+            kind[:, : max(0, w - length + first)] = SINK
+            kind[:, : w - leaving] = EMPTY
+        num_seen = torch.full((batch, 1), length, dtype=torch.long, device=key.device)
+        return with_dtype(output, query.dtype), (sums, *window, kind, *sinks, num_seen)
+
+    def _later(self, batch: int, length: int, start: int, device) -> torch.Tensor:
+        """bool `[B, length]`, True from `start` on."""
+        start = min(start, length)
+        return F.pad(torch.ones(batch, length - start, dtype=torch.bool, device=device), (start, 0))
+
     def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
         """The causal form. Padding is at the left end of the new tokens."""
         old = HybridState._make(state) if state else self._initial_state(key, value)
@@ -192,14 +248,39 @@ class HybridAttention(AttentionMechanism):
         line = line.aligned_right() if is_padded else line
         sinks = self._collect_sinks(key, value, position, kind, old)
         to_far, to_near = line.ranges(query.shape[2], slice(1, None))
-        far, sums = self._far(query, to_far, scaling, old.sums)
+        far, sums = self._far(query, to_far.key, to_far.value, to_far.kind == FAR_LATER, scaling, old.sums)
         seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
         near = NearKeys(_rotated(to_near.key, self), to_near.value, to_near.kind == FAR_LATER, w - 1)
         output = self._mixed(query, near, sinks, seen, position, [far], scaling)
-        window = (line.key[:, :, -w:], line.value[:, :, -w:], line.kind[:, -w:])
-        return output, (sums, *window, *sinks, position[:, -1:])
+        return output, (sums, *line.last(w), *sinks, position[:, -1:])
 
-    def _attend_both_ways(self, query, key, value, mask, scaling, state, is_padded):
+    def _attend_packed(self, query, key, value, numbers, scaling):
+        """`_attend_back` within each of the packed sequences that `numbers [B, N]` count; 0 is padding, on the left.
+
+        The state is that of each row's last sequence.
+        """
+        w, s, length = self.window_size, self.num_sinks, query.shape[2]
+        position, first = _within_sequences(numbers)
+        kind = self._kind(numbers > 0, position)
+        line = _Line(key, value, kind).padded(w, 0)
+        line_numbers = F.pad(numbers, (w, 0))
+        to_far, to_near = line.ranges(length, slice(1, None))
+        # A key that leaves the window when the next sequence has begun is one that nobody needs any more.
+        leaves = (to_far.kind == FAR_LATER) & (line_numbers[:, :length] == numbers)
+        far, sums = self._far(query, to_far.key, to_far.value, torch.where(leaves, numbers, -numbers), scaling)
+        places = first.unsqueeze(-1) + torch.arange(s, device=key.device)  # [B, N, s]
+        seen = torch.arange(s, device=key.device) < position.unsqueeze(-1)
+        places = places.clamp(max=length - 1).flatten(1)
+        sinks = tuple(take(x, places).unflatten(2, (length, s)) for x in (key, value))  # [B, Hkv, N, s, D]
+        visible = to_near.kind == FAR_LATER
+        near = NearKeys(_rotated(to_near.key, self), to_near.value, visible, w - 1, line_numbers[:, 1:])
+        output = self._mixed(query, near, sinks, seen, position, [far], scaling)
+        window_key, window_value, window_kind = line.last(w)
+        window_kind = torch.where(line_numbers[:, -w:] == numbers[:, -1:], window_kind, EMPTY).to(torch.int8)
+        sinks = tuple((x * seen[:, None, :, :, None])[:, :, length - 1 :].sum(dim=2) for x in sinks)
+        return output, (sums, window_key, window_value, window_kind, *sinks, position[:, -1:])
+
+    def _attend_both_ways(self, query, key, value, mask, scaling):
         """The bidirectional form: one causal sweep over what lies before the window, one over what lies behind it."""
         length, w = query.shape[2], self.window_size
         position = mask.cumsum(dim=1)
@@ -207,13 +288,14 @@ class HybridAttention(AttentionMechanism):
         line = _Line(key, value, kind).padded(w, w)
         sinks = self._collect_sinks(key, value, position, kind)
         to_far, to_near = line.ranges(length, slice(1, length + 2 * w - 1))
-        before, _ = self._far(query, to_far, scaling)
-        behind, _ = self._far(query.flip(2), line.flipped().first(length), scaling)
+        before, _ = self._far(query, to_far.key, to_far.value, to_far.kind == FAR_LATER, scaling)
+        after = line.flipped().first(length)
+        behind, _ = self._far(query.flip(2), after.key, after.value, after.kind == FAR_LATER, scaling)
         far = [before, tuple(x.flip(3) for x in behind)]
         near = NearKeys(_rotated(to_near.key, self), to_near.value, to_near.kind == FAR_LATER, w - 1)
         seen = (torch.arange(self.num_sinks, device=key.device) < position[:, -1:, None]).expand(-1, length, -1)
         output = self._mixed(query, near, sinks, seen, position, far, scaling)
-        return self._with_global_queries(output, query, key, value, mask, position, kind, scaling), None
+        return self._with_global_queries(output, query, key, value, mask, position, kind, scaling)
 
     def _kind(self, mask, position):
         return torch.where(mask, torch.where(position <= self.num_sinks, SINK, FAR_LATER), EMPTY).to(torch.int8)
@@ -246,11 +328,10 @@ class HybridAttention(AttentionMechanism):
         sinks = tuple(take(x, place.indices) * place.values[:, None, :, None].to(x.dtype) for x in (key, value))
         return sinks if old is None else (old.sink_key + sinks[0], old.sink_value + sinks[1])
 
-    def _far(self, query, line, scaling, state=None):
-        """The part of the keys at least w tokens back, and its state: query t sees the places 0..t of the line."""
+    def _far(self, query, key, value, mask, scaling, state=None):
+        """The part of the keys at least w tokens back, and its state: query t sees the places 0..t of these."""
         decay = self.decay or self.alibi
-        query, key = accumulated(_unrotated(query, self)), _unrotated(line.key, self)
-        value, mask = line.value, line.kind == FAR_LATER
+        query, key = accumulated(_unrotated(query, self)), _unrotated(key, self)
         options = {"is_causal": True, "state": state, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
@@ -268,10 +349,12 @@ class HybridAttention(AttentionMechanism):
 
     def _mixed(self, query, near: NearKeys, sinks, seen, position, far, scaling):
         """`[B, H, N, D]` of near and far keys together."""
-        sink_position = torch.arange(1, self.num_sinks + 1, device=query.device)
-        sink_keys = SinkKeys(_rotated(sinks[0], self), sinks[1], seen, (position.unsqueeze(-1) - sink_position).abs())
+        distance = log_decay = None
+        if self.alibi is not None:
+            log_decay = self.alibi()
+            distance = (position.unsqueeze(-1) - torch.arange(1, self.num_sinks + 1, device=query.device)).abs()
+        sink_keys = SinkKeys(_rotated(sinks[0], self), sinks[1], seen, distance)
         query = _rotated(query, self)
-        log_decay = self.alibi() if self.alibi is not None else None
         *exact, largest = exact_part(query, near, sink_keys, scaling, log_decay, self.mix.is_scale_constant)
         if not self.uses_far:
             return exact[0].flatten(1, 2)
@@ -308,6 +391,9 @@ class _Line(NamedTuple):
         key, value = (F.pad(x, (0, 0, left, right)) for x in (self.key, self.value))
         return _Line(key, value, F.pad(self.kind, (left, right), value=EMPTY))
 
+    def last(self, length: int) -> _Line:
+        return _Line(self.key[:, :, -length:], self.value[:, :, -length:], self.kind[:, -length:])
+
     def first(self, length: int) -> _Line:
         return _Line(self.key[:, :, :length], self.value[:, :, :length], self.kind[:, :length])
 
@@ -338,6 +424,20 @@ class _TwoRanges(torch.autograd.Function):
         grad[:, :, ctx.length :] = 0
         grad[:, :, ctx.places] += grad_other
         return grad, None, None
+
+
+def _within_sequences(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token of packed sequences its position, from 1, and the place where its sequence starts, both `[B, N]`.
+
+    `numbers [B, N]` count the sequences, with all padding, 0, on the left; its positions are 0.
+    """
+    place = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    starts = (numbers != F.pad(numbers[:, :-1], (1, 0))) & (numbers > 0)
+    sequence = starts.cumsum(dim=1)
+    # Not `cummax`, which ONNX lacks. What does not start a sequence goes to sequence 0, which is no one's.
+    start_of = torch.zeros_like(F.pad(place, (1, 0))).scatter(1, sequence * starts, place)
+    first = start_of.gather(1, sequence)
+    return torch.where(numbers > 0, place - first + 1, 0), first
 
 
 def _rotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from .kernels import elementwise_attention
-from .kernels import is_tracing
+from .kernels import is_eager
 from .kernels import kernel_attention
 from .kernels import makes_features
 from .kernels import map_attention
-from .kernels import needs_plain
 from .kernels_torch import read_state
 from .kernels_torch import with_dtype
 from .attention_mechanism import ROPE_OPTION
@@ -139,15 +138,15 @@ class LinearAttention(AttentionMechanism):
 
     def _takes_pieces(self, query, mask) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
-        return query.device.type == "cpu" and not (is_tracing() or is_packed or needs_plain(query))
+        return query.device.type == "cpu" and not is_packed and is_eager(query)
 
     def _tokens_at_a_time(self, query, key, mask) -> int:
         """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""
         if not self._takes_pieces(query, mask) or self.feature_map.depends_on_all_keys:
-            return max(query.shape[2], key.shape[2])
-        tokens = FEATURES_IN_CACHE // (query.shape[0] * query.shape[1] * self.feature_map.num_features)
+            return max(1, query.shape[2], key.shape[2])
+        tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)
 
 
 def _mask_pieces(mask, size: int, key):
-    return [None] * -(-key.shape[2] // size) if mask is None else mask.split(size, dim=1)
+    return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)

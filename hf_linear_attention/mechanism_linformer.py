@@ -30,7 +30,7 @@ from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
 from .attention_mechanism import AttentionMechanism
 from .attention_mechanism import Option
-from .kernels import is_tracing
+from .kernels import needs_plain
 from .segment_means import real_first
 from .segment_means import segment_mean_weights
 from .segment_means import segment_means
@@ -132,7 +132,13 @@ class LinformerAttention(AttentionMechanism):
     @property
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         owner = self.__dict__.get("_first", self)
-        return owner.key_projection, owner.key_projection if owner.value_projection is None else owner.value_projection
+        key, value = owner.key_projection, owner.value_projection
+        return self._applied(key), self._applied(key if value is None else value)
+
+    @staticmethod
+    def _applied(projection: torch.Tensor) -> torch.Tensor:
+        """E or F as it is applied, from what is stored."""
+        return projection
 
     def reset_parameters(self):
         if self.projection is None:
@@ -188,7 +194,7 @@ def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | Non
     `x` holds 0 at the padding of `mask`.
     """
     slots, max_length = projection.shape[1:]
-    if mask is None and not is_tracing() and x.shape[2] == max_length:
+    if mask is None and not needs_plain(x) and x.shape[2] == max_length:  # exported graphs take any length
         return project(x, projection, mask)
     columns = _columns(projection, mask, x.shape[2])
     total, mass = (weights.abs().to(accumulation_dtype(x)).sum(dim=-1) for weights in (projection, columns))

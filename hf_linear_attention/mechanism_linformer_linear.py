@@ -16,6 +16,7 @@ import torch
 
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import accumulation_dtype
+from .kernels_torch import largest_visible
 from .kernels_torch import normalize
 from .kernels_torch import with_ones
 from .attention_mechanism import Option
@@ -60,9 +61,9 @@ class LinformerLinearAttention(LinformerAttention):
     def obstacle(cls, capability, settings):
         return None if capability == "constants" else super().obstacle(capability, settings)
 
-    @property
-    def _projections(self):
-        return tuple(non_negative(projection) for projection in super()._projections)
+    @staticmethod
+    def _applied(projection):
+        return non_negative(projection)
 
     def reset_parameters(self):
         super().reset_parameters()
@@ -97,7 +98,7 @@ def exponentiate(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor |
     `queries [B, H, N, F]`, `keys [B, Hkv, S, F]`; padded keys may be anything.
     """
     visible = keys if mask is None else keys.masked_fill(~mask[:, None, :, None], EMPTY_MAXIMUM)
-    largest = visible.detach().amax(dim=2, keepdim=True)
+    largest = largest_visible(visible, None).unsqueeze(2)
     keys = (visible - largest).exp()
     queries = queries + largest.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     return (queries - queries.detach().amax(dim=-1, keepdim=True)).exp(), keys

@@ -100,6 +100,8 @@ class NystromAttention(AttentionMechanism):
 
     def _convolve(self, value: torch.Tensor, mask: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """One kernel per head along the real tokens; `[B, H, N, D]`, arbitrary at padding."""
+        if not value.shape[2]:
+            return value
         weight = weight.to(value.dtype)
         padding = (weight.shape[2] // 2, 0)
         if mask is None:

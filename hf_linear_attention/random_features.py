@@ -17,6 +17,7 @@ import torch
 from transformers import initialization as init
 
 from .kernels_torch import accumulation_dtype
+from .kernels_torch import largest_visible
 from .kernels_torch import with_dtype
 from .feature_maps import FeatureMap
 from .feature_maps import half_squared_norm
@@ -89,7 +90,7 @@ class ExpRandomFeatureMap(RandomFeatureMap):
 
     def _kernel_weight(self, scaling: float) -> torch.Tensor:
         """`[1, D, F]`, what gives the same as `_project`."""
-        return (self.projection.float() * math.sqrt(scaling)).T.unsqueeze(0)
+        return (with_dtype(self.projection, torch.float32) * math.sqrt(scaling)).T.unsqueeze(0)
 
 
 class CoshRandomFeatureMap(ExpRandomFeatureMap):
@@ -182,7 +183,7 @@ class TrigRandomFeatureMap(RandomFeatureMap):
         exponent = half_squared_norm(key, scaling)
         if key_mask is not None:
             exponent = exponent.masked_fill(~key_mask[:, None, :, None], 0.0)
-        largest = exponent.detach().amax(dim=2, keepdim=True)
+        largest = largest_visible(exponent, None).unsqueeze(2)
         return self.forward_queries(key, scaling) * (exponent - largest).exp()
 
 

@@ -150,6 +150,29 @@ def test_the_decode_step_in_onnxruntime(name, tmp_path):
         assert (logits - expected[:, step : step + 1]).abs().max() <= 1e-4
 
 
+class PackedLogits(nn.Module):
+    """A forward without a cache: `position_ids` may restart, and nothing in a graph tells whether they do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids):
+        return self.model(input_ids, position_ids=position_ids, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_without_a_cache_in_onnxruntime(name, tmp_path):
+    family, settings = DECODERS[name]
+    model = PackedLogits(convert(stock_model(family), **settings))
+    together = torch.arange(12).expand(2, -1)
+    packed = torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
+    session = onnx_session(model, (IDS, together), tmp_path / "decoder.onnx")
+    for positions in (together, packed):
+        assert (session(IDS, positions)[0] - model(IDS, positions)).abs().max() <= 1e-4
+
+
 def onnx_session(model, example, path, **options):
     """Export, and give what calls onnxruntime with torch tensors."""
     pytest.importorskip("onnxscript", reason="needs the extra `clients`")

@@ -200,3 +200,13 @@ def test_packed_attention_is_linear_in_memory_and_exact():
     torch.testing.assert_close(actual[segments > 0], expected[segments > 0])
     assert (actual[segments == 0] == 0).all()
     assert sum(rows) <= 2 * segments.numel()
+
+
+def test_an_exported_encoder_refuses_packed_sequences():
+    """Every encoder mechanism would have to know of them; outside a graph each sequence is attended to by itself."""
+    model, ids = convert(stock_model("bert"), mechanism="nystrom", num_landmarks=4), torch.arange(3, 11)[None]
+    mask = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2]])[:, None, None]
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+        with pytest.raises(NotImplementedError, match="its own row of the batch"):
+            torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask}, strict=False)
