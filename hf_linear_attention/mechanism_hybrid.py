@@ -32,9 +32,9 @@ from .attention_mechanism import Option
 from .feature_maps import FEATURE_MAPS
 from .feature_maps import half_squared_norm
 from .kernels import exact_part
+from .kernels import is_eager
 from .kernels import makes_features
 from .kernels import map_attention
-from .kernels import needs_plain
 from .kernels import takes_step
 from .kernels_inference import step_parts
 from .kernels_operators import operator
@@ -210,10 +210,9 @@ class HybridAttention(AttentionMechanism):
         batch, _, length, _ = key.shape
         w, s = self.window_size, self.num_sinks
         leaving, first = min(w, length), min(s, length)
-        far_key, far_value = (F.pad(x, (0, 0, leaving, -leaving)) for x in (key, value))
+        (far_key, near_key), (far_value, near_value) = (_far_and_near(x, w) for x in (key, value))
         far_mask = self._later(batch, length, leaving + first, key.device)
         far, sums = self._far(query, far_key, far_value, far_mask, scaling)
-        near_key, near_value = (F.pad(x, (0, 0, w - 1, 0)) for x in (key, value))
         visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
         near = NearKeys(_rotated(near_key, self), near_value, visible, w - 1)
         # Padded by a negative number a tensor is cropped; and copied, so that a state keeps no more than itself.
@@ -399,14 +398,29 @@ class _Line(NamedTuple):
 
     def ranges(self, length: int, places: slice) -> tuple[_Line, _Line]:
         """The first `length` places, and other `places`."""
-        if not torch.is_grad_enabled() or needs_plain(self.key):  # no place for functions of our own
-            return self.first(length), _Line(self.key[:, :, places], self.value[:, :, places], self.kind[:, places])
-        key, value = (_TwoRanges.apply(x, length, places) for x in (self.key, self.value))
+        key, value = (_ranges(x, length, places) for x in (self.key, self.value))
         first, other = map(_Line, key, value, (self.kind[:, :length], self.kind[:, places]))
         return first, other
 
     def flipped(self) -> _Line:
         return _Line(self.key.flip(2), self.value.flip(2), self.kind.flip(1))
+
+
+def _ranges(x: torch.Tensor, length: int, places: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `length` places of `x [B, Hkv, L, D]`, and other `places`."""
+    if not torch.is_grad_enabled() or not is_eager(x):  # no place for functions of our own
+        return x[:, :, :length], x[:, :, places]
+    return _TwoRanges.apply(x, length, places)
+
+
+def _far_and_near(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x [B, Hkv, N, D]` with room before the first token: as far keys, `width` places behind their query, and as near
+    ones, up to it."""
+    length = x.shape[2]
+    if is_eager(x):
+        return _ranges(F.pad(x, (0, 0, width, 0)), length, slice(1, None))
+    leaving = min(width, length)  # in a graph two nodes instead of three
+    return F.pad(x, (0, 0, leaving, -leaving)), F.pad(x, (0, 0, width - 1, 0))
 
 
 class _TwoRanges(torch.autograd.Function):
