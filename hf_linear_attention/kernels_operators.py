@@ -24,8 +24,10 @@ import torch
 from .kernels_causal import causal_attention
 from .kernels_causal import gradients_with_graph
 from .kernels_checks import check_attention
+from .kernels_checks import check_results
 from .kernels_checks import check_window
 from .kernels_cpu import EXP
+from .kernels_cpu import HEDGEHOG
 from .kernels_cpu import MOST_COLUMNS
 from .kernels_cpu import NATIVE_DTYPES
 from .kernels_cpu import in_large_pages
@@ -39,6 +41,7 @@ from .kernels_torch import Affine
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import plain_attention
+from .kernels_torch import shown
 from .kernels_window import plain_window
 
 
@@ -70,6 +73,8 @@ Tensors = Sequence["torch.Tensor | None"]
 
 def takes_attention(query, key, value, key_mask, features: int) -> bool:
     """Whether C computes: on a CPU, no sequences by number, nothing empty, no thin heads, no endless rows."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
     if key_mask is not None and key_mask.dtype != torch.bool:
         return False
     thinnest, widest = min(query.shape[-1], value.shape[-1]), max(query.shape[-1], value.shape[-1], features)
@@ -78,12 +83,17 @@ def takes_attention(query, key, value, key_mask, features: int) -> bool:
     return takes(query, key, value, dtypes=NATIVE_DTYPES)
 
 
+def is_bare_hedgehog(function: int, key_weight: torch.Tensor | None) -> bool:
+    """Without a projection, which C does not know."""
+    return function == HEDGEHOG and key_weight is None
+
+
 def _attention(query, key, value, key_mask, log_decay, state, key_weight, key_bias, key_norm, query_weight, *how):
     function = how[0]
     affine = key_weight, key_bias, key_norm, query_weight
     features = check_attention(query, key, value, key_mask, log_decay, state, *affine, *how)
     given = (query, key, value, key_mask, log_decay, state, *affine)
-    if not takes_attention(query, key, value, key_mask, features):
+    if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(function, key_weight):
         output, denominator, scale, state = in_torch(*given, *how)
         scale = denominator.new_empty(0) if scale is None else scale
         return tuple(x.contiguous() for x in _laid_out(query, output, denominator, scale, state))
@@ -124,10 +134,11 @@ def in_torch(
     """
     maps = (None, None) if key_weight is None else (Affine(query_weight), Affine(key_weight, key_bias, key_norm))
     feature_map = KernelMap(function, *maps)
+    key, value = shown(key, key_mask), shown(value, key_mask)
     query, key = feature_map.features(query, feature_map.query), feature_map.features(key, feature_map.key)
     options: dict[str, Any] = {"log_features": feature_map.log_features, "key_mask": key_mask, "state": state}
     is_packed = key_mask is not None and key_mask.dtype != torch.bool
-    if plain or is_packed or not is_causal or not key.shape[2]:
+    if plain or is_packed or not is_causal or 0 in key.shape[:3]:
         return plain_attention(query, key, value, is_causal=is_causal, log_decay=log_decay, **options)
     return causal_attention(
         query, key, value, log_decay=log_decay, gpu_kernel=gpu_kernel(value, query.shape[2]), **options
@@ -139,7 +150,8 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
     features = check_attention(*arguments)
-    if not takes_attention(query, key, value, key_mask, features):
+    _check_gradients(grad_output, grad_denominator, grad_state, arguments, output, denominator, needed, features)
+    if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
         return _in_a_thread(_gradients_in_torch, (grad_output, grad_denominator, grad_state), arguments, needed)
     kv_heads = key.shape[1]
     described = _arguments(inputs, kv_heads)
@@ -152,7 +164,7 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
         torch.empty(argument.shape, dtype=torch.float32) if need and argument is not None else None
         for argument, need in zip(described[4:], wanted)
     ]
-    grad_output = None if grad_output is None else with_rows(grad_output.to(query.dtype)).transpose(1, 2)
+    grad_output = None if grad_output is None else with_rows(grad_output).transpose(1, 2)
     incoming = (
         None if grad_output is None else _grouped(grad_output, kv_heads),
         None if grad_denominator is None else grad_denominator.contiguous(),
@@ -165,6 +177,23 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
     grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)
     grad_first = None if grad_first is None else grad_first.squeeze(2)
     return [_or_nothing(grad, query) for grad in (*grads, None, grad_decay, grad_first, *grad_affine)]
+
+
+def _check_gradients(grad_output, grad_denominator, grad_state, arguments, output, denominator, needed, features):
+    query, key, value = arguments[:3]
+    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
+    per_query, dtype = (batch, kv_heads, heads // kv_heads, length, 1), accumulation_dtype(value)
+    row = width + 1 + (arguments[10] >= EXP)
+    check_results(
+        query,
+        grad_output=(grad_output, (batch, length, heads, width), query.dtype),
+        grad_denominator=(grad_denominator, per_query, dtype),
+        grad_state=(grad_state, (batch, kv_heads, features, row), dtype),
+        output=(output, (batch, length, heads, width), query.dtype),
+        denominator=(denominator, per_query, dtype),
+    )
+    if len(needed) != 10:
+        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")
 
 
 def _fake_attention_backward(grad_output, grad_denominator, grad_state, *given):
@@ -184,7 +213,7 @@ def _or_nothing(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Sequence[bool]) -> list[torch.Tensor]:
     inputs = [
         x.detach().requires_grad_(need) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for x, need in zip(arguments[:10], needed)
+        for x, need in zip(arguments[:10], (True, True, True, *needed[3:]))  # as C makes them
     ]
     with torch.enable_grad():
         outputs = _laid_out(inputs[0], *in_torch(*inputs, *arguments[10:]))
@@ -276,6 +305,15 @@ def _window_backward(grad_output, grad_size, *given):
     *inputs, scaling, output, size = given
     width = check_window(*inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
+    (batch, heads, length, _), dtype = query.shape, accumulation_dtype(query)
+    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, key.shape[1], heads // key.shape[1], length, 1)
+    check_results(
+        query,
+        grad_output=(grad_output, by_head, dtype),
+        grad_log_size=(grad_size, per_query, dtype),
+        output=(output, by_head, dtype),
+        log_size=(size, per_query, dtype),
+    )
     if not takes_attention(query, key, value, visible, 1) or not takes(sink_key, sink_value, sink_query):
         return _in_a_thread(_window_gradients_in_torch, (grad_output, grad_size), inputs, scaling)
     kv_heads = key.shape[1]

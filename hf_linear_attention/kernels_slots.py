@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +12,7 @@ from .kernels import needs_plain
 from .kernels_checks import check_slots
 from .kernels_operators import operator
 from .kernels_operators import takes_attention
+from .kernels_torch import with_dtype
 
 
 def slot_attention(
@@ -31,11 +34,14 @@ def slot_attention(
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if not has_gradient and not is_tracing() and not needs_plain(query) and takes_attention(query, key, value, None, 1):
         return operator("slot_attention")(query, key, value, visible, scaling).transpose(1, 2)
-    groups = query.shape[1] // key.shape[1]
+    groups, dtype = query.shape[1] // key.shape[1], query.dtype
+    wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
+    query, key, value = (with_dtype(x, wide) for x in (query, key, value))
     if visible is not None:
         key, value = (torch.where(visible.unsqueeze(3), x, 0.0) for x in (key, value))
         visible = visible | ~visible.any(dim=-1, keepdim=True)
         visible = (visible.repeat_interleave(groups, dim=1) if visible.shape[1] > 1 else visible).unsqueeze(2)
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    return with_dtype(output, dtype)

@@ -116,7 +116,7 @@ def plain_attention(
         segments, key_mask = key_mask, key_mask > 0
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
-    if not is_causal:
+    if not is_causal or not key.shape[2]:
         output, scale, sums, maximum = _block(query, key, values, mask, sums, maximum, log_features, False)
         return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
     size = block_size or (GRAPH_LOG_BLOCK_SIZE if log_features else BLOCK_SIZE)
@@ -142,9 +142,9 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
 
     `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]` -> output `[B, H, 1, W]` and state.
     """
-    batch, heads, _, features = query.shape
+    (batch, heads, _, features), kv_heads = query.shape, key.shape[1]
     width = value.shape[-1]
-    rows = with_dtype(query, state.dtype).reshape(batch * key.shape[1], -1, features)
+    rows = with_dtype(query, state.dtype).reshape(batch * kv_heads, heads // kv_heads, features)
     key = with_dtype(key, state.dtype).transpose(-1, -2)
     decay = None if log_decay is None else log_decay.to(state.dtype)[:, None, None]
     values = torch.constant_pad_nd(with_dtype(value, state.dtype), (0, state.shape[-1] - width), 1.0)
@@ -155,7 +155,7 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
         state = (state * (maximum - new_maximum).exp()).addcmul_((key - new_maximum).exp_(), values)
         state = torch.cat((state[..., :-1], new_maximum), dim=-1)
         # Softmax divides by one more constant of the query, which cancels like the maximum.
-        rows = (rows + new_maximum.view(-1, 1, features)).softmax(dim=-1)
+        rows = (rows + new_maximum.reshape(batch * kv_heads, 1, features)).softmax(dim=-1)
     else:
         state = torch.addcmul(state if decay is None else state * decay.exp(), key, values)
     sizes = (width, 1, 1) if log_features else (width, 1)
@@ -191,6 +191,11 @@ def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.
     if state is None or not log_features:
         return state, None
     return state[..., :-1], state[..., -1]
+
+
+def shown(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`x [B, heads, S, X]`, 0 where the mask `[B, S]` hides it: there may be nan, which no product with 0 hides."""
+    return x if mask is None else x.masked_fill((mask == 0)[:, None, :, None], 0.0)
 
 
 def pack_state(sums: Any, maximum: torch.Tensor | None) -> torch.Tensor:
@@ -297,7 +302,7 @@ def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
 def exponentiate(query, key, mask, sums, maximum):
     """Exponents -> features in [0, 1] and the carried sums rescaled to the new running maximum, a constant."""
     visible = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
-    new_maximum = visible.amax(dim=2)
+    new_maximum = visible.amax(dim=2) if key.shape[2] else visible.sum(dim=2) + EMPTY_MAXIMUM
     if maximum is not None:
         new_maximum = torch.maximum(new_maximum, maximum.detach())
         sums = sums * (maximum - new_maximum).exp().unsqueeze(-1)
