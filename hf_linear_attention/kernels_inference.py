@@ -119,7 +119,8 @@ def slot_attention(query, key, value, visible, scaling):
     if not key.shape[2]:
         return output.zero_()
     are_few_keys = key.shape[2] <= length
-    query, key = (query, key * scaling) if are_few_keys else (query * scaling, key)
+    # in float32: logits of a hundred that were rounded in bfloat16 would be another softmax
+    query, key = (query, key.float() * scaling) if are_few_keys else (query.float() * scaling, key)
     if visible is not None:
         visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
     by_head = output.transpose(1, 2).unflatten(1, (kv_heads, -1))

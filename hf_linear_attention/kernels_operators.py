@@ -274,13 +274,18 @@ def _differentiate_attention(ctx, grad_output, grad_denominator, _, grad_state):
 def _window(query, key, value, visible, sink_key, sink_value, seen, sink_query, scaling):
     given = (query, key, value, visible, sink_key, sink_value, seen, sink_query)
     width = check_window(*given)
-    if not takes_attention(query, key, value, visible, 1) or not takes(sink_key, sink_value, sink_query):
+    if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
         return tuple(x.contiguous() for x in _window_laid_out(*plain_window(*given, scaling)))
     output, size, largest = _new_window_outputs(*given)
     arguments = _window_arguments(scaling, *given)
     results = (_grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), size, largest)
     run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, *results))
     return output, size, largest
+
+
+def _takes_window(query, key, value, visible, *sinks) -> bool:
+    """Without queries C would leave the gradients of keys unwritten."""
+    return bool(query.shape[2]) and takes_attention(query, key, value, visible, 1) and takes(*sinks)
 
 
 def _window_laid_out(output, size, largest):
@@ -314,7 +319,7 @@ def _window_backward(grad_output, grad_size, *given):
         output=(output, by_head, dtype),
         log_size=(size, per_query, dtype),
     )
-    if not takes_attention(query, key, value, visible, 1) or not takes(sink_key, sink_value, sink_query):
+    if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
         return _in_a_thread(_window_gradients_in_torch, (grad_output, grad_size), inputs, scaling)
     kv_heads = key.shape[1]
     grads = [in_large_pages(x.new_empty(x.shape)) for x in (query, key, value, sink_key, sink_value)]

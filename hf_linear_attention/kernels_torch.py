@@ -181,9 +181,9 @@ def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def normalize(sums: torch.Tensor) -> torch.Tensor:
-    """Numerator over denominator, `[..., W + 1]` -> `[..., W]`; 0 where the denominator is 0 (nothing to see)."""
+    """Numerator over denominator, `[..., W + 1]` -> `[..., W]`; 0, as are gradients, where the denominator is 0."""
     numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
-    return numerator / denominator.masked_fill(denominator == 0, 1.0)
+    return numerator / denominator.masked_fill(denominator == 0, torch.inf)
 
 
 def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -339,7 +339,10 @@ def safe_block_size(key, mask, maximum, steepest: float = 0.0) -> int:
 
 
 def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) -> float:
-    """Upper bound over blocks and features of (maximum of the block) - (maximum at the block's first visible key)."""
+    """Upper bound over blocks and features of (maximum of the block) - (what its first query sees).
+
+    That is the first key, or where it is hidden what was carried, or without that the first visible key.
+    """
     if missing := -key.shape[2] % size:  # padding by 0 would copy
         key = F.pad(key, (0, 0, 0, missing), value=EMPTY_MAXIMUM)
     blocks = key.unflatten(2, (-1, size))
@@ -350,4 +353,5 @@ def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) ->
         seen = torch.maximum(seen, maximum.detach().unsqueeze(2))
     first = (blocks[..., :1] > EMPTY_MAXIMUM).to(torch.uint8).argmax(dim=3, keepdim=True)
     before = torch.maximum(blocks.take_along_dim(first, dim=3).squeeze(3), seen)
+    before = torch.where((first.squeeze(3) > 0) & (seen > EMPTY_MAXIMUM / 2), seen, before)
     return (torch.maximum(largest, before) - before).max().item()

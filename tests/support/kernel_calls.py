@@ -92,7 +92,8 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         described = {k: None if x is None else (str(x.dtype)[6:], *x.shape) for k, x in self.tensors.items()}
         strides = {k: x.stride() for k, x in self.tensors.items() if x is not None and not x.is_contiguous()}
-        return f"{self.entry} {self.options}, misfit: {self.misfit or 'none'}\n  {described}\n  strides {strides}"
+        given = f"{self.options}, expanded {self.expanded}, misfit: {self.misfit or 'none'}"
+        return f"{self.entry} {given}\n  {described}\n  strides {strides}"
 
 
 class Maker:
@@ -191,11 +192,13 @@ class Maker:
         for name, shape in shapes.items():
             x = self.normal(shape)
             if name in ("query", "key", "sink_key", "sink_query", "window_key", "x"):
-                x = x.abs() if kind in ("attention", "features", "step") and options["function"] == PLAIN else x * std
+                is_plain = kind in ("attention", "features", "step") and options["function"] == PLAIN
+                # features of elu1 are numbers of float32, which ends at exp(-87)
+                x = x.abs() if is_plain else x * (min(std, 4) if options["function"] == ELU_PLUS_ONE else std)
             elif name in ("key_weight", "query_weight"):
                 x = (x.abs() if options["function"] == PLAIN else x) / max(1, shape[1]) ** 0.5
             elif name in ("key_bias", "key_norm"):
-                x = x.abs() * (0 if name == "key_norm" and options["function"] == PLAIN else 0.1)
+                x = x.abs() * (0 if name == "key_norm" and options["function"] < EXP else 0.1)
             elif name == "log_decay":
                 x = torch.tensor([self.random.choice(DECAYS) for _ in range(shape[0])])
             elif name in ("state", "sums"):
@@ -232,6 +235,7 @@ class Maker:
 
     def expand(self, tensors) -> dict[str, int]:
         expanded = {name: self.random.randrange(x.ndim) for name, x in tensors.items() if self.chance(0.04)}
+        expanded = {name: axis for name, axis in expanded.items() if name not in ("state", "sums") or axis < 3}
         for name, axis in expanded.items():
             x = tensors[name]
             tensors[name] = x.narrow(axis, 0, min(1, x.shape[axis])).expand(x.shape).clone()
@@ -272,8 +276,8 @@ class Maker:
         new = self.random.choice([n for n in (1, 2, 3, old + 1, old - 1, 2 * old, 3 * old) if n >= 0 and n != old])
         if letter in "bkh" and new in (1, sizes[base[letter]]):
             new = sizes[base[letter]] + 2
-        if letter == "H" and new % sizes["K"] == 0:
-            new += 1
+        if letter == "H":  # 1 more than a multiple is none, if there is another divisor than 1
+            new = old + 1
         if letter == "F" and name == "state" and new == old:
             new += 1
         shape = [*x.shape[:axis], new, *x.shape[axis + 1 :]]
