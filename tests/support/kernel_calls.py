@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_linear_attention.kernels_cpu import ELU_PLUS_ONE, EXP, HEDGEHOG, PLAIN
+from hf_linear_attention.kernels_torch import EMPTY_MAXIMUM
 
 
 # `V` is W + 1 or W + 2. A letter in lower case beside an axis may be 1 instead; "1" must be 1.
@@ -96,12 +97,18 @@ class Call(NamedTuple):
         return f"{self.entry} {given}\n  {described}\n  strides {strides}"
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float64, with its maximum of an empty state."""
+    return torch.where(x < -9e29, EMPTY_MAXIMUM, x.double()) if x.is_floating_point() else x
+
+
 class Maker:
     """Makes calls from one seed."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
+        self.is_packed = False
 
     def pick(self, numbers: Sequence[int]) -> int:
         """Small ones, the first, more often."""
@@ -142,6 +149,7 @@ class Maker:
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
         options["scaling"], sizes = self.random.choice((0.1, 0.3, 1.0)), self.sizes(kind, is_causal)
+        self.is_packed = self.chance(0.07)
         names = self.given(kind, is_causal, options["function"])
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
@@ -184,7 +192,9 @@ class Maker:
 
     def contents(self, kind, shapes, dtypes, options, is_affine) -> dict[str, torch.Tensor | None]:
         """Numbers of which the kernel can make sense: plain features are not negative, exponents sometimes large."""
-        std = self.pick((1, 1, 4, 30))
+        # Plain torch keeps blocks of fixed length where a decay or packed sequences are to be told apart: exponents that
+        # rise by more than 87 within one are beyond it.
+        std = self.pick((1, 1, 4, 4 if "log_decay" in shapes or self.is_packed else 30))
         by_name = dict(zip(("query", "key", "value"), dtypes))
         by_name |= {"window_key": dtypes[1], "window_value": dtypes[2], "sink_key": dtypes[1], "sink_value": dtypes[2]}
         by_name |= {"sink_query": dtypes[0], "x": dtypes[0]}
@@ -212,7 +222,7 @@ class Maker:
                 x = torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
             x = x.to(by_name[name]) if name in by_name else x
             is_double = dtypes[2] == torch.float64 and x.dtype == torch.float32
-            tensors[name] = x.double() if is_double else x
+            tensors[name] = widened(x) if is_double else x
         return tensors
 
     def state(self, shape, log_features: bool, std: float) -> torch.Tensor:
@@ -225,7 +235,7 @@ class Maker:
         return state
 
     def mask(self, name: str, shape) -> torch.Tensor:
-        if name == "key_mask" and self.chance(0.1):
+        if name == "key_mask" and self.is_packed:
             return torch.randint(0, 2, shape, generator=self.generator).cumsum(dim=1)
         mask = torch.rand(shape, generator=self.generator) < self.random.choice((0.0, 0.3, 0.8, 1.0))
         if name != "seen" and self.chance(0.3):  # padding on the left
@@ -262,7 +272,7 @@ class Maker:
         specification = {name: SPECIFICATIONS[kind][name] for name in tensors}
         letters = [base.get(letter, letter) for text in specification.values() for letter in text if letter != "h"]
         if kind == "elu":
-            return ""
+            return self.spoil_axes(kind, tensors, options, sizes)
         found = []
         for name, text in specification.items():
             for axis, letter in enumerate(text):
