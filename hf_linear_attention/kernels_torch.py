@@ -222,7 +222,7 @@ class _Decay:
 
 def _block(query, key, values, mask, sums, maximum, log_features, is_causal, together=None, decay=None):
     """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
-    scale, exponent, before = None, key, maximum
+    scale, exponent, before = None, key, (sums, maximum)
     if log_features:
         query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
     if mask is not None:
@@ -249,8 +249,8 @@ def _block(query, key, values, mask, sums, maximum, log_features, is_causal, tog
 def _fade(exponent, key, mask, sums, maximum, before, decay):
     """What goes into the state at the end of a block: sums and keys as the last token sees them, and their maximum.
 
-    `maximum` is that of the block, `before` the one of the state before it: with log features it fades too, so that
-    keys after a long decay do not vanish beside it.
+    `maximum` is that of the block, `before` the sums and the maximum of the state before it: with log features that one
+    fades too, so that keys after a long decay do not vanish beside it.
     """
     if maximum is None:
         return (
@@ -261,9 +261,10 @@ def _fade(exponent, key, mask, sums, maximum, before, decay):
     faded = exponent + decay.to_last
     visible = faded.detach() if mask is None else faded.detach().masked_fill(~mask, EMPTY_MAXIMUM)
     new = visible.amax(dim=2)
-    if before is not None:
-        carried = maximum + decay.carried_to_last  # `sums` are relative to the maximum of the block by now
-        new = torch.maximum(new, (before + decay.carried_to_last).detach())
+    sums, maximum = before
+    if maximum is not None:
+        carried = maximum + decay.carried_to_last
+        new = torch.maximum(new, carried.detach())
         sums = sums * (carried - new).exp().unsqueeze(3)
     key = faded - new.unsqueeze(2)
     return sums, key.exp() if mask is None else _masked_exp(key, mask) * mask, new
