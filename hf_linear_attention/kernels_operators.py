@@ -199,10 +199,8 @@ def _check_gradients(grad_output, grad_denominator, grad_state, arguments, outpu
 def _fake_attention_backward(grad_output, grad_denominator, grad_state, *given):
     *inputs, _, _, _, _, needed = given
     check_attention(*given[:12])
-    made = [True, True, True, *needed[3:]]
-    return [
-        _or_nothing(_gradient_like(x) if need and x is not None else None, inputs[0]) for x, need in zip(inputs, made)
-    ]
+    others = [x.new_empty(x.shape) if need and x is not None else None for x, need in zip(inputs[3:], needed[3:])]
+    return [*(_gradient_like(x) for x in inputs[:3]), *(_or_nothing(grad, inputs[0]) for grad in others)]
 
 
 def _or_nothing(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -217,7 +215,8 @@ def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Seq
     ]
     with torch.enable_grad():
         outputs = _laid_out(inputs[0], *in_torch(*inputs, *arguments[10:]))
-    return _gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
+    grads = _gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
+    return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
 
 
 def _laid_out(query, output, denominator, scale, state):
