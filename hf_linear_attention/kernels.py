@@ -126,8 +126,7 @@ def kernel_attention(
         ValueError: if shapes, dtypes or devices do not fit each other.
     """
     query, key = accumulated(query_features), accumulated(key_features)
-    is_step = state is not None and key_mask is None and query.ndim == key.ndim == 4
-    if is_step and query.shape[2] == key.shape[2] == 1:
+    if state is not None and key_mask is None and query.ndim == key.ndim == 4 and query.shape[2] == key.shape[2] == 1:
         return attention_step(query, key, value, state, log_features=log_features, log_decay=log_decay)
     feature_map = KernelMap(EXP if log_features else PLAIN)
     options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}

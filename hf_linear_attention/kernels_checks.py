@@ -109,7 +109,7 @@ def check_attention(
     if (key_bias is not None or key_norm is not None) and (key_weight is None or function == 3):
         raise ValueError(
             f"Got `key_bias` or `key_norm` with `function` = {function} and "
-            f"{'no' if key_weight is None else 'a'} `key_weight`; they need a `key_weight`, and Hedgehog (3) has neither."
+            f"{'no' if key_weight is None else 'a'} `key_weight`; they need one, and Hedgehog (3) has neither."
         )
     if key_weight is None:
         columns = key.shape[3]
@@ -199,6 +199,46 @@ def check_results(query: torch.Tensor, **results: tuple[torch.Tensor | None, Sha
         check_shape(name, tensor, shape, like=query)
         if tensor is not None and tensor.dtype != dtype:
             raise ValueError(f"`{name}` is {tensor.dtype}; it must be {dtype}, as in the forward pass.")
+
+
+def check_attention_results(
+    query, key, value, features, function, grad_output, grad_denominator, grad_state, output, denominator, needed
+) -> None:
+    """What the operator `attention_backward` takes besides the arguments of `attention`.
+
+    Raises:
+        ValueError: for the first that does not fit.
+    """
+    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
+    by_head, per_query = (batch, length, heads, width), (batch, kv_heads, heads // kv_heads, length, 1)
+    dtype = accumulation_dtype(value)
+    check_results(
+        query,
+        grad_output=(grad_output, by_head, query.dtype),
+        grad_denominator=(grad_denominator, per_query, dtype),
+        grad_state=(grad_state, (batch, kv_heads, features, width + 1 + (function >= 2)), dtype),
+        output=(output, by_head, query.dtype),
+        denominator=(denominator, per_query, dtype),
+    )
+    if len(needed) != 10:
+        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")
+
+
+def check_window_results(query, key, value, grad_output, grad_log_size, output, log_size) -> None:
+    """What the operator `window_attention_backward` takes besides the arguments of `window_attention`.
+
+    Raises:
+        ValueError: for the first that does not fit.
+    """
+    (batch, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], accumulation_dtype(query)
+    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, kv_heads, heads // kv_heads, length, 1)
+    check_results(
+        query,
+        grad_output=(grad_output, by_head, dtype),
+        grad_log_size=(grad_log_size, per_query, dtype),
+        output=(output, by_head, dtype),
+        log_size=(log_size, per_query, dtype),
+    )
 
 
 def check_slots(query, key, value, visible) -> None:

@@ -24,8 +24,9 @@ import torch
 from .kernels_causal import causal_attention
 from .kernels_causal import gradients_with_graph
 from .kernels_checks import check_attention
-from .kernels_checks import check_results
+from .kernels_checks import check_attention_results
 from .kernels_checks import check_window
+from .kernels_checks import check_window_results
 from .kernels_cpu import EXP
 from .kernels_cpu import HEDGEHOG
 from .kernels_cpu import MOST_COLUMNS
@@ -150,7 +151,8 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
     features = check_attention(*arguments)
-    _check_gradients(grad_output, grad_denominator, grad_state, arguments, output, denominator, needed, features)
+    incoming = (grad_output, grad_denominator, grad_state)
+    check_attention_results(query, key, value, features, arguments[10], *incoming, output, denominator, needed)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
         return _in_a_thread(_gradients_in_torch, (grad_output, grad_denominator, grad_state), arguments, needed)
     kv_heads = key.shape[1]
@@ -177,23 +179,6 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
     grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)
     grad_first = None if grad_first is None else grad_first.squeeze(2)
     return [_or_nothing(grad, query) for grad in (*grads, None, grad_decay, grad_first, *grad_affine)]
-
-
-def _check_gradients(grad_output, grad_denominator, grad_state, arguments, output, denominator, needed, features):
-    query, key, value = arguments[:3]
-    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
-    per_query, dtype = (batch, kv_heads, heads // kv_heads, length, 1), accumulation_dtype(value)
-    row = width + 1 + (arguments[10] >= EXP)
-    check_results(
-        query,
-        grad_output=(grad_output, (batch, length, heads, width), query.dtype),
-        grad_denominator=(grad_denominator, per_query, dtype),
-        grad_state=(grad_state, (batch, kv_heads, features, row), dtype),
-        output=(output, (batch, length, heads, width), query.dtype),
-        denominator=(denominator, per_query, dtype),
-    )
-    if len(needed) != 10:
-        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")
 
 
 def _fake_attention_backward(grad_output, grad_denominator, grad_state, *given):
@@ -309,15 +294,7 @@ def _window_backward(grad_output, grad_size, *given):
     *inputs, scaling, output, size = given
     width = check_window(*inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
-    (batch, heads, length, _), dtype = query.shape, accumulation_dtype(query)
-    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, key.shape[1], heads // key.shape[1], length, 1)
-    check_results(
-        query,
-        grad_output=(grad_output, by_head, dtype),
-        grad_log_size=(grad_size, per_query, dtype),
-        output=(output, by_head, dtype),
-        log_size=(size, per_query, dtype),
-    )
+    check_window_results(query, key, value, grad_output, grad_size, output, size)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
         return _in_a_thread(_window_gradients_in_torch, (grad_output, grad_size), inputs, scaling)
     kv_heads = key.shape[1]

@@ -140,7 +140,8 @@ def test_auto_is_what_nobody_asked_for():
 
 def test_nothing_is_compiled_or_written_at_run_time(tmp_path):
     """The first forward pass starts no process and writes no file outside of Python's own."""
-    code = """
+    code = (
+        """
 import os, subprocess, sys
 def refuse(event, given):
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork"):
@@ -149,7 +150,9 @@ def refuse(event, given):
         raise AssertionError(f"{event} {given}")
 import torch, transformers
 sys.addaudithook(refuse)
-""" + COMPUTE
+"""
+        + COMPUTE
+    )
     result = backend_in_a_process(code, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert result.returncode == 0, result.stderr
     assert not list(tmp_path.rglob("*"))

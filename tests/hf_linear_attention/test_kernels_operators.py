@@ -1,4 +1,4 @@
-"""The kernels as operators of torch: what torch asks of them, modes, transformations, second derivatives, two versions."""
+"""The kernels as operators of torch: opcheck, modes, transformations, second derivatives, two versions at a time."""
 
 from __future__ import annotations
 
@@ -265,7 +265,9 @@ def copied(folder: Path, name: str, change: bool):
         shutil.copy(path, target)
     if change:
         path = target / "kernels_causal.py"
-        path.write_bytes(path.read_bytes().replace(b"Causal kernel attention in torch", b"Causal kernel attention in Torch", 1))
+        path.write_bytes(
+            path.read_bytes().replace(b"Causal kernel attention in torch", b"Causal kernel attention in Torch", 1)
+        )
     sys.path.insert(0, str(folder))
     try:
         importlib.invalidate_caches()

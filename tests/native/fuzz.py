@@ -107,7 +107,7 @@ def window(t, options, constants):
     query, key, value, visible, *sinks, seen, _ = (t.get(name) for name in WINDOW)
     near = NearKeys(key, value, visible, 0)
     distance = torch.zeros(seen.shape, dtype=torch.int64)
-    *_, largest = results = kernels.exact_part(
+    results = kernels.exact_part(
         query, near, SinkKeys(*sinks, seen, distance), options["scaling"], sink_query=t.get("sink_query")
     )
     return seen_part(*results)
@@ -274,7 +274,7 @@ class Fuzzer:
 
 
 def is_beyond_torch(call: Call, library: Any) -> bool:
-    """Whether plain torch computes exponents with a decay of more than float32 holds: it loses keys beside older ones."""
+    """Whether torch computes exponents with a decay of more than float32 holds: it loses keys beside older ones."""
     decay = call.clean.get("log_decay")
     if call.options["function"] < EXP or call.entry == "hybrid" or decay is None or decay.min() > -60:
         return False

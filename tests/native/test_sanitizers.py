@@ -15,7 +15,7 @@ from hf_linear_attention import kernels_cpu
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import sanitized  # noqa: E402  # beside this file, which pytest imports by its path
+import sanitized  # beside this file, which pytest imports by its path
 
 
 IS_REQUIRED = os.environ.get("HF_LINEAR_ATTENTION_REQUIRE_KERNELS") == "1"

@@ -192,8 +192,8 @@ class Maker:
 
     def contents(self, kind, shapes, dtypes, options, is_affine) -> dict[str, torch.Tensor | None]:
         """Numbers of which the kernel can make sense: plain features are not negative, exponents sometimes large."""
-        # Plain torch keeps blocks of fixed length where a decay or packed sequences are to be told apart: exponents that
-        # rise by more than 87 within one are beyond it.
+        # Torch keeps blocks of fixed length where a decay or packed sequences are to be told apart: exponents that rise
+        # by more than 87 within one are beyond it.
         std = self.pick((1, 1, 4, 4 if "log_decay" in shapes or self.is_packed else 30))
         by_name = dict(zip(("query", "key", "value"), dtypes))
         by_name |= {"window_key": dtypes[1], "window_value": dtypes[2], "sink_key": dtypes[1], "sink_value": dtypes[2]}

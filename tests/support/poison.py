@@ -1,4 +1,4 @@
-"""Memory between guards, all of it poisoned: what is written beside a tensor, read beside it or never written is seen."""
+"""Poisoned memory between guards: what is written beside a tensor, read beside it or never written is seen."""
 
 from __future__ import annotations
 
