@@ -4,6 +4,7 @@
 void elu_plus_one(const float *x, float *out, int64_t count) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) *(vector *)(out + i) = elu_of(*(const vector *)(x + i));
+    if (i == count) return;
     vector rest = {0};
     memcpy(&rest, x + i, 4 * (count - i));
     rest = elu_of(rest);

@@ -81,7 +81,8 @@ static inline void exponentiate(work *w, float *rows, const float *less) {
         }
 }
 
-/* By how much any feature rises within the block after its first visible key; `top` is the new maximum. */
+/* By how much any feature rises within the block above what its first query sees, the first key or, where that one is
+   hidden, what was carried; `top` is the new maximum. */
 static inline float largest_rise(const work *w, float *top) {
     int64_t f = w->sizes->features, is_first = 1;
     float largest = 0, base[f];
@@ -90,7 +91,7 @@ static inline float largest_rise(const work *w, float *top) {
         if (!w->key_factor[t]) continue;
         const float *x = w->key + t * w->feature_row;
         for (int64_t j = 0; j < f; j++) top[j] = x[j] > top[j] ? x[j] : top[j];
-        if (is_first) memcpy(base, top, 4 * f);
+        for (int64_t j = 0; j < f && is_first; j++) base[j] = t && w->maximum[j] > EMPTY / 2 ? w->maximum[j] : top[j];
         is_first = 0;
     }
     for (int64_t j = 0; j < f && !is_first; j++) largest = top[j] - base[j] > largest ? top[j] - base[j] : largest;

@@ -35,6 +35,7 @@
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t int_vector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bit_vector __attribute__((vector_size(4 * LANES)));
 /* Rows that the next block reads, or this one writes, come into the cache while products are at work. */
 #define STREAMS 5
 static __thread struct {
@@ -142,7 +143,7 @@ INLINE vector exp_of_negative(vector x) {
     p = p * r + 4.9999147841e-1f;
     p = p * r + 9.9999970631e-1f;
     p = p * r + 1;
-    return (vector)((int_vector)p + (power << 23));
+    return (vector)((bit_vector)p + ((bit_vector)power << 23)); /* any bits where x is hidden and anything */
 }
 
 INLINE vector elu_of(vector x) {

@@ -76,7 +76,7 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
         float before = old[row - 1] + (is_far ? decay : 0), maximum = before;
         if (is_far && exponent[j] > maximum) maximum = exponent[j];
         float keep = __builtin_expf(before - maximum), weight = is_far ? __builtin_expf(exponent[j] - maximum) : 0;
-        for (int64_t i = 0; i < width; i++) new[i] = old[i] * keep + weight *value[i];
+        for (int64_t i = 0; i < width; i++) new[i] = old[i] * keep + (is_far ? weight * value[i] : 0);
         new[width] = old[width] * keep + weight;
         new[row - 1] = maximum;
     }
@@ -127,10 +127,10 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, float scali
             const float *value =
                 j < window ? row_as_floats(new[2], head * window + j, width, n->value_bytes, value_space)
                            : row_as_floats(new[5], head * n->sinks + j - window, width, n->value_bytes, value_space);
-            add_scaled(out, value, logits[g * count + j], width);
+            if (logits[g * count + j]) add_scaled(out, value, logits[g * count + j], width); /* hidden may be nan */
         }
-        for (int64_t i = 0; i < width; i++) out[i] /= total;
-        ((float *)x[STEP_NEAR_SIZE])[row] = largest + __builtin_logf(total);
+        for (int64_t i = 0; i < width; i++) out[i] *= total ? 1 / total : 0;
+        ((float *)x[STEP_NEAR_SIZE])[row] = total ? largest + __builtin_logf(total) : EMPTY;
         ((float *)x[STEP_LARGEST])[row] = largest;
     }
 }
@@ -167,8 +167,10 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
         shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
         shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
                    value);
-        memcpy(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
-        memcpy(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
+        if (sinks) { /* else there may be no address */
+            memcpy(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
+            memcpy(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
+        }
         if (kind == SINK && seen >= 0) {
             memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
             memcpy(new[5] + (head * sinks + seen) * value, new_value, value);

@@ -91,15 +91,17 @@ static void exponentiate_logits(window *v, const float *less) {
 
 static void attend_window(window *v, int64_t g, int64_t n) {
     work *w = &v->w;
-    float largest[BLOCK], total[BLOCK], inverse[BLOCK];
+    float largest[BLOCK], less[BLOCK], total[BLOCK], inverse[BLOCK];
     int64_t count = v->columns, rows = block_logits(v, g, n);
     reduce_rows(largest, v->scores, NULL, 0, count, 1);
-    exponentiate_logits(v, largest);
+    for (int64_t t = 0; t < BLOCK; t++) less[t] = largest[t] < EMPTY / 2 ? 0 : largest[t]; /* then all weights are 0 */
+    exponentiate_logits(v, less);
     product(w->out, w->value_row, v->scores, count, 1, v->value, w->value_row, rows, count, w->value_row, 0, FULL);
     row_dot_products(total, v->scores, w->ones, 0, count);
     for (int64_t t = 0; t < w->tokens; t++) {
-        inverse[t] = 1 / total[t];
-        total[t] = largest[t] > EMPTY ? largest[t] + __builtin_logf(total[t]) : EMPTY;
+        int is_empty = largest[t] < EMPTY / 2;
+        inverse[t] = is_empty ? 0 : 1 / total[t];
+        total[t] = is_empty ? EMPTY : largest[t] + __builtin_logf(total[t]);
     }
     store(w, w->out, w->value_row, inverse, NEAR_OUTPUT, g, n, w->sizes->width);
     store_numbers(w, total, LOG_SIZE, g, n);

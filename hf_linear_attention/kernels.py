@@ -132,7 +132,7 @@ def kernel_attention(
         ValueError: if shapes, dtypes or devices do not fit each other.
     """
     query, key = accumulated(query_features), accumulated(key_features)
-    if state is not None and key_mask is None and query.shape[2] == key.shape[2] == 1:
+    if state is not None and key_mask is None and query.ndim == key.ndim == 4 and query.shape[2] == key.shape[2] == 1:
         return attention_step(query, key, value, state, log_features=log_features, log_decay=log_decay)
     feature_map = KernelMap(EXP if log_features else PLAIN)
     options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
@@ -195,7 +195,7 @@ def attention_step(
 
 def takes_step(*tensors: torch.Tensor) -> bool:
     """Whether C computes a step of one token with these, outside a graph and without gradients."""
-    if torch.is_grad_enabled() or not is_eager(tensors[0]):
+    if torch.is_grad_enabled() or not is_eager(tensors[0]) or not all(x.ndim for x in tensors):
         return False
     return takes(*tensors)
 

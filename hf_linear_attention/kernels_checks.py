@@ -37,6 +37,16 @@ def check_shape(name: str, tensor: torch.Tensor | None, *shapes: Shape, like: to
     )
 
 
+def check_axes(x: torch.Tensor) -> None:
+    """The argument of the operator `elu_plus_one`.
+
+    Raises:
+        ValueError: if it has not four axes.
+    """
+    if x.ndim != 4:
+        raise ValueError(f"`x` has {x.ndim} axes; it must be [batch, heads, length, head_dim].")
+
+
 def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int]:
     """`query [B, H, N, D]`, `key [B, Hkv, S, any]`, `value [B, Hkv, S, W]` with H a multiple of Hkv -> B, H, Hkv.
 
@@ -91,13 +101,20 @@ def check_attention(
             f"Got {query.shape[2]} queries and {key.shape[2]} keys; causal attention needs as many keys as queries, "
             "older ones are in the state."
         )
+    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
+    if function not in range(4):
+        raise ValueError(f"`function` = {function} is not one of 0 (none), 1 (elu + 1), 2 (exp) and 3 (Hedgehog).")
     if (key_weight is None) != (query_weight is None):
         raise ValueError("`key_weight` and `query_weight` go together; give both or none.")
+    if (key_bias is not None or key_norm is not None) and (key_weight is None or function == 3):
+        raise ValueError(
+            f"Got `key_bias` or `key_norm` with `function` = {function} and "
+            f"{'no' if key_weight is None else 'a'} `key_weight`; they need one, and Hedgehog (3) has neither."
+        )
     if key_weight is None:
         columns = key.shape[3]
-        check_shape("query", query, (batch, heads, None, columns), like=query)
     else:
-        columns = key_weight.shape[-1]
+        columns = key_weight.shape[-1] if key_weight.ndim else 0
         check_shape("key_weight", key_weight, *((n, key.shape[3], None) for n in (kv_heads, 1)), like=query)
         check_shape("query_weight", query_weight, *((n, query.shape[3], columns) for n in (heads, 1)), like=query)
         check_shape("key_bias", key_bias, *((n, 1, columns) for n in (kv_heads, 1)), like=query)
@@ -118,15 +135,17 @@ def check_step(query, key, value, state, log_decay, log_features: bool) -> None:
         ValueError: for the first argument that does not fit.
     """
     device = query.device
-    if query.ndim == 4 and key.ndim == 4 and log_decay is None:
+    if query.ndim == key.ndim == value.ndim == 4 and log_decay is None:
         (batch, heads, length, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
         is_usual = (
             length == 1
             and key.shape == (batch, kv_heads, 1, features)
             and value.shape == (batch, kv_heads, 1, width)
             and state.shape == (batch, kv_heads, features, width + 1 + log_features)
+            and kv_heads
             and heads % kv_heads == 0
             and state.dtype == torch.float32
+            and value.dtype != torch.float64
             and key.device == value.device == state.device == device
         )
         if is_usual and query.is_floating_point() and key.is_floating_point() and value.is_floating_point():
@@ -155,18 +174,71 @@ def check_window(query, key, value, visible, sink_key, sink_value, seen, sink_qu
         ValueError: for the first that does not.
     """
     batch, heads, kv_heads = check_heads(query, key, value)
-    length, places, sinks = query.shape[2], key.shape[2], sink_key.shape[2]
+    length, places = query.shape[2], key.shape[2]
     check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
     if places < max(length, 1):
         raise ValueError(f"Got {places} places of keys for {length} queries; every query needs at least one.")
     check_shape("visible", visible, (batch, places), like=query)
     check_shape("sink_key", sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
+    sinks = sink_key.shape[2]
     check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
     check_shape("seen", seen, (batch, length, sinks), like=query)
     check_shape("sink_query", sink_query, tuple(query.shape), like=query)
     if visible.dtype != torch.bool or seen.dtype != torch.bool:
         raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
     return places - length + 1
+
+
+def check_results(query: torch.Tensor, **results: tuple[torch.Tensor | None, Shape, torch.dtype]) -> None:
+    """Results of a forward pass, or gradients of them: tensors with their shape and dtype.
+
+    Raises:
+        ValueError: for the first that has others.
+    """
+    for name, (tensor, shape, dtype) in results.items():
+        check_shape(name, tensor, shape, like=query)
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"`{name}` is {tensor.dtype}; it must be {dtype}, as in the forward pass.")
+
+
+def check_attention_results(
+    query, key, value, features, function, grad_output, grad_denominator, grad_state, output, denominator, needed
+) -> None:
+    """What the operator `attention_backward` takes besides the arguments of `attention`.
+
+    Raises:
+        ValueError: for the first that does not fit.
+    """
+    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
+    by_head, per_query = (batch, length, heads, width), (batch, kv_heads, heads // kv_heads, length, 1)
+    dtype = accumulation_dtype(value)
+    check_results(
+        query,
+        grad_output=(grad_output, by_head, query.dtype),
+        grad_denominator=(grad_denominator, per_query, dtype),
+        grad_state=(grad_state, (batch, kv_heads, features, width + 1 + (function >= 2)), dtype),
+        output=(output, by_head, query.dtype),
+        denominator=(denominator, per_query, dtype),
+    )
+    if len(needed) != 10:
+        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")
+
+
+def check_window_results(query, key, value, grad_output, grad_log_size, output, log_size) -> None:
+    """What the operator `window_attention_backward` takes besides the arguments of `window_attention`.
+
+    Raises:
+        ValueError: for the first that does not fit.
+    """
+    (batch, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], accumulation_dtype(query)
+    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, kv_heads, heads // kv_heads, length, 1)
+    check_results(
+        query,
+        grad_output=(grad_output, by_head, dtype),
+        grad_log_size=(grad_log_size, per_query, dtype),
+        output=(output, by_head, dtype),
+        log_size=(log_size, per_query, dtype),
+    )
 
 
 def check_slots(query, key, value, visible) -> None:
@@ -198,7 +270,7 @@ def check_hybrid_step(
     if len(state) != 7:
         raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state
-    stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1]
+    stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1] if key_exponent.ndim else 0
     places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
     per_head, keys, values = (heads,), key.dtype, value.dtype
     expected = (
@@ -227,6 +299,8 @@ def check_hybrid_step(
             check_shape(name, tensor, shape, like=query)
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
+    if (log_scale is None) != (norm_weight is None):
+        raise ValueError("`log_scale` and `norm_weight` go together; give both or none.")
     if not places or not 0 < key_dim <= stored:
         raise ValueError(
             f"Got a window of {places} places and `key_dim` = {key_dim}; it needs one place at least, and keys of "

@@ -85,10 +85,13 @@ def _loaded() -> tuple[Any, KernelBackend]:
     folder = package_folder()
     if folder is None:
         return _without(f"The package {PACKAGE} is not installed; to have its C kernels, {INSTALL}.")
-    try:
-        base = load(folder / f"_kernels_base{SUFFIX}")
-    except OSError:
+    path = folder / f"_kernels_base{SUFFIX}"
+    if not path.exists():
         return _without(f"The package in {folder} was installed without its C kernels; {INSTALL}.")
+    try:
+        base = load(path)
+    except OSError as error:
+        return _without(f"{path} cannot be loaded ({error}); {INSTALL}.")
     except ValueError as error:
         return _without(str(error))
     name = INSTRUCTION_SETS[base.best_instruction_set()]
@@ -122,14 +125,15 @@ def load(path: Path) -> Any:
         ValueError: if it is of another version than this file.
     """
     loaded = ctypes.CDLL(str(path))
-    numbers = (ctypes.c_int64 * len(ABI))()
+    numbers = (ctypes.c_int64 * 256)()  # room for what another version may have to say
     try:
         loaded.abi(numbers)
     except AttributeError as error:
         raise ValueError(f"{path} is no library of {PACKAGE}.") from error
-    if tuple(numbers) != ABI:
+    found = tuple(numbers[: len(ABI)])
+    if found != ABI or any(numbers[len(ABI) :]):
         raise ValueError(
-            f"{path} has the interface {tuple(numbers)}, and this code needs {ABI}; install the version of {PACKAGE} "
+            f"{path} has the interface {found}, and this code needs {ABI}; install the version of {PACKAGE} "
             "that this code comes from."
         )
     loaded.best_instruction_set.restype = ctypes.c_int64

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .kernels_checks import check_axes
 from .kernels_checks import check_hybrid_step
 from .kernels_checks import check_slots
 from .kernels_checks import check_step
@@ -21,6 +22,7 @@ from .kernels_cpu import run_elu_plus_one
 from .kernels_cpu import run_plain_step
 from .kernels_cpu import run_step
 from .kernels_cpu import takes
+from .kernels_torch import with_dtype
 
 
 FLOAT32 = (torch.float32,)
@@ -48,10 +50,11 @@ def _refuse(*tensors: torch.Tensor | None, dtypes=NATIVE_DTYPES) -> None:
 
 
 def attention_step(query, key, value, state, log_decay, log_features):
-    """See `kernels.attention_step`; features in float32."""
+    """See `kernels.attention_step`."""
     check_step(query, key, value, state, log_decay, log_features)
-    _refuse(query, key, state, log_decay, dtypes=FLOAT32)
-    value = value if value.dtype == torch.float32 else value.float()
+    _refuse(query, key, value)
+    _refuse(state, dtypes=FLOAT32)
+    query, key, value = (with_dtype(x, torch.float32) for x in (query, key, value))
     output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
     query, key, value, state = (x.contiguous() for x in (query, key, value, state))
     if not log_features:
@@ -61,7 +64,7 @@ def attention_step(query, key, value, state, log_decay, log_features):
         return output, new_state
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     size = query.new_empty(batch, heads)
-    log_decay = None if log_decay is None else log_decay.contiguous()
+    log_decay = None if log_decay is None else log_decay.float().contiguous()
     shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, 0, features, width, 4, 4, 4)
     given = (None, None, value, None, query, key, log_decay, state, *[None] * 8)
     run_step("log_step", shape, (*given, new_state, *[None] * 9, output, size))
@@ -69,7 +72,7 @@ def attention_step(query, key, value, state, log_decay, log_features):
 
 
 def _fake_attention_step(query, key, value, state, log_decay, log_features):
-    return query.new_empty(*query.shape[:3], value.shape[-1]), state.new_empty(state.shape)
+    return state.new_empty(*query.shape[:3], value.shape[-1]), state.new_empty(state.shape)
 
 
 def hybrid_step(
@@ -126,7 +129,8 @@ def slot_attention(query, key, value, visible, scaling):
     if not key.shape[2]:
         return output.zero_()
     are_few_keys = key.shape[2] <= length
-    query, key = (query, key * scaling) if are_few_keys else (query * scaling, key)
+    # in float32: logits of a hundred that were rounded in bfloat16 would be another softmax
+    query, key = (query, key.float() * scaling) if are_few_keys else (query.float() * scaling, key)
     if visible is not None:
         visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
     by_head = output.transpose(1, 2).unflatten(1, (kv_heads, -1))
@@ -148,6 +152,7 @@ def with_rows(x: torch.Tensor) -> torch.Tensor:
 
 def elu_plus_one(x):
     """elu(x) + 1 of a float32 tensor of four axes, in its memory order."""
+    check_axes(x)
     _refuse(x, dtypes=FLOAT32)
     if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
         x = x.contiguous()
@@ -157,6 +162,7 @@ def elu_plus_one(x):
 
 
 def _fake_elu_plus_one(x):
+    check_axes(x)
     dense = x.is_contiguous() or x.transpose(1, -2).is_contiguous()
     return torch.empty_like(x) if dense else x.new_empty(x.shape)
 

@@ -24,8 +24,11 @@ import torch
 from .kernels_causal import causal_attention
 from .kernels_causal import gradients_with_graph
 from .kernels_checks import check_attention
+from .kernels_checks import check_attention_results
 from .kernels_checks import check_window
+from .kernels_checks import check_window_results
 from .kernels_cpu import EXP
+from .kernels_cpu import HEDGEHOG
 from .kernels_cpu import MOST_COLUMNS
 from .kernels_cpu import NATIVE_DTYPES
 from .kernels_cpu import in_large_pages
@@ -40,6 +43,7 @@ from .kernels_torch import Affine
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import plain_attention
+from .kernels_torch import shown
 from .kernels_window import plain_window
 
 
@@ -71,6 +75,8 @@ Tensors = Sequence["torch.Tensor | None"]
 
 def takes_attention(query, key, value, key_mask, features: int) -> bool:
     """Whether C computes: on a CPU, no sequences by number, nothing empty, no thin heads, no endless rows."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
     if key_mask is not None and key_mask.dtype != torch.bool:
         return False
     thinnest, widest = min(query.shape[-1], value.shape[-1]), max(query.shape[-1], value.shape[-1], features)
@@ -79,12 +85,17 @@ def takes_attention(query, key, value, key_mask, features: int) -> bool:
     return takes(query, key, value, dtypes=NATIVE_DTYPES)
 
 
+def is_bare_hedgehog(function: int, key_weight: torch.Tensor | None) -> bool:
+    """Without a projection, which C does not know."""
+    return function == HEDGEHOG and key_weight is None
+
+
 def _attention(query, key, value, key_mask, log_decay, state, key_weight, key_bias, key_norm, query_weight, *how):
     function = how[0]
     affine = key_weight, key_bias, key_norm, query_weight
     features = check_attention(query, key, value, key_mask, log_decay, state, *affine, *how)
     given = (query, key, value, key_mask, log_decay, state, *affine)
-    if not takes_attention(query, key, value, key_mask, features):
+    if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(function, key_weight):
         output, denominator, scale, state = in_torch(*given, *how)
         scale = denominator.new_empty(0) if scale is None else scale
         return tuple(x.contiguous() for x in _laid_out(query, output, denominator, scale, state))
@@ -125,10 +136,11 @@ def in_torch(
     """
     maps = (None, None) if key_weight is None else (Affine(query_weight), Affine(key_weight, key_bias, key_norm))
     feature_map = KernelMap(function, *maps)
+    key, value = shown(key, key_mask), shown(value, key_mask)
     query, key = feature_map.features(query, feature_map.query), feature_map.features(key, feature_map.key)
     options: dict[str, Any] = {"log_features": feature_map.log_features, "key_mask": key_mask, "state": state}
     is_packed = key_mask is not None and key_mask.dtype != torch.bool
-    if plain or is_packed or not is_causal or not key.shape[2]:
+    if plain or is_packed or not is_causal or 0 in key.shape[:3]:
         return plain_attention(query, key, value, is_causal=is_causal, log_decay=log_decay, **options)
     return causal_attention(
         query, key, value, log_decay=log_decay, gpu_kernel=gpu_kernel(value, query.shape[2]), **options
@@ -140,7 +152,9 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
     features = check_attention(*arguments)
-    if not takes_attention(query, key, value, key_mask, features):
+    incoming = (grad_output, grad_denominator, grad_state)
+    check_attention_results(query, key, value, features, arguments[10], *incoming, output, denominator, needed)
+    if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
         return _in_a_thread(_gradients_in_torch, (grad_output, grad_denominator, grad_state), arguments, needed)
     kv_heads = key.shape[1]
     described = _arguments(inputs, kv_heads)
@@ -153,7 +167,7 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
         torch.empty(argument.shape, dtype=torch.float32) if need and argument is not None else None
         for argument, need in zip(described[4:], wanted)
     ]
-    grad_output = None if grad_output is None else with_rows(grad_output.to(query.dtype)).transpose(1, 2)
+    grad_output = None if grad_output is None else with_rows(grad_output).transpose(1, 2)
     incoming = (
         None if grad_output is None else _grouped(grad_output, kv_heads),
         None if grad_denominator is None else grad_denominator.contiguous(),
@@ -171,10 +185,8 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
 def _fake_attention_backward(grad_output, grad_denominator, grad_state, *given):
     *inputs, _, _, _, _, needed = given
     check_attention(*given[:12])
-    made = [True, True, True, *needed[3:]]
-    return [
-        _or_nothing(_gradient_like(x) if need and x is not None else None, inputs[0]) for x, need in zip(inputs, made)
-    ]
+    others = [x.new_empty(x.shape) if need and x is not None else None for x, need in zip(inputs[3:], needed[3:])]
+    return [*(_gradient_like(x) for x in inputs[:3]), *(_or_nothing(grad, inputs[0]) for grad in others)]
 
 
 def _or_nothing(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -185,11 +197,12 @@ def _or_nothing(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Sequence[bool]) -> list[torch.Tensor]:
     inputs = [
         x.detach().requires_grad_(need) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for x, need in zip(arguments[:10], needed)
+        for x, need in zip(arguments[:10], (True, True, True, *needed[3:]))  # as C makes them
     ]
     with torch.enable_grad():
         outputs = _laid_out(inputs[0], *in_torch(*inputs, *arguments[10:]))
-    return _gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
+    grads = _gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
+    return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
 
 
 def _laid_out(query, output, denominator, scale, state):
@@ -246,13 +259,18 @@ def _differentiate_attention(ctx, grad_output, grad_denominator, _, grad_state):
 def _window(query, key, value, visible, sink_key, sink_value, seen, sink_query, scaling):
     given = (query, key, value, visible, sink_key, sink_value, seen, sink_query)
     width = check_window(*given)
-    if not takes_attention(query, key, value, visible, 1) or not takes(sink_key, sink_value, sink_query):
+    if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
         return tuple(x.contiguous() for x in _window_laid_out(*plain_window(*given, scaling)))
     output, size, largest = _new_window_outputs(*given)
     arguments = _window_arguments(scaling, *given)
     results = (_grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), size, largest)
     run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, *results))
     return output, size, largest
+
+
+def _takes_window(query, key, value, visible, *sinks) -> bool:
+    """Without queries C would leave the gradients of keys unwritten."""
+    return bool(query.shape[2]) and takes_attention(query, key, value, visible, 1) and takes(*sinks)
 
 
 def _window_laid_out(output, size, largest):
@@ -277,7 +295,8 @@ def _window_backward(grad_output, grad_size, *given):
     *inputs, scaling, output, size = given
     width = check_window(*inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
-    if not takes_attention(query, key, value, visible, 1) or not takes(sink_key, sink_value, sink_query):
+    check_window_results(query, key, value, grad_output, grad_size, output, size)
+    if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
         return _in_a_thread(_window_gradients_in_torch, (grad_output, grad_size), inputs, scaling)
     kv_heads = key.shape[1]
     grads = [in_large_pages(x.new_empty(x.shape)) for x in (query, key, value, sink_key, sink_value)]

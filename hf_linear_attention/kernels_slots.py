@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +11,7 @@ from .kernels import is_eager
 from .kernels_checks import check_slots
 from .kernels_operators import operator
 from .kernels_operators import takes_attention
+from .kernels_torch import with_dtype
 
 
 def slot_attention(
@@ -30,7 +33,9 @@ def slot_attention(
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if not has_gradient and is_eager(query) and takes_attention(query, key, value, None, 1):
         return operator("slot_attention")(query, key, value, visible, scaling).transpose(1, 2)
-    groups = query.shape[1] // key.shape[1]
+    groups, dtype = query.shape[1] // key.shape[1], query.dtype
+    wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
+    query, key, value = (with_dtype(x, wide) for x in (query, key, value))
     if visible is not None:
         key, value = (torch.where(visible.unsqueeze(3), x, 0.0) for x in (key, value))
         visible = visible | ~visible.any(dim=-1, keepdim=True)
@@ -38,7 +43,8 @@ def slot_attention(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     if torch._C._functorch.maybe_current_level() is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+        return with_dtype(output, dtype)
     logits = (query * scaling) @ key.transpose(-1, -2)  # the fused kernel has no forward derivatives
     logits = logits if visible is None else logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
-    return logits.softmax(dim=-1) @ value
+    return with_dtype(logits.softmax(dim=-1) @ value, dtype)

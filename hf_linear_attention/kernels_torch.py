@@ -159,9 +159,9 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
 
     `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]` -> output `[B, H, 1, W]` and state.
     """
-    batch, heads, _, features = query.shape
+    (batch, heads, _, features), kv_heads = query.shape, key.shape[1]
     width = value.shape[-1]
-    rows = with_dtype(query, state.dtype).reshape(batch * key.shape[1], heads // key.shape[1], features)
+    rows = with_dtype(query, state.dtype).reshape(batch * kv_heads, heads // kv_heads, features)
     key = with_dtype(key, state.dtype).transpose(-1, -2)
     decay = None if log_decay is None else log_decay.to(state.dtype)[:, None, None]
     values = torch.constant_pad_nd(with_dtype(value, state.dtype), (0, state.shape[-1] - width), 1.0)
@@ -172,7 +172,7 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
         state = (state * (maximum - new_maximum).exp()).addcmul_((key - new_maximum).exp_(), values)
         state = torch.cat((state[..., :-1], new_maximum), dim=-1)
         # Softmax divides by one more constant of the query, which cancels like the maximum.
-        rows = (rows + new_maximum.view(len(rows), 1, features)).softmax(dim=-1)
+        rows = (rows + new_maximum.reshape(batch * kv_heads, 1, features)).softmax(dim=-1)
     else:
         state = torch.addcmul(state if decay is None else state * decay.exp(), key, values)
     sizes = (width, 1, 1) if log_features else (width, 1)
@@ -198,9 +198,9 @@ def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def normalize(sums: torch.Tensor) -> torch.Tensor:
-    """Numerator over denominator, `[..., W + 1]` -> `[..., W]`; 0 where the denominator is 0 (nothing to see)."""
+    """Numerator over denominator, `[..., W + 1]` -> `[..., W]`; 0, as are gradients, where the denominator is 0."""
     numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
-    return numerator / denominator.masked_fill(denominator == 0, 1.0)
+    return numerator / denominator.masked_fill(denominator == 0, torch.inf)
 
 
 def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -208,6 +208,11 @@ def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.
     if state is None or not log_features:
         return state, None
     return state[..., :-1], state[..., -1]
+
+
+def shown(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`x [B, heads, S, X]`, 0 where the mask `[B, S]` hides it: there may be nan, which no product with 0 hides."""
+    return x if mask is None else x.masked_fill((mask == 0)[:, None, :, None], 0.0)
 
 
 def pack_state(sums: Any, maximum: torch.Tensor | None) -> torch.Tensor:
@@ -234,7 +239,7 @@ class _Decay:
 
 def _block(query, key, values, mask, sums, maximum, log_features, is_causal, together=None, decay=None):
     """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
-    scale, exponent, before = None, key, maximum
+    scale, exponent, before = None, key, (sums, maximum)
     if log_features:
         query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
     if mask is not None:
@@ -261,8 +266,8 @@ def _block(query, key, values, mask, sums, maximum, log_features, is_causal, tog
 def _fade(exponent, key, mask, sums, maximum, before, decay):
     """What goes into the state at the end of a block: sums and keys as the last token sees them, and their maximum.
 
-    `maximum` is that of the block, `before` the one of the state before it: with log features it fades too, so that
-    keys after a long decay do not vanish beside it.
+    `maximum` is that of the block, `before` the sums and the maximum of the state before it: with log features that one
+    fades too, so that keys after a long decay do not vanish beside it.
     """
     if maximum is None:
         return (
@@ -273,9 +278,10 @@ def _fade(exponent, key, mask, sums, maximum, before, decay):
     faded = exponent + decay.to_last
     visible = faded.detach() if mask is None else faded.detach().masked_fill(~mask, EMPTY_MAXIMUM)
     new = visible.amax(dim=2)
-    if before is not None:
-        carried = maximum + decay.carried_to_last  # `sums` are relative to the maximum of the block by now
-        new = torch.maximum(new, (before + decay.carried_to_last).detach())
+    sums, maximum = before
+    if maximum is not None:
+        carried = maximum + decay.carried_to_last
+        new = torch.maximum(new, carried.detach())
         sums = sums * (carried - new).exp().unsqueeze(3)
     key = faded - new.unsqueeze(2)
     return sums, key.exp() if mask is None else _masked_exp(key, mask) * mask, new
@@ -378,7 +384,10 @@ def safe_block_size(key, mask, maximum, steepest: float = 0.0) -> int:
 
 
 def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) -> float:
-    """Upper bound over blocks and features of (maximum of the block) - (maximum at the block's first visible key)."""
+    """Upper bound over blocks and features of (maximum of the block) - (what its first query sees).
+
+    That is the first key, or where it is hidden what was carried, or without that the first visible key.
+    """
     if missing := -key.shape[2] % size:  # padding by 0 would copy
         key = F.pad(key, (0, 0, 0, missing), value=EMPTY_MAXIMUM)
     blocks = key.unflatten(2, (-1, size))
@@ -389,4 +398,5 @@ def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) ->
         seen = torch.maximum(seen, maximum.detach().unsqueeze(2))
     first = (blocks[..., :1] > EMPTY_MAXIMUM).to(torch.uint8).argmax(dim=3, keepdim=True)
     before = torch.maximum(blocks.take_along_dim(first, dim=3).squeeze(3), seen)
+    before = torch.where((first.squeeze(3) > 0) & (seen > EMPTY_MAXIMUM / 2), seen, before)
     return (torch.maximum(largest, before) - before).max().item()

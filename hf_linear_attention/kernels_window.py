@@ -82,6 +82,10 @@ def plain_window(
     """
     dtype, length = accumulation_dtype(query), query.shape[2]
     kv_heads, width = key.shape[1], key.shape[2] - length + 1
+    if not query.shape[0] * length:
+        size = query.to(dtype).sum(dim=-1, keepdim=True).unflatten(1, (kv_heads, -1))
+        return size.expand(*size.shape[:4], value.shape[3]), size, size
+    key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
     size = max(1, min(length, width))
     offset = torch.arange(width + size - 1, device=query.device) - torch.arange(size, device=query.device)[:, None]
 

@@ -1,0 +1,205 @@
+"""Which library is loaded, what is said where none is, and how setup.py builds it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_linear_attention import kernels_cpu
+
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
+COMPUTE = """
+import torch
+from hf_linear_attention.kernels import kernel_attention
+from hf_linear_attention.kernels_cpu import kernel_backend
+x = torch.rand(1, 2, 5, 8)
+kernel_attention(x, x, x, log_features=False, is_causal=True)
+print(kernel_backend().name, kernel_backend().reason)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the libraries are looked for, anew in each test."""
+    monkeypatch.setattr(kernels_cpu, "package_folder", lambda: tmp_path)
+    monkeypatch.delenv(kernels_cpu.BACKEND_VARIABLE, raising=False)
+    caches = kernels_cpu._loaded, kernels_cpu.requested_backend
+    for cache in caches:
+        cache.cache_clear()
+    yield tmp_path
+    for cache in caches:
+        cache.cache_clear()
+
+
+def backend_in_a_process(code: str = COMPUTE, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+
+
+def compiled(path: Path, source: str) -> None:
+    if COMPILER is None:
+        pytest.skip("no C compiler")
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=source.encode(), check=True)
+
+
+def library_with(numbers: list[int]) -> str:
+    body = "".join(f"n[{place}] = {number};" for place, number in enumerate(numbers))
+    return f"#include <stdint.h>\nvoid abi(int64_t *n) {{ {body} }}\nint64_t best_instruction_set(void) {{ return 0; }}"
+
+
+@pytest.mark.parametrize("place", range(len(kernels_cpu.ABI)))
+def test_another_interface_is_not_called(folder, place):
+    numbers = list(kernels_cpu.ABI)
+    numbers[place] += 1
+    compiled(folder / f"_kernels_base{kernels_cpu.SUFFIX}", library_with(numbers))
+    assert kernels_cpu.library() is None
+    backend = kernels_cpu.kernel_backend()
+    assert backend.name == "torch"
+    assert str(tuple(numbers)) in backend.reason
+    assert str(kernels_cpu.ABI) in backend.reason
+
+
+def test_an_interface_with_more_numbers_writes_over_nothing(folder):
+    numbers = [*kernels_cpu.ABI, 7, 7, 7, 7]
+    compiled(folder / f"_kernels_base{kernels_cpu.SUFFIX}", library_with(numbers))
+    assert "interface" in kernels_cpu.kernel_backend().reason
+
+
+def test_another_library_is_not_called(folder):
+    compiled(folder / f"_kernels_base{kernels_cpu.SUFFIX}", "int nothing(void) { return 0; }")
+    assert "is no library of hf_linear_attention" in kernels_cpu.kernel_backend().reason
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF" + bytes(60)])
+def test_a_damaged_library_is_named(folder, content):
+    path = folder / f"_kernels_base{kernels_cpu.SUFFIX}"
+    path.write_bytes(content)
+    backend = kernels_cpu.kernel_backend()
+    assert backend.name == "torch"
+    assert f"{path} cannot be loaded" in backend.reason
+
+
+@pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
+def test_a_damaged_library_of_the_processor_leaves_the_one_for_all(folder, caplog):
+    installed = Path(kernels_cpu.__file__).parent
+    name = f"_kernels_base{kernels_cpu.SUFFIX}"
+    shutil.copy(installed / name, folder / name)
+    base = ctypes.CDLL(str(folder / name))
+    best = kernels_cpu.INSTRUCTION_SETS[base.best_instruction_set()]
+    if best == "base":
+        pytest.skip("this processor has no other instruction set")
+    (folder / f"_kernels_{best}{kernels_cpu.SUFFIX}").write_bytes(b"damaged")
+    with caplog.at_level(logging.INFO, kernels_cpu.__name__):
+        backend = kernels_cpu.kernel_backend()
+    assert (backend.name, backend.instruction_set) == ("c", "base")
+    assert best in caplog.text
+
+
+def test_a_missing_library_is_said_once(folder, caplog):
+    with caplog.at_level(logging.DEBUG, kernels_cpu.__name__):
+        for _ in range(3):
+            assert kernels_cpu.library() is None
+            assert "without its C kernels" in kernels_cpu.kernel_backend().reason
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert str(folder) in record.message
+
+
+def test_a_package_that_is_not_installed(folder, monkeypatch):
+    monkeypatch.setattr(kernels_cpu, "package_folder", lambda: None)
+    assert "not installed" in kernels_cpu.kernel_backend().reason
+
+
+def test_torch_can_be_asked_for():
+    result = backend_in_a_process(HF_LINEAR_ATTENTION_BACKEND="torch")
+    assert result.stdout == "torch `HF_LINEAR_ATTENTION_BACKEND` is `torch`.\n", result.stderr
+
+
+@pytest.mark.parametrize("value", ["c", "Torch", ""])
+def test_an_impossible_backend_is_refused(value):
+    result = backend_in_a_process(HF_LINEAR_ATTENTION_BACKEND=value)
+    assert result.returncode != 0
+    said = f"ValueError: `HF_LINEAR_ATTENTION_BACKEND` = {value!r} is not one of auto, torch; set one of them."
+    assert result.stderr.strip().endswith(said)
+
+
+def test_auto_is_what_nobody_asked_for():
+    named = backend_in_a_process(HF_LINEAR_ATTENTION_BACKEND="auto")
+    assert named.stdout.split()[0] == kernels_cpu.kernel_backend().name, named.stderr
+
+
+def test_nothing_is_compiled_or_written_at_run_time(tmp_path):
+    """The first forward pass starts no process and writes no file outside of Python's own."""
+    code = (
+        """
+import os, subprocess, sys
+def refuse(event, given):
+    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork"):
+        raise AssertionError(f"{event} {given}")
+    if event == "open" and isinstance(given[1], str) and set(given[1]) & set("wax+") and ".pyc" not in str(given[0]):
+        raise AssertionError(f"{event} {given}")
+import torch, transformers
+sys.addaudithook(refuse)
+"""
+        + COMPUTE
+    )
+    result = backend_in_a_process(code, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.rglob("*"))
+
+
+def build(source: Path, *options: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "setup.py", "build_ext", *options]
+    clean = {name: value for name, value in os.environ.items() if name != "HF_LINEAR_ATTENTION_REQUIRE_KERNELS"}
+    return subprocess.run(command, cwd=source, capture_output=True, text=True, env=clean | environment, timeout=300)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """What a source distribution has, and nothing that was built."""
+    if importlib.util.find_spec("setuptools") is None:
+        pytest.skip("no setuptools")
+    target = tmp_path / "source"
+    target.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    for name in ("csrc", "hf_linear_attention", "conversion", "training", "model_cards"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("*.so", "*.dll", "__pycache__"))
+    return target
+
+
+def test_an_installation_without_a_compiler_goes_on(source, tmp_path):
+    before = {path for path in source.rglob("*") if path.is_file()}
+    folders = ("--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp"))
+    result = build(source, *folders, CC="/bin/false")
+    assert result.returncode == 0, result.stderr
+    assert not list((tmp_path / "lib").rglob("*.so"))
+    assert {path for path in source.rglob("*") if path.is_file()} == before
+
+
+def test_an_installation_that_requires_the_kernels_fails_without_a_compiler(source, tmp_path):
+    folders = ("--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp"))
+    result = build(source, *folders, CC="/bin/false", HF_LINEAR_ATTENTION_REQUIRE_KERNELS="1")
+    assert result.returncode != 0
+
+
+def test_a_session_that_requires_the_kernels_fails_without_them(tmp_path):
+    test = tmp_path / "test_nothing.py"
+    test.write_text("def test_nothing():\n    pass\n")
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    options = {"HF_LINEAR_ATTENTION_REQUIRE_KERNELS": "1", "HF_LINEAR_ATTENTION_BACKEND": "torch"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 1
+    assert "The C kernels are required: `HF_LINEAR_ATTENTION_BACKEND` is `torch`." in result.stdout + result.stderr

@@ -1,0 +1,368 @@
+"""Calls the kernels at random: what fits must be computed as in float64, what does not must be one ValueError.
+
+    python tests/native/fuzz.py --seed 0 --seconds 60
+    python tests/native/fuzz.py --library build/_kernels_base.so --seed 7 --calls 1
+
+Call number n of seed s is the first one of seed s + n: a failure prints the seed that makes it again. Every tensor that
+reaches C lies between guards, and all new memory is poisoned (tests/support/poison.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import torch
+from kernel_calls import HYBRID_STATE, Call, Maker, widened
+from poison import poisoned_allocations
+
+from hf_linear_attention import kernels, kernels_cpu, kernels_slots
+from hf_linear_attention.kernels_cpu import EXP, KernelBackend
+from hf_linear_attention.kernels_operators import OPERATORS, takes_attention
+from hf_linear_attention.kernels_torch import Affine, KernelMap
+from hf_linear_attention.kernels_window import EMPTY_MAXIMUM, NearKeys, SinkKeys, join, log_size, plain_window
+
+
+# What rounding leaves, with room for sums of both signs; gradients see the rounded outputs, as often as there are rows.
+RELATIVE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+ATTENTION = (
+    *("query", "key", "value", "key_mask", "log_decay", "state"),
+    *("key_weight", "key_bias", "key_norm", "query_weight"),
+)
+WINDOW = ("query", "key", "value", "visible", "sink_key", "sink_value", "seen", "sink_query")
+
+
+def map_attention(t, options, constants):
+    if "key_weight" in t:
+        affine = Affine(t["query_weight"]), Affine(t["key_weight"], t.get("key_bias"), t.get("key_norm"))
+    else:
+        affine = None, None
+    given = {name: t.get(name) for name in ("key_mask", "state", "log_decay")}
+    feature_map = KernelMap(options["function"], *affine)
+    results = kernels.map_attention(
+        feature_map, t["query"], t["key"], t["value"], is_causal=options["is_causal"], **given
+    )
+    return comparable(constants, options["function"], *results)
+
+
+def operator(t, options, constants):
+    if "is_exact" in constants:
+        return map_attention(t, options, constants)
+    how = options["function"], options["is_causal"]
+    output, denominator, scale, state = OPERATORS.attention(*(t.get(name) for name in ATTENTION), *how)
+    return comparable(constants, how[0], output, denominator, scale, state)
+
+
+def features(t, options, constants):
+    given = {name: t.get(name) for name in ("key_mask", "state", "log_decay")}
+    log_features = options["function"] == EXP
+    output, state = kernels.kernel_attention(
+        t["query"], t["key"], t["value"], log_features=log_features, is_causal=options["is_causal"], **given
+    )
+    return [output, *comparable(constants, options["function"], None, None, None, state)]
+
+
+def step(t, options, constants):
+    how = {"log_features": options["function"] == EXP, "log_decay": t.get("log_decay")}
+    with torch.set_grad_enabled("is_exact" in constants):
+        output, state = kernels.attention_step(t["query"], t["key"], t["value"], t["state"], **how)
+    return [output, *comparable(constants, options["function"], None, None, None, state)]
+
+
+def step_operator(t, options, constants):
+    if "is_exact" in constants:
+        return step(t, options, constants)
+    given = (t.get(name) for name in ("query", "key", "value", "state", "log_decay"))
+    output, state = OPERATORS.attention_step(*given, options["function"] == EXP)
+    return [output, *comparable(constants, options["function"], None, None, None, state)]
+
+
+def comparable(constants, function, output, denominator, scale, state):
+    """Maxima are a matter of convention: sums and denominators as they would stand with those of the reference."""
+    if function >= EXP:
+        maximum = constants.setdefault("maximum", state[..., -1:].detach())
+        difference = (state[..., -1:].double() - maximum.double()).detach()
+        state = state[..., :-1].double() * difference.masked_fill(state[..., -2:-1] == 0, 0.0).exp()
+        if denominator is not None:
+            reference = constants.setdefault("scale", scale.detach())
+            difference = (scale.double() - reference.double()).detach()
+            is_nothing = denominator == 0  # whose scale, and so whose derivative, means nothing
+            denominator = denominator.double() * difference.masked_fill(is_nothing, 0.0).exp()
+            denominator = denominator.masked_fill(is_nothing, 0.0)
+    return [x for x in (output, denominator, state) if x is not None]
+
+
+def window(t, options, constants):
+    query, key, value, visible, *sinks, seen, _ = (t.get(name) for name in WINDOW)
+    near = NearKeys(key, value, visible, 0)
+    distance = torch.zeros(seen.shape, dtype=torch.int64)
+    results = kernels.exact_part(
+        query, near, SinkKeys(*sinks, seen, distance), options["scaling"], sink_query=t.get("sink_query")
+    )
+    return seen_part(*results)
+
+
+def seen_part(output, size, largest):
+    """Without the rows that see nothing, whose size is -1e30."""
+    is_seen = largest > EMPTY_MAXIMUM / 2
+    return [output, size.masked_fill(~is_seen, 0.0), largest.detach().masked_fill(~is_seen, 0.0)]
+
+
+def window_operator(t, options, constants):
+    if "is_exact" in constants:
+        return window(t, options, constants)
+    output, size, largest = OPERATORS.window_attention(*(t.get(name) for name in WINDOW), options["scaling"])
+    return seen_part(output.transpose(1, 2).unflatten(1, size.shape[1:3]), size, largest)
+
+
+def slots(t, options, constants):
+    return [kernels_slots.slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])]
+
+
+def slots_operator(t, options, constants):
+    if "is_exact" in constants:
+        return slots(t, options, constants)
+    output = OPERATORS.slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])
+    return [output.transpose(1, 2)]
+
+
+def hybrid(t, options, constants):
+    """The operator, or in float64 what it stands for."""
+    names = ("query", "key", "value", "sink_query", "query_exponent", "key_exponent", "log_decay")
+    given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
+    joint = t.get("log_scale"), t.get("norm_weight")
+    if "is_exact" not in constants:
+        new = OPERATORS.hybrid_step(*given, state, *joint, options["key_dim"], options["scaling"])
+    else:
+        new = hybrid_in_torch(*given, state, *joint, options["key_dim"], options["scaling"])
+    *others, near, near_size, largest, far, far_size = new
+    sums = comparable(constants, EXP, None, None, None, others.pop(0))
+    sizes = [x.masked_fill(x < EMPTY_MAXIMUM / 2, 0.0) for x in (near_size, largest, far_size)]
+    return [*sums, *others, near, *sizes, far]
+
+
+def hybrid_in_torch(query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, log_scale,
+                    norm_weight, key_dim, scaling):  # fmt: skip
+    sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state
+    kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    is_far = (kind[:, :1] == 1)[:, None, :, None]
+    leaving = window_value[:, :, :1].masked_fill(~is_far, 0.0)
+    decay = torch.zeros(1, kv_heads).double() if log_decay is None else log_decay[None].double()
+    faded = torch.cat((sums[..., :-1], sums[..., -1:] + (is_far * decay[..., None, None])), dim=-1)
+    exponent = key_exponent.masked_fill(~is_far, EMPTY_MAXIMUM)
+    value_row = torch.cat((leaving, is_far.double().expand(*leaving.shape[:3], 1)), dim=-1)
+    maximum = torch.maximum(faded[..., -1], exponent[:, :, 0])
+    weights = (exponent[:, :, 0] - maximum).exp() * is_far[..., 0]
+    added = faded[..., :-1] * (faded[..., -1] - maximum).exp()[..., None] + weights[..., None] * value_row
+    new_sums = torch.cat((added, maximum[..., None]), dim=-1)
+    far_query = query_exponent.unflatten(1, (kv_heads, groups)) + maximum[:, :, None, None]
+    scale = far_query.amax(dim=-1, keepdim=True)
+    far = (far_query - scale).exp().flatten(2, 3) @ added
+    far, total = far.unflatten(2, (groups, 1)).split_with_sizes((value.shape[-1], 1), dim=-1)
+    far, far_size = far / total.masked_fill(total == 0, 1.0), log_size(total, scale)
+    is_sink = num_seen < sink_key.shape[2]
+    window_key, window_value = (torch.cat(x, dim=2)[:, :, 1:] for x in ((window_key, key), (window_value, value)))
+    kind = torch.cat((kind, torch.where(is_sink, 2, 1).to(torch.int8)), dim=1)[:, 1:]
+    place = torch.arange(sink_key.shape[2])
+    here = (place == num_seen)[:, None, :, None]
+    sink_key, sink_value = torch.where(here, key, sink_key), torch.where(here, value, sink_value)
+    # as numbers of 64 bits go round
+    num_seen = num_seen + 1
+    near = plain_window(
+        query[..., :key_dim], window_key[..., :key_dim], window_value, kind == 1, sink_key[..., :key_dim], sink_value,
+        (place < num_seen)[:, None], None if sink_query is None else sink_query[..., :key_dim], scaling,
+    )  # fmt: skip
+    output, size, largest = near
+    if log_scale is not None:
+        half = query[..., :key_dim].square().sum(dim=-1, keepdim=True) * scaling / 2
+        add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
+        output, _ = join((output, size), (far, far_size + add))
+    return [new_sums, window_key, window_value, kind, sink_key, sink_value, num_seen, output, size, largest, far,
+            far_size]  # fmt: skip
+
+
+def elu(t, options, constants):
+    if "is_exact" in constants:
+        return [torch.where(t["x"] > 0, t["x"] + 1, t["x"].clamp(max=0).exp())]
+    return [OPERATORS.elu_plus_one(t["x"])]
+
+
+ENTRIES = {"map": map_attention, "operator": operator, "features": features, "step": step}
+ENTRIES |= {"step_operator": step_operator, "window": window, "window_operator": window_operator, "slots": slots}
+ENTRIES |= {"slots_operator": slots_operator, "hybrid": hybrid, "elu": elu}
+HAVE_GRADIENTS = ("map", "operator", "features", "window", "window_operator")
+ONLY_IN_C = ("step_operator", "slots_operator", "hybrid", "elu")
+
+
+class Fuzzer:
+    def __init__(self, library: Any):
+        self.library, self.counts = library, Counter()
+        self.choose(library)
+
+    def choose(self, library: Any) -> None:
+        backend = KernelBackend("torch" if library is None else "c", None, "chosen by the fuzzer")
+        kernels_cpu._loaded = lambda: (library, backend)
+
+    def run(self, seed: int) -> str:
+        """What is wrong with the call of this seed, or nothing."""
+        maker = Maker(seed)
+        call = maker.call()
+        torch.manual_seed(seed)
+        try:
+            problem = self.refused(call) if call.misfit else self.computed(call, maker)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        return f"seed {seed}: {problem}\n  {call}" if problem else ""
+
+    def refused(self, call: Call) -> str:
+        said = []
+        for library in (self.library, None):
+            self.choose(library)
+            try:
+                ENTRIES[call.entry](call.tensors, call.options, {})
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+            except Exception as error:  # anything else is what we look for
+                said.append(f"a {type(error).__name__}: {error}")
+        self.choose(self.library)
+        self.counts["refused"] += 1
+        is_refused = not any(text == "nothing" or text.startswith("a ") for text in said)
+        return "" if said[0] == said[1] and is_refused else f"C says {said[0]!r} and torch {said[1]!r}"
+
+    def computed(self, call: Call, maker: Maker) -> str:
+        wide = {name: widened(x) for name, x in call.clean.items()}
+        constants: dict[str, Any] = {"is_exact": True}  # the reference, which all others are compared with
+        exact = values_and_gradients(call, wide, constants)
+        del constants["is_exact"]
+        self.counts["computed"] += 1
+        for library in (self.library, None) if maker.chance(0.15) else (self.library,):
+            if is_beyond_torch(call, library):
+                self.counts["beyond torch"] += 1
+                continue
+            self.choose(library)
+            try:
+                with poisoned_allocations(maker.random.choice((0, 24))) as memory:
+                    tensors = {
+                        name: memory.place(name, x, *layout(maker, x), {call.expanded.get(name)})
+                        for name, x in call.tensors.items()
+                    }
+                    actual = values_and_gradients(call, tensors, constants)
+                    memory.check()
+            except NotImplementedError:
+                if call.entry not in ONLY_IN_C:
+                    raise
+                self.counts["not for C"] += 1
+                return ""
+            finally:
+                self.choose(self.library)
+            if problem := difference(call, actual, exact):
+                return f"{'C' if library else 'torch'}: {problem}"
+        return ""
+
+
+def is_beyond_torch(call: Call, library: Any) -> bool:
+    """Whether torch computes exponents with a decay of more than float32 holds: it loses keys beside older ones."""
+    decay = call.clean.get("log_decay")
+    if call.options["function"] < EXP or call.entry == "hybrid" or decay is None or decay.min() > -60:
+        return False
+    query, key, value, mask = (call.clean.get(name) for name in ATTENTION[:4])
+    return library is None or not takes_attention(query, key, value, mask, 1)
+
+
+def layout(maker: Maker, x: torch.Tensor):
+    """A random order of the axes in memory, steps, and sometimes the order that models have."""
+    if x.ndim == 4 and maker.chance(0.4):
+        return (0, 2, 1, 3), None
+    order = list(range(x.ndim))
+    if maker.chance(0.4):
+        maker.random.shuffle(order)
+    steps = [maker.random.choice((1, 1, 1, 2, 3)) for _ in order] if maker.chance(0.3) else None
+    return order, steps
+
+
+def values_and_gradients(call: Call, tensors, constants) -> list[torch.Tensor]:
+    """Outputs, and the gradients of a loss that is the same for every dtype and backend."""
+    if call.entry not in HAVE_GRADIENTS:
+        with torch.no_grad():
+            return ENTRIES[call.entry](tensors, call.options, constants)
+    leaves = {name: x.detach().requires_grad_(name in call.wanted) for name, x in tensors.items()}
+    outputs = ENTRIES[call.entry](leaves, call.options, constants)
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        direction = torch.randn(output.shape, generator=generator).to(output.dtype)
+        if output.requires_grad:
+            loss = loss + (output * direction).sum().double()
+    wanted = [leaves[name] for name in call.wanted]
+    grads = [torch.zeros_like(x) for x in wanted]  # where nothing is computed
+    if wanted and loss.requires_grad:
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    # the maximum is a constant
+    log_features = call.options["function"] >= EXP
+    return outputs + [g[..., :-1] if n == "state" and log_features else g for n, g in zip(call.wanted, grads)]
+
+
+def difference(call: Call, actual, exact) -> str:
+    """The first output or gradient that is not the one of float64 up to rounding."""
+    size = largest_exponent(call)
+    worst = max((x.dtype for x in call.tensors.values() if x is not None and x.dtype in RELATIVE), key=RELATIVE.get)
+    most = max((e.double().norm().item() for e in exact), default=0.0)
+    for number, (a, e) in enumerate(zip(actual, exact)):
+        if a.shape != e.shape:
+            return f"result {number} has the shape {tuple(a.shape)}, not {tuple(e.shape)}"
+        if not a.isfinite().all() and e.isfinite().all():
+            return f"result {number} is not finite"
+        # a weight is the exponential of a number that rounds in proportion to its size
+        relative = RELATIVE[worst] + size * torch.finfo(torch.float32).eps * 4
+        error = (a.double() - e.double()).norm().item()
+        if not error <= relative * (e.double().norm().item() + (0.3 if worst.itemsize > 2 else 4) * most + 1e-2):
+            return f"result {number} is {error:.3g} off, of {e.double().norm().item():.3g} (allowed {relative:.1g})"
+    return "" if len(actual) == len(exact) else f"{len(actual)} results, not {len(exact)}"
+
+
+def largest_exponent(call: Call) -> float:
+    """Of the sizes of all factors of an exponent."""
+    sizes = {name: x.double().abs().max().item() for name, x in call.clean.items() if x is not None and x.numel()}
+    root = max(1, call.clean.get("query", torch.ones(1)).shape[-1]) ** 0.5
+    return sizes.get("query", 0) + root * sizes.get("query", 0) * sizes.get("key", 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the first call")
+    parser.add_argument("--calls", type=int, default=1_000_000, help="at most so many")
+    parser.add_argument("--seconds", type=float, default=60.0, help="at most so long")
+    parser.add_argument("--library", type=Path, help="instead of the one that fits this processor")
+    parser.add_argument("--failures", type=int, default=1, help="stop after so many")
+    given = parser.parse_args()
+    library = kernels_cpu.library() if given.library is None else kernels_cpu.load(given.library)
+    if library is None:
+        raise SystemExit(f"There are no C kernels to call: {kernels_cpu.kernel_backend().reason}")
+    torch.set_num_threads(1)
+    fuzzer, begin, failures, number = Fuzzer(library), time.monotonic(), [], 0
+    while number < given.calls and time.monotonic() - begin < given.seconds and len(failures) < given.failures:
+        problem = fuzzer.run(given.seed + number)
+        failures += [problem] if problem else []
+        number += 1
+    for problem in failures:
+        print(problem, file=sys.stderr)
+    seconds = time.monotonic() - begin
+    print(f"{number} calls in {seconds:.0f} s, {dict(fuzzer.counts)}, {len(failures)} failures, seed {given.seed}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
