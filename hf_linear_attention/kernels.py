@@ -85,15 +85,12 @@ def map_attention(
     """
     query_map, key_map = feature_map.query, feature_map.key
     affine = (None,) * 4 if query_map is None or key_map is None else (*key_map, query_map.weight)
-    given = (query, key, value, key_mask, log_decay, state, *affine)
-    how = (feature_map.function, is_causal)
-    if needs_plain(value):
-        check_attention(*given, *how)
-        return _with_output(query, *in_torch(*given, *how, plain=True))
-    if not torch.compiler.is_compiling() and not takes_attention(query, key, value, key_mask, 1):
-        check_attention(*given, *how)
-        return _with_output(query, *in_torch(*given, *how))
-    output, denominator, scale, state = OPERATORS.attention(*given, *how)
+    given: Any = (query, key, value, key_mask, log_decay, state, *affine, feature_map.function, is_causal)
+    is_plain = needs_plain(value)
+    if is_plain or not (torch.compiler.is_compiling() or takes_attention(query, key, value, key_mask, 1)):
+        check_attention(*given)
+        return _with_output(query, *in_torch(*given, plain=is_plain))
+    output, denominator, scale, state = OPERATORS.attention(*given)
     return output, denominator, scale if feature_map.log_features else None, state
 
 
@@ -195,7 +192,7 @@ def attention_step(
 
 def takes_step(*tensors: torch.Tensor) -> bool:
     """Whether C computes a step of one token with these, outside a graph and without gradients."""
-    if torch.is_grad_enabled() or not is_eager(tensors[0]) or not all(x.ndim for x in tensors):
+    if torch.is_grad_enabled() or not is_eager(tensors[0]):
         return False
     return takes(*tensors)
 

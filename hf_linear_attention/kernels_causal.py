@@ -54,7 +54,8 @@ def causal_attention(
     key = with_dtype(key, dtype)
     size = safe_block_size(key, mask, maximum, steepest) if log_features else max(1, key.shape[2])
     if log_decay is not None and gpu_kernel is None:
-        options = {"key_mask": key_mask, "state": state, "log_decay": log_decay, "block_size": min(size, BLOCK_SIZE)}
+        options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
+        options["block_size"] = min(size, BLOCK_SIZE)
         return plain_attention(query, key, value, log_features=log_features, is_causal=True, **options)
     query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
     if gpu_kernel is not None and not log_features:  # it takes a decay of any steepness as it is
@@ -75,8 +76,8 @@ def causal_attention(
             total = faded.sum(dim=2)
             sums, maximum = sums * (-total.detach()).exp()[..., None, None], maximum + total.detach().unsqueeze(2)
         results.append((output, denominator, scale))
-    output, denominator, scale = (None if part[0] is None else joined(part) for part in zip(*results))
-    return output, denominator, scale, pack_state(sums, maximum)
+    joint: Any = (None if part[0] is None else joined(part) for part in zip(*results))
+    return *joint, pack_state(sums, maximum)
 
 
 def _faded(log_decay: torch.Tensor | None, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -266,7 +266,7 @@ def check_hybrid_step(
     """
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
-    batch, heads, kv_heads = *query.shape[:2], key.shape[1]
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     if len(state) != 7:
         raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state

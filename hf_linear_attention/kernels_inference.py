@@ -8,6 +8,9 @@ dimension of the values, w places of a window.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .kernels_checks import check_axes
@@ -87,7 +90,7 @@ def hybrid_step(
     given = (query, key, value, sink_query, query_exponent, key_exponent, log_decay)
     check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
     _refuse(query, key, value, sink_query)
-    batch, heads, kv_heads = *query.shape[:2], key.shape[1]
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     if sink_query is not None:
         sink_query = sink_query.to(query.dtype)
     results = _fake_hybrid_step(*given[:3], sink_query, *given[4:], state)
@@ -167,7 +170,7 @@ def _fake_elu_plus_one(x):
     return torch.empty_like(x) if dense else x.new_empty(x.shape)
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention_step": (attention_step, _fake_attention_step),
     "hybrid_step": (hybrid_step, _fake_hybrid_step),
     "slot_attention": (slot_attention, _fake_slot_attention),

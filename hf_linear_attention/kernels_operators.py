@@ -121,14 +121,15 @@ def _new_outputs(query, key, value, features: int, function: int):
     return output, denominator, scale, denominator.new_empty(batch, kv_heads, features, width + 1 + is_exp)
 
 
-def _fake_attention(*given):
+def _fake_attention(*given: Any):
     features = check_attention(*given)
-    return _new_outputs(*given[:3], features, given[10])
+    query, key, value, *_ = given
+    return _new_outputs(query, key, value, features, given[10])
 
 
 def in_torch(
     query, key, value, key_mask, log_decay, state, key_weight, key_bias, key_norm, query_weight, function, is_causal,
-    plain: bool = False,
+    *, plain: bool = False,
 ):  # fmt: skip
     """The operator `attention` in torch: output `[B, Hkv, G, N, W]` in the accumulation dtype, None for no log scale.
 
@@ -219,7 +220,9 @@ def _gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) ->
     found = [next(grads, None) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in inputs]
     made = [isinstance(x, torch.Tensor) and x.requires_grad for x in inputs]
     return [
-        _gradient_like(x).copy_(0 if grad is None else grad) if need else _or_nothing(None, inputs[0])
+        (_gradient_like(x).zero_() if grad is None else _gradient_like(x).copy_(grad))
+        if need
+        else _or_nothing(None, inputs[0])
         for x, grad, need in zip(inputs, found, made)
     ]
 
@@ -322,9 +325,9 @@ def _fake_window_backward(grad_output, grad_size, *given):
 
 
 def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling: float) -> list[torch.Tensor]:
-    leaves = [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
+    leaves: Any = [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
     with torch.enable_grad():
-        outputs = _window_laid_out(*plain_window(*leaves, scaling))
+        outputs = _window_laid_out(*plain_window(*(*leaves, scaling)))
     grads = _gradients_of(outputs, (*incoming, None), leaves)
     return [grad.contiguous() for grad, x in zip(grads, leaves) if x is None or x.requires_grad]
 
@@ -341,7 +344,7 @@ def _differentiate_window(ctx, grad_output, grad_size, _):
     if torch.is_grad_enabled():
 
         def plain(*leaves):
-            return _window_laid_out(*plain_window(*leaves, ctx.scaling))
+            return _window_laid_out(*plain_window(*(*leaves, ctx.scaling)))
 
         return *gradients_with_graph(plain, inputs, (grad_output, grad_size, None)), None
     found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, ctx.scaling, output, size)
@@ -425,7 +428,7 @@ def _register() -> Any:
     return operators
 
 
-IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "attention": (_attention, _fake_attention),
     "attention_backward": (_attention_backward, _fake_attention_backward),
     "window_attention": (_window, _fake_window),

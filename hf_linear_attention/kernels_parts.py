@@ -69,10 +69,10 @@ def _states(function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slic
         first = torch.zeros_like(tensors[NEW_STATE])
         first[..., first.shape[-1] - is_exp :] = EMPTY_MAXIMUM
     states = [first.squeeze(2)]
-    for part, own in zip(keys, parts):
+    for tokens, own in zip(keys, parts):
         fade = None
         if decay is not None:
-            real = part.stop - part.start if mask is None else mask[:, :1, 0, part, 0].sum(dim=2)
+            real = tokens.stop - tokens.start if mask is None else mask[:, :1, 0, tokens, 0].sum(dim=2)
             fade = (decay[:, :, 0, 0, 0] * real).unsqueeze(2)
         states.append(merge_states(states[-1], own[NEW_STATE].squeeze(2), is_exp, fade))
     return states

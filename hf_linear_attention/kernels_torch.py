@@ -63,8 +63,8 @@ class KernelMap(NamedTuple):
         """`[B, heads, N, D]` -> `[B, heads, N, F]` in the accumulation dtype."""
         x = accumulated(x)
         if affine is not None:
-            weight, bias, norm = (None if part is None else part.to(x.dtype) for part in affine)
-            image = x @ weight
+            bias, norm = (None if part is None else part.to(x.dtype) for part in affine[1:])
+            image = x @ affine.weight.to(x.dtype)
             image = image if bias is None else image + bias
             x = image if norm is None else image - norm / 2 * x.square().sum(dim=-1, keepdim=True)
         if self.function == 1:
@@ -135,7 +135,8 @@ def plain_attention(
         decay = None if log_decay is None else _Decay(log_decay.to(dtype), k, m)
         output, scale, sums, maximum = _block(q, k, v, m, sums, maximum, log_features, True, same, decay)
         blocks.append((output, scale))
-    output, scale = (None if part[0] is None else joined(part) for part in zip(*blocks))
+    output = joined([part for part, _ in blocks])
+    scale = joined([part for _, part in blocks]) if log_features else None
     return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
 
 
@@ -294,13 +295,12 @@ def merge_states(
 
     `log_decay [B or 1, Hkv, 1]` is by how much the first one fades over the tokens of the second.
     """
-    sums, maximum = unpack_state(first, log_features)
-    other, other_maximum = unpack_state(second, log_features)
-    if maximum is None or other_maximum is None:
+    sums, other = (state[..., :-1] if log_features else state for state in (first, second))
+    if not log_features:
         return (sums if log_decay is None else sums * log_decay.exp().unsqueeze(3)) + other
-    maximum = maximum if log_decay is None else maximum + log_decay
-    new = torch.maximum(maximum, other_maximum).detach()
-    sums, other = (x * (m - new).exp().unsqueeze(3) for x, m in ((sums, maximum), (other, other_maximum)))
+    maximum = first[..., -1] if log_decay is None else first[..., -1] + log_decay
+    new = torch.maximum(maximum, second[..., -1]).detach()
+    sums, other = (x * (m - new).exp().unsqueeze(3) for x, m in ((sums, maximum), (other, second[..., -1])))
     return pack_state(sums + other, new)
 
 

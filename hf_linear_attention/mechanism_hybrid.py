@@ -196,7 +196,7 @@ class HybridAttention(AttentionMechanism):
         numbers = (log_decay, list(old), *(joint or (None, None)))
         step = operator("hybrid_step")
         new = step(query, key, value, None, *exponents, *numbers, self.shape.head_dim, scaling)
-        batch, heads, width = *query.shape[:2], value.shape[-1]
+        (batch, heads), width = query.shape[:2], value.shape[-1]
         if joint is not None:
             near = new[7][: batch * heads * width]
         else:
