@@ -17,6 +17,7 @@ import torch
 from .kernels_causal import CausalAttention
 from .kernels_causal import ElementwiseMap
 from .kernels_checks import check_attention
+from .kernels_checks import check_shape
 from .kernels_checks import check_window
 from .kernels_cpu import EXP
 from .kernels_cpu import PLAIN
@@ -27,6 +28,7 @@ from .kernels_operators import operator
 from .kernels_operators import takes_attention
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulated
+from .kernels_torch import shown
 from .kernels_torch import torch_step
 from .kernels_torch import with_dtype
 from .kernels_window import NearKeys
@@ -165,6 +167,7 @@ def elementwise_attention(
     check_attention(query, key, value, key_mask, None, state, *(None,) * 4, PLAIN, True)
     mask = None if key_mask is None else key_mask[:, None, :, None]
     query = query.unflatten(1, (key.shape[1], -1))
+    key, value = shown(key, key_mask), shown(value, key_mask)
     output, _, state = CausalAttention.apply(query, key, value, state, mask, feature_map)
     return output.flatten(1, 2), state
 
@@ -222,5 +225,6 @@ def exact_part(
         output, size, largest = OPERATORS.window_attention(*given, scaling)
         return output.transpose(1, 2).unflatten(1, (near.key.shape[1], -1)), size, largest
     check_window(*given)
+    check_shape("log_decay", log_decay, (near.key.shape[1],), like=query)
     options: dict[str, Any] = {"centre": near.centre, "distance": sinks.distance}
     return plain_window(*given, scaling, log_decay=log_decay, is_scale_constant=is_scale_constant, **options)

@@ -74,13 +74,17 @@ class LinformerAttention(AttentionMechanism):
         super().__init__(settings, shape)
         self.num_slots = self.layer_setting("projection_size")
         self.max_length = settings["max_length"] or shape.max_length
-        self.projection = PROJECTIONS[self.projection_kind(settings)]
         size, shares_values = None, settings["projection_sharing"] in ("key-value", "layerwise")
         if self.projection is not None:
             matrices = shape.num_key_value_heads if settings["projection_sharing"] == "none" else 1
             size = (matrices, *self.projection.size(self.num_slots, self.max_length))
         self._add_projection("key_projection", size)
         self._add_projection("value_projection", None if shares_values else size)
+
+    @property
+    def projection(self) -> Projection | None:
+        """Looked up, not kept: its functions cannot be pickled."""
+        return PROJECTIONS[self.projection_kind(self.settings)]
 
     def _add_projection(self, name: str, size: tuple[int, ...] | None) -> None:
         tensor = None if size is None else torch.empty(size)

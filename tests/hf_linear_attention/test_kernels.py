@@ -221,3 +221,14 @@ def test_kernel_map_agrees_with_torch(monkeypatch):
 def test_the_kernel_map_keeps_relative_accuracy_where_features_are_tiny():
     x = torch.linspace(-80, 0, 4 * 5 * 16).view(1, 4, 5, 16)
     torch.testing.assert_close(elu_plus_one(x), x.double().exp().float(), rtol=1e-6, atol=0)
+
+
+def test_what_is_hidden_may_be_nan_where_features_are_made_in_blocks(monkeypatch):
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    query, key, value = sample(40, False)
+    mask = torch.rand(2, 40) > 0.3
+    elu1 = FEATURE_MAPS["elu1"](4, 2, 6).elementwise_map()
+    expected = elementwise_attention(elu1, query, key, value, mask, None)
+    key, value = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (key, value))
+    for actual, wanted in zip(elementwise_attention(elu1, query, key, value, mask, None), expected):
+        assert torch.equal(actual, wanted)

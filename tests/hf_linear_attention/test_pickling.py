@@ -62,6 +62,7 @@ CASES = {
         lambda: stock_model("bert"),
         {"mechanism": "latent", "num_latents": 8},
     ),
+    "bert, linformer": (lambda: stock_model("bert"), {"mechanism": "linformer", "projection_size": 4}),
     "bart": (bart, {"mechanism": "linear", "cross_attention": True}),
     "bloom": (bloom, {"mechanism": "linear"}),
     "clip": (composite, {"mechanism": "linear"}),
