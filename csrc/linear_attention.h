@@ -90,13 +90,14 @@ typedef struct {
     int64_t query_bytes, key_bytes, value_bytes;
 } step_sizes;
 
-/* Addresses of log_step and hybrid_step. From STEP_SUMS to STEP_SEEN the state in the order of `HybridState`, from
-   STEP_NEW on the new one likewise. */
+/* Addresses of log_step and hybrid_step. From STEP_SUMS to STEP_WINDOW_POSITION the state in the order of `HybridState`
+   (which may have no positions), from STEP_NEW on the new one likewise. */
 enum {
     STEP_QUERY,
     STEP_KEY,
     STEP_VALUE,
     STEP_SINK_QUERY,
+    STEP_POSITION,
     STEP_QUERY_EXPONENT,
     STEP_KEY_EXPONENT,
     STEP_DECAY,
@@ -107,10 +108,11 @@ enum {
     STEP_SINK_KEY,
     STEP_SINK_VALUE,
     STEP_SEEN,
+    STEP_WINDOW_POSITION,
     STEP_LOG_SCALE,
     STEP_NORM_WEIGHT,
     STEP_NEW,
-    STEP_NEAR = STEP_NEW + 7,
+    STEP_NEAR = STEP_NEW + 8,
     STEP_NEAR_SIZE,
     STEP_LARGEST,
     STEP_FAR,

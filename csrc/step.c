@@ -163,6 +163,9 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
         if (head % n->heads == 0) {
             shift_rows(new[3] + batch *window, x[STEP_KIND] + batch * window, &kind, window, 1);
             ((int64_t *)new[6])[batch] = (int64_t)((uint64_t)seen + 1); /* any number may come from a file */
+            if (new[7])
+                shift_rows(new[7] + batch *window * 4, x[STEP_WINDOW_POSITION] + batch * window * 4,
+                           x[STEP_POSITION] + batch * 4, window, 4);
         }
         shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
         shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,

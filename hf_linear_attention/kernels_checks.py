@@ -257,8 +257,9 @@ def check_slots(query, key, value, visible) -> None:
 
 
 def check_hybrid_step(
-    query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight, key_dim
-) -> None:
+    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight,
+    key_dim,
+) -> None:  # fmt: skip
     """The arguments of the operator `hybrid_step` fit each other and the state, in the order of `HybridState`.
 
     Raises:
@@ -267,9 +268,9 @@ def check_hybrid_step(
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    if len(state) != 7:
-        raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7.")
-    sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state
+    if len(state) != (7 if position is None else 8):
+        raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7, and 8 with positions.")
+    sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *window_position = state
     stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1] if key_exponent.ndim else 0
     places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
     per_head, keys, values = (heads,), key.dtype, value.dtype
@@ -290,6 +291,8 @@ def check_hybrid_step(
         ("state", sink_key, (batch, kv_heads, sinks, stored), keys),
         ("state", sink_value, (batch, kv_heads, sinks, width), values),
         ("state", num_seen, (batch, 1), torch.int64),
+        ("position", position, (batch, 1), torch.int32),
+        *(("state", x, (batch, places), torch.int32) for x in window_position),
     )
     device = query.device
     for name, tensor, shape, dtype in expected:

@@ -32,7 +32,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # What csrc/linear_attention.h says of itself: its version, bytes of its structs, and the lengths of its lists.
-ABI = (1, 48, 88, 96, 30, 20, 5, 28)
+ABI = (1, 48, 88, 96, 30, 20, 5, 31)
 INSTALL = "install the package on a machine with a C compiler (gcc or clang): `pip install hf-linear-attention`"
 # What a feature map does to numbers: nothing, elu(x) + 1, exp of exponents, and the exponents of Hedgehog.
 PLAIN, ELU_PLUS_ONE, EXP, HEDGEHOG = 0, 1, 2, 3

@@ -35,9 +35,9 @@ SCHEMAS = {
         "-> (Tensor, Tensor)"
     ),
     "hybrid_step": (
-        "(Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor query_exponent, Tensor key_exponent, "
-        "Tensor? log_decay, Tensor[] state, Tensor? log_scale, Tensor? norm_weight, int key_dim, float scaling) "
-        "-> Tensor[]"
+        "(Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor query_exponent, "
+        "Tensor key_exponent, Tensor? log_decay, Tensor[] state, Tensor? log_scale, Tensor? norm_weight, "
+        "int key_dim, float scaling) -> Tensor[]"
     ),
     "slot_attention": "(Tensor query, Tensor key, Tensor value, Tensor? visible, float scaling) -> Tensor",
     "elu_plus_one": "(Tensor x) -> Tensor",
@@ -69,8 +69,8 @@ def attention_step(query, key, value, state, log_decay, log_features):
     size = query.new_empty(batch, heads)
     log_decay = None if log_decay is None else log_decay.float().contiguous()
     shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, 0, features, width, 4, 4, 4)
-    given = (None, None, value, None, query, key, log_decay, state, *[None] * 8)
-    run_step("log_step", shape, (*given, new_state, *[None] * 9, output, size))
+    given = (None, None, value, None, None, query, key, log_decay, state, *[None] * 9)
+    run_step("log_step", shape, (*given, new_state, *[None] * 10, output, size))
     return output, new_state
 
 
@@ -79,31 +79,36 @@ def _fake_attention_step(query, key, value, state, log_decay, log_features):
 
 
 def hybrid_step(
-    query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight, key_dim,
-    scaling,
+    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight,
+    key_dim, scaling,
 ):  # fmt: skip
     """One real token of `hybrid` after others: the oldest place of the window goes to the far sums.
 
+    `sink_query [B, H, 1, D]` is what sinks are compared with, the query itself if None. With `position [B, 1]` (int32,
+    of the token) the state has an eighth tensor, the positions of the window `[B, w]`, which moves on with its keys.
+
     Returns:
-        The 7 tensors of the new state, then in float32 one tensor `[B H (2 W + 3)]`, which `step_parts` takes apart.
+        The tensors of the new state, then in float32 one tensor `[B H (2 W + 3)]`, which `step_parts` takes apart.
     """
-    given = (query, key, value, sink_query, query_exponent, key_exponent, log_decay)
+    given = (query, key, value, sink_query, position, query_exponent, key_exponent, log_decay)
     check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
     _refuse(query, key, value, sink_query)
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     if sink_query is not None:
         sink_query = sink_query.to(query.dtype)
-    results = _fake_hybrid_step(*given[:3], sink_query, *given[4:], state)
+    results = _fake_hybrid_step(*given, state)
     shape = (
         *(batch, kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
         *(key_dim, key.shape[3], key_exponent.shape[-1], value.shape[3]),
         *(x.element_size() for x in (query, key, value)),
     )
-    numbers = (query, key, value, sink_query, *given[4:], *state, log_scale, norm_weight)
+    no_positions = (None,) * (8 - len(state))
+    numbers = (query, key, value, sink_query, *given[4:], *state, *no_positions, log_scale, norm_weight)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
     rows, width = batch * heads, value.shape[3]
     offsets = [0, rows * width, rows * (width + 1), rows * (width + 2), rows * (2 * width + 2)]
-    run_step("hybrid_step", shape, (*dense, *results), scaling, offsets)
+    *new_state, parts = results
+    run_step("hybrid_step", shape, (*dense, *new_state, *no_positions, parts), scaling, offsets)
     return results
 
 
@@ -114,11 +119,14 @@ def step_parts(parts: torch.Tensor, query: torch.Tensor, key: torch.Tensor, widt
     largest logit, the far part and its log size.
     """
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    sizes = [batch * heads * n for n in (width, 1, 1, width, 1)]
-    return [x.view(batch, kv_heads, heads // kv_heads, 1, -1) for x in parts.split_with_sizes(sizes)]
+    columns = (width, 1, 1, width, 1)
+    found = parts.split_with_sizes([batch * heads * n for n in columns])
+    return [x.view(batch, kv_heads, heads // kv_heads, 1, n) for x, n in zip(found, columns)]
 
 
-def _fake_hybrid_step(query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, *_):
+def _fake_hybrid_step(
+    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, *_
+):  # fmt: skip
     parts = state[0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
     return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state), parts]
 

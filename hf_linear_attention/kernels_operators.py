@@ -39,6 +39,7 @@ from .kernels_inference import IMPLEMENTATIONS as WITHOUT_GRADIENTS
 from .kernels_inference import SCHEMAS as SCHEMAS_WITHOUT_GRADIENTS
 from .kernels_inference import with_rows
 from .kernels_parts import attend
+from .kernels_parts import differentiate
 from .kernels_torch import Affine
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulation_dtype
@@ -175,7 +176,7 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
         None if grad_state is None else grad_state.contiguous().unsqueeze(2),
     )
     results = (_grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
-    run_attention("attention_backward", (features, *given[10:12]), (*described, *results, *incoming, *made, *others))
+    differentiate((features, *given[10:12]), (*described, *results, *incoming, *made, *others))
     grad_decay, *grad_affine, _, _, grad_first = others
     grad_affine = [None if grad is None else _shared(grad, x) for grad, x in zip(grad_affine, affine)]
     grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)

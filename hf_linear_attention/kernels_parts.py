@@ -1,7 +1,8 @@
-"""One long sequence on many cores: attention to its parts at once, where there are fewer heads than cores.
+"""Few key/value heads on many cores: attention in parts, where there are fewer heads than cores.
 
-First each part sums up its own keys, then every part attends with the merged state of those before it (bidirectional
-form: with that of all). That reads keys twice, which two cores win back. Forward only.
+Forward, a long sequence is cut: first each part sums up its own keys, then every part attends with the merged state of
+those before it (bidirectional form: with that of all). That reads keys twice, which two cores win back. Backward, the
+query heads of a group are parted: each part makes gradients of keys and values of its own, which are added up.
 
 Axes: B batch, Hkv key/value heads, G query heads per key/value head, N queries, S keys, F features, W head dimension of
 the values.
@@ -24,7 +25,12 @@ from .kernels_torch import merge_states
 SHORTEST_PART = 4096
 # Places in the lists of csrc/linear_attention.h.
 QUERY, KEY, VALUE, MASK, DECAY = range(5)
-STATE, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = range(11, 16)
+QUERY_MAP, STATE, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = 8, *range(11, 16)
+GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(16, 20)
+GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 20, 21, 22, 23, 26, 29
+# What belongs to query heads, and the gradients to which every query head adds.
+OF_QUERIES = (QUERY, QUERY_MAP, OUTPUT, DENOMINATOR, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY, GRAD_QUERY_MAP)
+SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
 
 
 def attend(function: Sequence[int], tensors: Sequence[Any]) -> None:
@@ -47,6 +53,28 @@ def attend(function: Sequence[int], tensors: Sequence[Any]) -> None:
     for part in unused:
         part[NEW_STATE] = torch.empty_like(tensors[NEW_STATE])
     run_attention("attention_forward", function, *parts)
+
+
+def differentiate(function: Sequence[int], tensors: Sequence[Any]) -> None:
+    """`run_attention("attention_backward", ...)`, in parts where that makes use of more cores."""
+    pairs, groups = tensors[QUERY].shape[0] * tensors[QUERY].shape[1], tensors[QUERY].shape[2]
+    count = min(torch.get_num_threads() // max(1, pairs), groups)
+    if count < 2:
+        run_attention("attention_backward", function, tensors)
+        return
+    parts = []
+    for heads in _ranges(groups, count):
+        part = list(tensors)
+        for place in OF_QUERIES:
+            part[place] = None if part[place] is None else part[place][:, :, heads]
+        for place in SHARED:
+            part[place] = None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32)
+        part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # of all query heads together
+        parts.append(part)
+    run_attention("attention_backward", function, *parts)
+    for place in SHARED:
+        if tensors[place] is not None:
+            tensors[place].copy_(sum(part[place] for part in parts))
 
 
 def _ranges(length: int, count: int) -> list[slice]:

@@ -195,7 +195,7 @@ class HybridAttention(AttentionMechanism):
         log_decay = None if self.decay is None else self.decay()
         numbers = (log_decay, list(old), *(joint or (None, None)))
         step = operator("hybrid_step")
-        new = step(query, key, value, None, *exponents, *numbers, self.shape.head_dim, scaling)
+        new = step(query, key, value, None, None, *exponents, *numbers, self.shape.head_dim, scaling)
         (batch, heads), width = query.shape[:2], value.shape[-1]
         if joint is not None:
             near = new[7][: batch * heads * width]

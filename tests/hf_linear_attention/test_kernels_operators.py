@@ -70,7 +70,11 @@ def hybrid_samples():
         state.append(torch.tensor([[9], [1]]))
         exponents = torch.randn(2, 4, 1, 6), torch.randn(2, 2, 1, 6)
         joint = (torch.randn(4), torch.randn(4)) if sinks else (None, None)
-        yield query, key, value, None, *exponents, None, state, *joint, 8, 0.3
+        position = None
+        if sinks:
+            position, window_position = torch.tensor([[20], [30]]).int(), torch.arange(10).view(2, 5).int()
+            state.append(window_position)
+        yield query, key, value, None, position, *exponents, None, state, *joint, 8, 0.3
 
 
 def slot_samples():

@@ -29,6 +29,7 @@ from poison import poisoned_allocations
 
 from hf_linear_attention import kernels, kernels_cpu, kernels_slots
 from hf_linear_attention.kernels_cpu import EXP, KernelBackend
+from hf_linear_attention.kernels_inference import step_parts
 from hf_linear_attention.kernels_operators import OPERATORS, takes_attention
 from hf_linear_attention.kernels_torch import Affine, KernelMap
 from hf_linear_attention.kernels_window import EMPTY_MAXIMUM, NearKeys, SinkKeys, join, log_size, plain_window
@@ -139,11 +140,12 @@ def slots_operator(t, options, constants):
 
 def hybrid(t, options, constants):
     """The operator, or in float64 what it stands for."""
-    names = ("query", "key", "value", "sink_query", "query_exponent", "key_exponent", "log_decay")
+    names = ("query", "key", "value", "sink_query", "position", "query_exponent", "key_exponent", "log_decay")
     given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
     joint = t.get("log_scale"), t.get("norm_weight")
     if "is_exact" not in constants:
-        new = OPERATORS.hybrid_step(*given, state, *joint, options["key_dim"], options["scaling"])
+        *new, parts = OPERATORS.hybrid_step(*given, state, *joint, options["key_dim"], options["scaling"])
+        new += step_parts(parts, t["query"], t["key"], t["value"].shape[-1])
     else:
         new = hybrid_in_torch(*given, state, *joint, options["key_dim"], options["scaling"])
     *others, near, near_size, largest, far, far_size = new
@@ -152,9 +154,10 @@ def hybrid(t, options, constants):
     return [*sums, *others, near, *sizes, far]
 
 
-def hybrid_in_torch(query, key, value, sink_query, query_exponent, key_exponent, log_decay, state, log_scale,
+def hybrid_in_torch(query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale,
                     norm_weight, key_dim, scaling):  # fmt: skip
-    sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state
+    sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *positions = state
+    positions = [torch.cat((x, position), dim=1)[:, 1:] for x in positions]
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     is_far = (kind[:, :1] == 1)[:, None, :, None]
     leaving = window_value[:, :, :1].masked_fill(~is_far, 0.0)
@@ -188,8 +191,8 @@ def hybrid_in_torch(query, key, value, sink_query, query_exponent, key_exponent,
         half = query[..., :key_dim].square().sum(dim=-1, keepdim=True) * scaling / 2
         add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
         output, _ = join((output, size), (far, far_size + add))
-    return [new_sums, window_key, window_value, kind, sink_key, sink_value, num_seen, output, size, largest, far,
-            far_size]  # fmt: skip
+    return [new_sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *positions, output, size,
+            largest, far, far_size]  # fmt: skip
 
 
 def elu(t, options, constants):

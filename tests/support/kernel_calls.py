@@ -48,6 +48,7 @@ SPECIFICATIONS = {
         "key": "BK1E",
         "value": "BK1W",
         "sink_query": "BH1E",
+        "position": "B1",
         "query_exponent": "BH1F",
         "key_exponent": "BK1F",
         "log_decay": "K",
@@ -60,12 +61,13 @@ SPECIFICATIONS = {
         "sink_key": "BKsE",
         "sink_value": "BKsW",
         "num_seen": "B1",
+        "window_position": "Bw",
     },
     "elu": {"x": "BHND"},
 }
 OPTIONAL = ("key_mask", "log_decay", "state", "sink_query")
 MASKS = ("key_mask", "visible", "seen")
-HYBRID_STATE = ("sums", "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen")
+HYBRID_STATE = ("sums", "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen", "window_position")
 LENGTHS = (1, 2, 3, 5, 7, 8, 13, 17, 31, 32, 33, 40, 63, 64, 65, 97, 130, 200)
 COLUMNS = (4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 130)
 DECAYS = (0.0, -1e-3, -0.1, -0.9, -5.0, -30.0, -89.0, -300.0)
@@ -149,7 +151,7 @@ class Maker:
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
         options["scaling"], sizes = self.random.choice((0.1, 0.3, 1.0)), self.sizes(kind, is_causal)
-        self.is_packed = self.chance(0.07)
+        self.is_packed = is_causal and self.chance(0.07)
         names = self.given(kind, is_causal, options["function"])
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
@@ -182,6 +184,8 @@ class Maker:
             names.remove("visible")
         if kind == "hybrid" and self.chance(0.5):
             names = [name for name in names if name not in ("log_scale", "norm_weight")]
+        if kind == "hybrid" and self.chance(0.5):
+            names = [name for name in names if name not in ("position", "window_position")]
         return names
 
     def shape(self, letters: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -217,6 +221,8 @@ class Maker:
                 x = self.mask(name, shape)
             elif name == "kind":
                 x = torch.randint(0, 3, shape, generator=self.generator).to(torch.int8)
+            elif name in ("position", "window_position"):
+                x = torch.randint(-5, 2**31 - 1, shape, generator=self.generator, dtype=torch.int32)
             elif name == "num_seen":
                 numbers = (0, 1, 3, 50, -1, -(2**63), 2**63 - 1, 2**31)
                 x = torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
