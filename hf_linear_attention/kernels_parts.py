@@ -62,7 +62,7 @@ def differentiate(function: Sequence[int], tensors: Sequence[Any]) -> None:
     if count < 2:
         run_attention("attention_backward", function, tensors)
         return
-    parts = []
+    parts: list[list[Any]] = []
     for heads in _ranges(groups, count):
         part = list(tensors)
         for place in OF_QUERIES:
