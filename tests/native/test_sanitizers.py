@@ -19,8 +19,8 @@ import sanitized  # beside this file, which pytest imports by its path
 
 
 IS_REQUIRED = os.environ.get("HF_LINEAR_ATTENTION_REQUIRE_KERNELS") == "1"
-SECONDS = 110
-LEAST_CALLS = 10_000
+# 75 seconds on a free core; a busy one gets more.
+CALLS, MOST_SECONDS = 10_000, 500
 
 
 def fuzz(*options: object, **environment: str) -> int:
@@ -45,8 +45,8 @@ def sanitized_library(tmp_path_factory) -> Path:
 
 def test_sanitizers_find_nothing(sanitized_library):
     options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
-    given = ("--library", sanitized_library, "--seconds", SECONDS)
-    assert fuzz(*given, LD_PRELOAD=sanitized.runtime(), **options) >= LEAST_CALLS
+    given = ("--library", sanitized_library, "--calls", CALLS, "--seconds", MOST_SECONDS)
+    assert fuzz(*given, LD_PRELOAD=sanitized.runtime(), **options) >= CALLS
 
 
 def test_sanitizers_are_at_work(sanitized_library, tmp_path):
