@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import yaml
-from transformers import HfArgumentParser
-
+from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_of
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
-from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -105,13 +101,6 @@ def mechanism_arguments() -> type:
     return make_dataclass("MechanismArguments", generated)
 
 
-class Parser(HfArgumentParser):
-    """HfArgumentParser that knows no abbreviations and raises instead of printing a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (`--help` lists the options)")
-
-
 @dataclass(frozen=True)
 class Request:
     """A parsed command line: the script's own options, and the `linear_attention` settings that it names."""
@@ -145,19 +134,17 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     names = [entry.name for group in groups for entry in fields(group)]
     parser = Parser(
         groups,  # type: ignore[arg-type]  # generated at run time, which the stub does not foresee
-        allow_abbrev=False,
         prog="convert_checkpoint.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="defaults for these options; the command line wins")
-    words = [*_yaml_words(_config_path(argv), names), *argv]
-    _refuse_unknown(words, names)
+    parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
+    words = words_of(argv, names, joins_lists=True)
     arguments, mechanism, _ = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    return Request(arguments, _given(arguments, mechanism))
+    return Request(arguments, _settings_of(arguments, mechanism))
 
 
-def _given(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
+def _settings_of(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
     given = {name: value for name, value in vars(mechanism).items() if value is not None}
     given |= {name: parse_per_layer(name, text) for name, text in given.items() if _is_per_layer(name)}
     if arguments.attention is not None:
@@ -210,42 +197,3 @@ def parse_tokens(text: str) -> int:
     if tokens < 1:
         raise UsageError(f"`--tokens {text}`: give a number above 0, such as 2000000, 500k or 2M")
     return tokens
-
-
-def _config_path(argv: Sequence[str]) -> str | None:
-    parser = Parser([], allow_abbrev=False, add_help=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(argv)[0].config
-
-
-def _yaml_words(path: str | None, names: Sequence[str]) -> list[str]:
-    """The YAML file as command-line words, so that both go through the same types and checks."""
-    if path is None:
-        return []
-    if not Path(path).is_file():
-        raise UsageError(f"`--config {path}`: there is no such file")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"`--config {path}` holds a {type(values).__name__}; it must map options to values")
-    if unknown := [str(name) for name in values if name not in names]:
-        raise UsageError(*(f"`{name}` in {path} is not an option{_suggestion(name, names)}" for name in unknown))
-    return [f"--{name}={_word(value)}" for name, value in values.items() if value is not None]
-
-
-def _word(value: Any) -> str:
-    return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
-
-
-def _refuse_unknown(words: Sequence[str], names: Sequence[str]) -> None:
-    known = {*names, "config", "help"}
-    given = [word[2:].split("=", 1)[0].replace("-", "_") for word in words if word.startswith("--")]
-    if unknown := [name for name in given if name not in known]:
-        raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, names)}" for name in unknown))
-
-
-def _suggestion(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean `{close[0]}`?" if close else "; `--help` lists them"

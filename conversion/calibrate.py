@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_linear_attention import calibrate
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.arguments import ConversionArguments
-from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.conversion.inputs import RealInputs
-from hf_linear_attention.conversion.logs import logger
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.softmax_layers import is_automatic, ranking_file
 from hf_linear_attention.mechanisms import MECHANISMS
+
+
+logger = logging.getLogger(__name__)
 
 
 DEFAULT_TOKENS = 4096

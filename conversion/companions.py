@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_linear_attention.conversion.errors import ConversionError
-from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source
+
+
+logger = logging.getLogger(__name__)
 
 
 # Any of these says that there is a tokenizer.

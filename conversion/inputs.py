@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
 from hf_linear_attention.conversion.companions import load_image_processor, load_tokenizer
-from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
@@ -88,8 +88,8 @@ def check_text_file(option: str, path: str) -> None:
 
 def check_pairs_file(path: str) -> None:
     """Raises `UsageError` unless `path` is a file of scored pairs."""
+    from hf_linear_attention._common.errors import TrainingError
     from hf_linear_attention.training.arguments import DataArguments  # as below
-    from hf_linear_attention.training.errors import TrainingError
     from hf_linear_attention.training.rows import load_rows
 
     check_text_file("pairs_file", path)
@@ -153,8 +153,8 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int):
+        from hf_linear_attention._common.errors import TrainingError
         from hf_linear_attention.training.data import build_examples, usable_texts
-        from hf_linear_attention.training.errors import TrainingError
         from hf_linear_attention.training.models import sequence_length
         from hf_linear_attention.training.packing import shorten
 

@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.conversion.arguments import ConversionArguments, parse_tokens
-from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.conversion.inputs import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.source import Source
@@ -80,10 +78,9 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
         UsageError: if there is no such preset, or no config.
     """
     config = stock_config(source, trust_remote_code)
-    with usage_errors():
-        from hf_linear_attention.training.presets import load_preset, preset_names
+    from hf_linear_attention.training.presets import load_preset, preset_names
 
-        settings = load_preset(name).settings
+    settings = load_preset(name).settings
     direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
     if direction not in settings:
         able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
@@ -97,21 +94,20 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     Raises:
         UsageError: with all problems of the first stage that has some.
     """
-    with usage_errors():
-        from hf_linear_attention.training.command_line import parse_preset
-        from hf_linear_attention.training.presets import load_preset
-        from hf_linear_attention.training.stages import fit_to
+    from hf_linear_attention.training.command_line import parse_preset
+    from hf_linear_attention.training.presets import load_preset
+    from hf_linear_attention.training.stages import fit_to
 
-        _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
-        # with --dry_run alone there is no name, and nothing is written
-        output = output_dir or Path("OUT")
-        options = _options(arguments, source, str(plan.head.task), work_folder(output))
-        if arguments.pairs_file is not None:
-            if plan.head.task != "embedding":
-                raise UsageError("`--pairs_file` is for embedding models; leave it out")
-            check_pairs_file(arguments.pairs_file)
-        words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        parsed = parse_preset([f"--preset={arguments.preset}", *words])
+    _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
+    # with --dry_run alone there is no name, and nothing is written
+    output = output_dir or Path("OUT")
+    options = _options(arguments, source, str(plan.head.task), work_folder(output))
+    if arguments.pairs_file is not None:
+        if plan.head.task != "embedding":
+            raise UsageError("`--pairs_file` is for embedding models; leave it out")
+        check_pairs_file(arguments.pairs_file)
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:
         raise RuntimeError("the preset is named above")
     preset, given = parsed
@@ -167,14 +163,3 @@ def describe_stages(training: Training) -> list[str]:
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
         lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {tokens * stage.share:,.0f} tokens; {options}")
     return lines
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """What `training` refuses is refused here too."""
-    from hf_linear_attention.training import errors
-
-    try:
-        yield
-    except errors.UsageError as error:
-        raise UsageError(*error.problems) from error

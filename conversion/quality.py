@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +12,16 @@ from typing import Any
 
 import torch
 
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.heads import head_of
+from hf_linear_attention._common.model_card import REPORT, training_facts, training_history, word, write_model_card
 from hf_linear_attention.conversion.arguments import ConversionArguments, Request
-from hf_linear_attention.conversion.card import REPORT, training_facts, word, write_model_card
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.heads import head_of
 from hf_linear_attention.conversion.inputs import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
-from hf_linear_attention.conversion.logs import logger
 from hf_linear_attention.conversion.presets import changed_options
 from hf_linear_attention.conversion.source import Source, open_source
+
+
+logger = logging.getLogger(__name__)
 
 
 TASKS = ("causal_lm", "embedding")
@@ -158,8 +161,6 @@ def _finite(value: Any) -> Any:
 
 def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
     """Write the figures into conversion_report.json and the model card of `folder`; returns the report."""
-    from hf_linear_attention.training.export import training_history
-
     path = folder / REPORT
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"base_model": source.name}
     report["quality"] = quality

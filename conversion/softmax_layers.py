@@ -8,6 +8,7 @@ distillation too). `training` is imported where it is used, as in presets.py.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,15 +17,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention.configuration_linear_attention import parse_layers
 from hf_linear_attention.conversion.arguments import ConversionArguments
-from hf_linear_attention.conversion.card import REPORT
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.export import staging
 from hf_linear_attention.conversion.inputs import RealInputs
-from hf_linear_attention.conversion.logs import logger
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.source import Source
+
+
+logger = logging.getLogger(__name__)
 
 
 AUTO = "auto:"

@@ -11,9 +11,9 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from torch import nn
 
+from hf_linear_attention._common.model_card import HISTORY, training_history
 from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.checkpointing import HISTORY, clean, latest_checkpoint
-from hf_linear_attention.training.export import training_history
+from hf_linear_attention.training.checkpointing import clear_output, latest_checkpoint
 from hf_linear_attention.training.models import MECHANISM
 from hf_linear_attention.training.presets import Preset, Stage, command_lines, is_transfer, model_without_weights
 
@@ -36,7 +36,7 @@ def run_stages(
     lines = command_lines(preset, given)
     if not is_resumed and is_main_process():  # a later resumption must not take an older run's stages for this one's
         for _, folder, _ in lines:
-            clean(folder, everything=True)
+            clear_output(folder, everything=True)
     for number, (stage, folder, words) in enumerate(lines, 1):
         if is_resumed and (folder / HISTORY).is_file():  # written with the finished model
             continue

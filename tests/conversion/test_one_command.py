@@ -21,9 +21,9 @@ from accelerate.state import AcceleratorState, GradientState
 from checkpoints import files, run, save_twin
 from safetensors.torch import load_file
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline, train
 from hf_linear_attention.conversion.arguments import parse, parse_tokens
-from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.training.presets import load_preset
 
 

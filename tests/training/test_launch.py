@@ -12,9 +12,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from recipes import recipe_of
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.arguments import Recipe
 from hf_linear_attention.training.command_line import build_parser
-from hf_linear_attention.training.errors import TrainingError
 from hf_linear_attention.training.launching import start_processes
 from hf_linear_attention.training.presets import load_preset
 
