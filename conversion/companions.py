@@ -29,7 +29,7 @@ SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.jso
 PROCESSORS: tuple[Any, ...] = (AutoImageProcessor, AutoFeatureExtractor)
 
 
-def load_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def load_source_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """None if the source has no tokenizer, or one that cannot be loaded here."""
     if not _present(source, TOKENIZER_FILES):
         return None
@@ -52,7 +52,7 @@ def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> Pre
     present = _present(source, TOKENIZER_FILES)
     if not present:
         return None
-    original = load_tokenizer(source, trust_remote_code)
+    original = load_source_tokenizer(source, trust_remote_code)
     if original is None:
         logger.warning("the tokenizer of %s cannot be loaded here; its files are copied as they are", source.name)
         _copy(source.folder, present, folder)

@@ -55,7 +55,7 @@ import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.architecture_table import architecture_table
-from hf_linear_attention.conversion.arguments import Request, parse
+from hf_linear_attention.conversion.request import Request, parse
 
 
 PACKAGE = "hf_linear_attention.conversion"
@@ -79,11 +79,11 @@ def _answer(request: Request) -> str:
     """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
     from hf_linear_attention.conversion.diagnose import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
-    from hf_linear_attention.conversion.presets import describe_stages
+    from hf_linear_attention.conversion.preset_plan import describe_stages
+    from hf_linear_attention.conversion.preset_run import run_training
     from hf_linear_attention.conversion.quality import evaluate
     from hf_linear_attention.conversion.report import describe, describe_result, describe_tensors
     from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
-    from hf_linear_attention.conversion.train import run_training
 
     if request.arguments.evaluate:
         return evaluate(request)

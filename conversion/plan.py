@@ -27,9 +27,7 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
-
-
-MECHANISM = ".linear_attention."  # in the name of every tensor that conversion adds
+from hf_linear_attention.training.models import MECHANISM
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from checkpoints import convert_folder, save_twin
 
 
 @pytest.fixture(autouse=True)
@@ -26,25 +25,3 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources") / "llama"
-    save_twin(folder, "llama")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def bert(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources") / "bert"
-    save_twin(folder, "bert")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def linear_llama(llama, tmp_path_factory):
-    """A converted folder; tests must not write into it."""
-    folder = tmp_path_factory.mktemp("converted") / "llama"
-    convert_folder(llama, folder, "--num_features", 16)
-    return folder

@@ -35,6 +35,7 @@ from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention.training import zero
 from hf_linear_attention.training.adapters import save_model, whole_weights
+from hf_linear_attention.training.metrics_file import NAME
 from hf_linear_attention.training.models import Processor
 from hf_linear_attention.training.sharding import shard_optimizer_state, whole
 
@@ -42,7 +43,7 @@ from hf_linear_attention.training.sharding import shard_optimizer_state, whole
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-FINAL = "model"  # the name of the finished model while it is written
+MODEL_FOLDER = "model"  # the name of the finished model while it is written
 # A run cannot go on as the same run when one of these changes.
 FIXED = (
     *("task", "model_name_or_path", "tokenizer_name", "train_file", "dataset_name", "dataset_config_name"),
@@ -106,11 +107,11 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 def clear_output(output_dir: Path, everything: bool) -> None:
     """Remove half-written folders; with `everything` also checkpoints, metrics and report of an earlier run."""
-    folders.clean(output_dir, rf"checkpoint-\d+|{FINAL}")
+    folders.clean(output_dir, rf"checkpoint-\d+|{MODEL_FOLDER}")
     if everything:
         for path in list_checkpoints(output_dir):
             folders.discard(path)
-        for name in ("metrics.jsonl", HISTORY):
+        for name in (NAME, HISTORY):
             (output_dir / name).unlink(missing_ok=True)
 
 

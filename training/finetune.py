@@ -53,9 +53,9 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.command_line import parse, parse_preset
 from hf_linear_attention.training.presets import Preset
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe_parser import parse, parse_preset
 
 
 logger = logging.getLogger("finetune")

@@ -18,20 +18,20 @@ from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.folders import find_damage
 from hf_linear_attention.training import checkpointing, models, zero
 from hf_linear_attention.training.adapters import TrainedParameters, whole_weights
-from hf_linear_attention.training.arguments import Recipe, parse_rates
 from hf_linear_attention.training.averaging import WeightAverage
 from hf_linear_attention.training.batches import Stream
 from hf_linear_attention.training.boundaries import keeps_documents_apart
 from hf_linear_attention.training.checkpointing import Checkpointer, TrainingState
-from hf_linear_attention.training.export import save_final
+from hf_linear_attention.training.final_model import save_final
 from hf_linear_attention.training.freezing import freeze
 from hf_linear_attention.training.inputs import TrainInputs, load_data, masking_of, stream_of
 from hf_linear_attention.training.launching import start_processes
 from hf_linear_attention.training.layer_transfer import TransferLayers
-from hf_linear_attention.training.logs import MetricsFile
 from hf_linear_attention.training.loop import Parts, TrainingLoop, TrainingPlan
+from hf_linear_attention.training.metrics_file import MetricsFile
 from hf_linear_attention.training.objectives import Objective, StudentWithObjectives, build_objectives
 from hf_linear_attention.training.packing import Examples, PackedBlocks
+from hf_linear_attention.training.recipe import Recipe, parse_rates
 from hf_linear_attention.training.selection import Selection
 from hf_linear_attention.training.sharding import load_whole
 from hf_linear_attention.training.streaming import StreamedExamples

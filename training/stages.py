@@ -12,10 +12,10 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from hf_linear_attention._common.model_card import HISTORY, training_history
-from hf_linear_attention.training.arguments import Recipe
 from hf_linear_attention.training.checkpointing import clear_output, latest_checkpoint
 from hf_linear_attention.training.models import MECHANISM
 from hf_linear_attention.training.presets import Preset, Stage, command_lines, is_transfer, model_without_weights
+from hf_linear_attention.training.recipe import Recipe
 
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def run_stages(
 
     Args:
         given: options of `finetune.py` that hold for all stages; `max_train_tokens` is shared out between them.
-        parse, run: `command_line.parse` and `run.run`.
+        parse, run: `recipe_parser.parse` and `run.run`.
     """
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import os
 import signal
@@ -20,6 +21,11 @@ from hf_linear_attention._common.errors import RunError, UsageError
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
+
+
+def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str] | None = None) -> Any:
+    """A dataclass field that is an option: its help text, and the values that are allowed; required without default."""
+    return dataclasses.field(default=default, metadata={"help": text, **({"choices": choices} if choices else {})})
 
 
 class Parser(HfArgumentParser):

@@ -12,9 +12,9 @@ import pytest
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import finetune
-from hf_linear_attention.training.arguments import GROUPS
-from hf_linear_attention.training.command_line import build_parser, parse
 from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.recipe import GROUPS
+from hf_linear_attention.training.recipe_parser import build_parser, parse
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,7 +179,7 @@ def test_help_shows_the_examples_as_they_can_be_pasted(capsys: pytest.CaptureFix
 
 def test_no_option_is_accepted_and_ignored() -> None:
     """Every option is read somewhere besides its declaration and its checks."""
-    sources = [p for p in (ROOT / "training").glob("*.py") if p.name not in ("arguments.py", "validation.py")]
+    sources = [p for p in (ROOT / "training").glob("*.py") if p.name not in ("recipe.py", "validation.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for name in (name for group in GROUPS for name in group.__dataclass_fields__):
         read = rf"\.{name}\b" if not name.endswith("_weight") else r'f"\{name\}_weight"'

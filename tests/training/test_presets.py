@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import presets
-from hf_linear_attention.training.command_line import parse_preset
 from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_words
+from hf_linear_attention.training.recipe_parser import parse_preset
 from hf_linear_attention.training.stages import run_stages
 
 

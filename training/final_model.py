@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from hf_linear_attention._common import folders
-from hf_linear_attention._common.model_card import HISTORY, training_facts, training_history, write_model_card
+from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention.training.adapters import save_model
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.checkpointing import FINAL
+from hf_linear_attention.training.checkpointing import MODEL_FOLDER
 from hf_linear_attention.training.models import Processor
 from hf_linear_attention.training.plots import plot_metrics
+from hf_linear_attention.training.recipe import Recipe
 
 
 logger = logging.getLogger(__name__)
 
 # conversion_report.json says what the model was before it was converted; the card quotes it
-SIDECARS = ("conversion_report.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+SIDECARS = (REPORT, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 def save_final(
@@ -40,7 +40,7 @@ def save_final(
     Args:
         weights: as for `adapters.save_model`.
     """
-    folder = folders.incomplete(recipe.output_dir / FINAL)
+    folder = folders.incomplete(recipe.output_dir / MODEL_FOLDER)
     folder.mkdir(parents=True)
     save_model(model, folder, weights)
     processor.save_pretrained(folder)
@@ -67,7 +67,7 @@ def copy_sidecars(source: str, target: Path) -> None:
         if found is not None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(found, target / name)
-    if (report := target / SIDECARS[0]).is_file():  # the figures of the model before this training are not this one's
+    if (report := target / REPORT).is_file():  # the figures of the model before this training are not this one's
         content = json.loads(report.read_text(encoding="utf-8"))
         if content.pop("quality", None) is not None:
             report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

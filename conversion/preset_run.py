@@ -24,10 +24,15 @@ from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, training_history, word
 from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Job, run
-from hf_linear_attention.conversion.presets import CONVERTED, TRAINED, Training
+from hf_linear_attention.conversion.preset_plan import CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
+from hf_linear_attention.training.checkpointing import list_checkpoints
+from hf_linear_attention.training.presets import STAGES, stages_of
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.stages import run_stages
 
 
 logger = logging.getLogger(__name__)
@@ -109,13 +114,9 @@ def _choose_softmax_layers(job: Job, training: Training, folder: Path) -> None:
 
 def _train(job: Job, training: Training) -> None:
     """All stages that are not finished yet."""
-    import datasets
+    import datasets  # which most conversions do without, and so without what follows
 
-    from hf_linear_attention.training.arguments import Recipe
-    from hf_linear_attention.training.checkpointing import list_checkpoints
-    from hf_linear_attention.training.command_line import parse
     from hf_linear_attention.training.run import run as run_stage
-    from hf_linear_attention.training.stages import run_stages
 
     def run_and_tidy(recipe: Recipe) -> dict[str, float]:
         if is_automatic(job.request.arguments) and recipe.output_dir == training.work / TRAINED:  # the last stage
@@ -132,12 +133,10 @@ def _train(job: Job, training: Training) -> None:
 
 def _finish(job: Job, training: Training) -> None:
     """The trained model with its figures, as the folder `final`."""
-    from hf_linear_attention.training.presets import STAGES
-
     data, task = held_out(job.request.arguments), training.given["task"]
     trained = training.work / TRAINED
     with staging(training.work / FINAL) as folder:
-        ignored = shutil.ignore_patterns("checkpoint-*", ".incomplete-*", STAGES)
+        ignored = shutil.ignore_patterns("checkpoint-*", f"{folders.INCOMPLETE}*", STAGES)
         shutil.copytree(trained, folder, ignore=ignored, dirs_exist_ok=True)
         _name_runs(folder, training)
         _cast(job, folder, training.work / CONVERTED)
@@ -148,8 +147,6 @@ def _finish(job: Job, training: Training) -> None:
 
 def _name_runs(folder: Path, training: Training) -> None:
     """In the history, stages in place of the folders between them, which will be gone."""
-    from hf_linear_attention.training.presets import stages_of
-
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
     for run_, stage in zip(runs, stages, strict=True):
