@@ -12,8 +12,8 @@ Each recipe is a preset of training/preset_files. `--settings` are settings of `
 (such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
 a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
 `stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
-run in `--work_dir` is known by its name and not repeated. Every student is measured by `training/quality.py`; the bytes
-are those of the decoding state per sequence.
+run in `--work_dir` is known by its name and not repeated. Every student is measured by `training/retention.py`; the
+bytes are those of the decoding state per sequence.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import argument_parser, save_results, table, write
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.inputs import PAIR_COLUMNS
+from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
 from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion.quality import HeldOut
 from hf_linear_attention.conversion.quality import measure as measure_folder
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.arguments import DataArguments
 from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader
-from hf_linear_attention.training.command_line import parse
-from hf_linear_attention.training.logs import read_metrics
+from hf_linear_attention.training.metrics_file import read_metrics
 from hf_linear_attention.training.models import AUTO_CLASSES
 from hf_linear_attention.training.packing import StreamWindows
 from hf_linear_attention.training.presets import STAGES, Preset, load_preset
-from hf_linear_attention.training.quality import compare
+from hf_linear_attention.training.recipe import DataArguments
+from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.retention import compare
 from hf_linear_attention.training.rows import load_rows
 from hf_linear_attention.training.run import run
 from hf_linear_attention.training.stages import run_stages

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import hf_linear_attention
 from hf_linear_attention.attention_mechanism import AttentionMechanism
 
 
@@ -40,9 +41,7 @@ class Backend:
 
 def current_backend() -> Backend:
     """That of this process."""
-    from hf_linear_attention import kernel_backend  # the first call may look for a library
-
-    found = kernel_backend()
+    found = hf_linear_attention.kernel_backend()
     return Backend(found.name, found.instruction_set, found.reason)
 
 

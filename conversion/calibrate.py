@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_linear_attention import calibrate
-from hf_linear_attention.conversion.arguments import ConversionArguments
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.inputs import RealInputs
-from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import is_automatic, ranking_file
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
-DEFAULT_TOKENS = 4096
+logger = logging.getLogger(__name__)
+
+
+CALIBRATION_TOKENS = 4096
 
 
 def needs_calibration(plan: Plan) -> bool:
@@ -64,7 +67,7 @@ def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: 
         return {"inputs": None, "tokens": 0}
     logger.info("calibrating on %s", inputs.name)
     try:
-        tokens = calibrate(model, inputs.batches(max_tokens or DEFAULT_TOKENS))
+        tokens = calibrate(model, inputs.batches(max_tokens or CALIBRATION_TOKENS))
     except NotImplementedError as error:
         settings = model.config.linear_attention
         raise UsageError(f"`{settings['mechanism']}` as set here has to be calibrated, but {error}") from error

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_linear_attention.conversion.errors import ConversionError
-from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source
+
+
+logger = logging.getLogger(__name__)
 
 
 # Any of these says that there is a tokenizer.
@@ -26,7 +29,7 @@ SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.jso
 PROCESSORS: tuple[Any, ...] = (AutoImageProcessor, AutoFeatureExtractor)
 
 
-def load_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def load_source_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """None if the source has no tokenizer, or one that cannot be loaded here."""
     if not _present(source, TOKENIZER_FILES):
         return None
@@ -49,7 +52,7 @@ def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> Pre
     present = _present(source, TOKENIZER_FILES)
     if not present:
         return None
-    original = load_tokenizer(source, trust_remote_code)
+    original = load_source_tokenizer(source, trust_remote_code)
     if original is None:
         logger.warning("the tokenizer of %s cannot be loaded here; its files are copied as they are", source.name)
         _copy(source.folder, present, folder)

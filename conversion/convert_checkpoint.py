@@ -37,16 +37,13 @@ An encoder-decoder whose relative position bias no state of constant size can ha
     python conversion/convert_checkpoint.py --list_architectures
 
 OUT then loads with `AutoModel...from_pretrained(OUT, trust_remote_code=True)`, with only torch and transformers
-installed. Exit codes: 0 done, 1 the conversion failed, 2 it cannot be done as asked. With HF_LINEAR_ATTENTION_DEBUG=1
-errors come with their traceback.
+installed. Exit codes: 0 done, 1 the conversion failed, 2 it cannot be done as asked, 130 interrupted, 143 SIGTERM. With
+HF_LINEAR_ATTENTION_DEBUG=1 errors come with their traceback.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,51 +52,38 @@ if not __package__:  # started as a file: its own folder must not hide other pac
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from hf_linear_attention._common.command_line import run_command
+from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.architecture_table import architecture_table
-from hf_linear_attention.conversion.arguments import Request, parse
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.logs import quiet_transformers, to_stderr
+from hf_linear_attention.conversion.request import Request, parse
 
 
-DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
+PACKAGE = "hf_linear_attention.conversion"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    to_stderr()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with quiet_transformers():
-            text = _convert(sys.argv[1:] if argv is None else argv)
-    except UsageError as error:
-        return _fail("error", error, 2)
-    # The outermost place there is: whatever went wrong is reported, in one line instead of a traceback.
-    except Exception as error:
-        return _fail("failed", error, getattr(error, "exit_code", 1))
-    except KeyboardInterrupt:
-        sys.stderr.write("convert_checkpoint.py: interrupted; --output_dir is as it was\n")
-        return 130
+    argv = sys.argv[1:] if argv is None else argv
+    return run_command("convert_checkpoint.py", lambda: _convert(argv), stopped="--output_dir is as it was")
+
+
+def _convert(argv: Sequence[str]) -> None:
+    """Do what was asked, and print what is to be said of it."""
+    with to_stderr(PACKAGE), quiet_transformers():
+        is_table = "--list_architectures" in argv  # which needs no model
+        text = architecture_table() if is_table else _answer(parse(argv, __doc__))
     sys.stdout.write(f"{text}\n")
-    return 0
-
-
-def _convert(argv: Sequence[str]) -> str:
-    """Do what was asked; returns the text to print."""
-    if "--list_architectures" in argv:  # which needs no model
-        return architecture_table()
-    return _answer(parse(argv, __doc__))
 
 
 def _answer(request: Request) -> str:
     """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
     from hf_linear_attention.conversion.diagnose import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
-    from hf_linear_attention.conversion.presets import describe_stages
+    from hf_linear_attention.conversion.preset_plan import describe_stages
+    from hf_linear_attention.conversion.preset_run import run_training
     from hf_linear_attention.conversion.quality import evaluate
     from hf_linear_attention.conversion.report import describe, describe_result, describe_tensors
     from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
-    from hf_linear_attention.conversion.train import run_training
 
     if request.arguments.evaluate:
         return evaluate(request)
@@ -120,21 +104,6 @@ def _answer(request: Request) -> str:
         lines += ["", describe_diagnosis(diagnosis, job.plan.settings["mechanism"]), ""]
     reason = "--dry_run" if request.arguments.dry_run else "no --output_dir"
     return "\n".join([*lines, f"Nothing was written ({reason})."])
-
-
-def _terminate(number: int, frame: object) -> None:
-    """As an exception, so that the half-written folder is removed on the way out."""
-    raise SystemExit(128 + number)
-
-
-def _fail(word: str, error: Exception, code: int) -> int:
-    if os.environ.get(DEBUG):
-        raise error
-    message = " ".join(str(error).split()) or type(error).__name__
-    known = isinstance(error, (UsageError, OSError)) or type(error).__module__.startswith("hf_linear_attention.")
-    hint = "" if known else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
-    sys.stderr.write(f"convert_checkpoint.py: {word}: {message}{hint}\n")
-    return code
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ matrix P `[N, N]` that its largest k hold. Near 1 at small k, a mechanism of ran
 from __future__ import annotations
 
 import contextlib
+import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.inputs import RealInputs
-from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.training.objectives import relative_head_error
+
+
+logger = logging.getLogger(__name__)
 
 
 RANKS = (32, 64, 128, 256)

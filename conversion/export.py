@@ -1,16 +1,12 @@
-"""Writing the result: in a folder beside the final one, which it replaces only when it is complete."""
+"""What is written: where it may go, the code that travels with it, and who can read it."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import secrets
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from hf_linear_attention import modeling_linear_attention
-from hf_linear_attention.conversion.errors import ConversionError, UsageError
+from hf_linear_attention._common.errors import ConversionError, UsageError
 
 
 # The files that config.json's `auto_map` names; the others follow from their imports.
@@ -38,58 +34,6 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
             f"`--output_dir` = {output_dir!r} is no model folder (no config.json), so it is not overwritten"
         )
     return path
-
-
-@contextlib.contextmanager
-def staging(output_dir: Path) -> Iterator[Path]:
-    """A folder to fill, renamed to `output_dir` at the end; after a failure nothing is left of it."""
-    temporary, made = _beside(output_dir, "tmp"), []
-    try:
-        for parent in reversed([parent for parent in output_dir.parents if not parent.exists()]):
-            with contextlib.suppress(FileExistsError):  # somebody else made it meanwhile
-                parent.mkdir()
-                made.append(parent)
-        temporary.mkdir()
-        made.append(temporary)
-        yield temporary
-        replace(temporary, output_dir)
-    except BaseException:
-        if temporary in made:
-            shutil.rmtree(made.pop(), ignore_errors=True)
-        for parent in reversed(made):
-            with contextlib.suppress(OSError):  # used by someone else by now
-                parent.rmdir()
-        raise
-
-
-def _beside(folder: Path, word: str) -> Path:
-    """A name beside it that nobody else uses: process numbers repeat, in containers and on shared disks.
-
-    Not `tempfile.mkdtemp`, whose folders, and so the result, only their owner can read.
-    """
-    return folder.with_name(f"{folder.name}.{word}-{secrets.token_hex(8)}")
-
-
-def replace(temporary: Path, output_dir: Path) -> None:
-    """Rename one folder to the other, which is removed if it exists."""
-    if not output_dir.exists():
-        temporary.rename(output_dir)
-        return
-    old = _beside(output_dir, "old")
-    output_dir.rename(old)
-    try:
-        temporary.rename(output_dir)
-    except OSError:
-        old.rename(output_dir)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def discard(folder: Path) -> None:
-    """Remove it; under its name it is whole or gone, even if this is killed on the way."""
-    old = _beside(folder, "old")
-    folder.rename(old)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def shipped_files() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,19 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention import supported_model_types
-from hf_linear_attention.conversion.arguments import ConversionArguments, Request
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention.conversion.calibrate import calibrate_on, check_options, needs_calibration
-from hf_linear_attention.conversion.card import REPORT, source_metadata, write_model_card
+from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.cast import cast_weights
 from hf_linear_attention.conversion.companions import copy_sentence_files, save_processors, save_tokenizer
 from hf_linear_attention.conversion.diagnose import diagnose_on
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions, staging
-from hf_linear_attention.conversion.inputs import RealInputs, real_inputs
-from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
 from hf_linear_attention.conversion.plan import Plan, make_plan
-from hf_linear_attention.conversion.presets import Training, check_training_options, plan_training, preset_settings
+from hf_linear_attention.conversion.preset_plan import Training, check_training_options, plan_training, preset_settings
 from hf_linear_attention.conversion.report import build_report
+from hf_linear_attention.conversion.request import ConversionArguments, Request
 from hf_linear_attention.conversion.softmax_layers import (
     CHOICE,
     check_softmax_layers,
@@ -36,6 +37,10 @@ from hf_linear_attention.conversion.softmax_layers import (
 )
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verify import verify
+from hf_linear_attention.training.layer_choice import with_softmax_layers
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,8 +137,6 @@ def run(job: Job) -> dict[str, Any]:
 
 def _with_softmax_layers(job: Job, model: PreTrainedModel) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
     """The model with softmax in the layers that gain most by it, its plan, and what the report says of the choice."""
-    from hf_linear_attention.training.layer_choice import with_softmax_layers
-
     arguments = job.request.arguments
     if job.inputs is None:
         raise RuntimeError("the file to rank on has been checked before")

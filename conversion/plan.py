@@ -13,12 +13,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.heads import Head, head_of
 from hf_linear_attention.architectures import attention_modules, converted_features
 from hf_linear_attention.attention_mechanism import AttentionMechanism
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.heads import Head, head_of
 from hf_linear_attention.conversion.source import Source, TensorInfo
 from hf_linear_attention.conversion_api import convert_config, stock_model_class
 from hf_linear_attention.cross_attention import LinearizedCrossAttention
@@ -27,9 +27,7 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
-
-
-MECHANISM = ".linear_attention."  # in the name of every tensor that conversion adds
+from hf_linear_attention.training.models import MECHANISM
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""How much of the original a converted model has kept on held-out text, by the figures of `training/quality.py`."""
+"""How much of the original a converted model has kept on held-out text, by the figures of `training/retention.py`."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
-from hf_linear_attention.conversion.arguments import ConversionArguments, Request
-from hf_linear_attention.conversion.card import REPORT, training_facts, word, write_model_card
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.heads import head_of
-from hf_linear_attention.conversion.inputs import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
-from hf_linear_attention.conversion.logs import logger
-from hf_linear_attention.conversion.presets import changed_options
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.heads import head_of
+from hf_linear_attention._common.model_card import REPORT, training_facts, training_history, word, write_model_card
+from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
+from hf_linear_attention.conversion.preset_plan import changed_options
+from hf_linear_attention.conversion.request import ConversionArguments, Request
 from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader
+from hf_linear_attention.training.models import load_student, load_teacher, load_tokenizer, pad_token_id
+
+
+logger = logging.getLogger(__name__)
 
 
 TASKS = ("causal_lm", "embedding")
@@ -106,13 +112,12 @@ def _task_of(folder: Path) -> str:
 
 
 def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str, Any]:
-    """The figures of `training.quality` for the model in `folder`, None where one means nothing for it.
+    """The figures of `training.retention` for the model in `folder`, None where one means nothing for it.
 
     Everything is computed in float32, from the weights as they lie there.
     """
-    # Here and not at the top: training imports `datasets`, which most conversions can do without.
-    from hf_linear_attention.training.models import load_student, load_teacher
-    from hf_linear_attention.training.quality import compare, compare_embeddings, compare_pairs, embed
+    # Here and not at the top: it imports `datasets`, which most conversions do without.
+    from hf_linear_attention.training.retention import compare, compare_embeddings, compare_pairs, embed
 
     files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
     recipe, batches = _recipe_and_batches(folder, source, task, data.trust_remote_code, files)
@@ -133,11 +138,7 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str,
 
 
 def _recipe_and_batches(folder: Path, source: Source, task: str, trust_remote_code: bool, files: dict[str, Any]):
-    from tqdm.auto import tqdm
-
-    from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader
-    from hf_linear_attention.training.inputs import load_data
-    from hf_linear_attention.training.models import load_tokenizer, pad_token_id
+    from hf_linear_attention.training.inputs import load_data  # imports `datasets`
 
     recipe = data_recipe(str(folder), task, source.loadable, trust_remote_code, **files)
     tokenizer = load_tokenizer(recipe)
@@ -158,8 +159,6 @@ def _finite(value: Any) -> Any:
 
 def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
     """Write the figures into conversion_report.json and the model card of `folder`; returns the report."""
-    from hf_linear_attention.training.export import training_history
-
     path = folder / REPORT
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"base_model": source.name}
     report["quality"] = quality

@@ -2,12 +2,13 @@
 
 Without a preset the layers are ranked on the untrained student; with one, before its last stage, on what the stages
 before that have made of a student that is linear everywhere (KL-guided hybrid distillation, ICLR 2026, ranks after
-distillation too). `training` is imported where it is used, as in presets.py.
+distillation too).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,19 +17,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention.configuration_linear_attention import parse_layers
-from hf_linear_attention.conversion.arguments import ConversionArguments
-from hf_linear_attention.conversion.card import REPORT
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.export import staging
-from hf_linear_attention.conversion.inputs import RealInputs
-from hf_linear_attention.conversion.logs import logger
+from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan, make_plan
+from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.training.layer_choice import rank_layers, with_softmax_layers
+
+
+logger = logging.getLogger(__name__)
 
 
 AUTO = "auto:"
-DEFAULT_TOKENS = 8192
+RANKING_TOKENS = 8192
 CHOICE = "softmax_layers"  # in conversion_report.json
 
 
@@ -98,10 +102,8 @@ def rank(
     model: PreTrainedModel, inputs: RealInputs, arguments: ConversionArguments, teacher: PreTrainedModel | None = None
 ) -> dict[str, Any]:
     """What the report says of the choice: `layers`, `ranking` (the most gain first), `inputs` and `tokens`."""
-    from hf_linear_attention.training.layer_choice import rank_layers
-
     logger.info("ranking the layers on %s", inputs.name)
-    batches = inputs.batches(arguments.calibration_tokens or DEFAULT_TOKENS)
+    batches = inputs.batches(arguments.calibration_tokens or RANKING_TOKENS)
     models: list[Any] = [part for part in (model, teacher) if part is not None]
     for part in models:
         part.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -120,8 +122,6 @@ def choose_in(
     folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs, teacher: str
 ) -> None:
     """Give the layers that gain most their softmax back in the model of `folder`, unless that has happened."""
-    from hf_linear_attention.training.layer_choice import with_softmax_layers
-
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     if report.get(CHOICE) is not None:
         return

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention._common.errors import UsageError
 
 
 # What a conversion may need of a hub repository; other formats of the same weights stay where they are.

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention import softmax_attention
+from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.configuration_linear_attention import is_causal_config
-from hf_linear_attention.conversion.errors import ConversionError
-from hf_linear_attention.conversion.plan import MECHANISM, Plan
+from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import pixel_samples, sound_samples, text_samples
 from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.training.models import MECHANISM
 
 
 LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")

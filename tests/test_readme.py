@@ -10,8 +10,8 @@ import pytest
 
 from hf_linear_attention.architecture_table import architecture_table
 from hf_linear_attention.capability_table import capability_table
-from hf_linear_attention.conversion.arguments import parse as parse_conversion
-from hf_linear_attention.training.command_line import build_parser
+from hf_linear_attention.conversion.request import parse as parse_conversion
+from hf_linear_attention.training.recipe_parser import build_parser
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.arguments import ModelArguments
-from hf_linear_attention.training.errors import TrainingError
 from hf_linear_attention.training.offloading import SHARD_SIZE, is_offloaded
+from hf_linear_attention.training.recipe import ModelArguments
 from hf_linear_attention.training.sharding import is_sharded, whole, without_sharding_class
 
 

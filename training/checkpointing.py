@@ -1,4 +1,4 @@
-"""Folders `checkpoint-<step>`: written under another name, then renamed (`durable.py`), so one that exists is complete.
+"""Folders `checkpoint-<step>`: written under another name, then renamed (`folders.py`), so one that exists is complete.
 
     config.json, weights, code, tokenizer or the like  what `save_pretrained` writes: the folder loads with AutoModel
     optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
@@ -30,9 +30,12 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from hf_linear_attention.training import durable, zero
+from hf_linear_attention._common import folders
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention.training import zero
 from hf_linear_attention.training.adapters import save_model, whole_weights
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.metrics_file import NAME
 from hf_linear_attention.training.models import Processor
 from hf_linear_attention.training.sharding import shard_optimizer_state, whole
 
@@ -40,8 +43,7 @@ from hf_linear_attention.training.sharding import shard_optimizer_state, whole
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# Every run that the weights went through, oldest first, with its options and last figures.
-HISTORY = "training_report.json"
+MODEL_FOLDER = "model"  # the name of the finished model while it is written
 # A run cannot go on as the same run when one of these changes.
 FIXED = (
     *("task", "model_name_or_path", "tokenizer_name", "train_file", "dataset_name", "dataset_config_name"),
@@ -89,7 +91,7 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 def newest_intact_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint that can be read; warns of damaged ones. Reads all of it."""
     for checkpoint in reversed(list_checkpoints(output_dir)):
-        damage = durable.find_damage(checkpoint)
+        damage = folders.find_damage(checkpoint)
         if damage is None:
             return checkpoint
         logger.warning("%s is damaged (%s); going back to the one before it", checkpoint, damage)
@@ -103,13 +105,13 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
 
 
-def clean(output_dir: Path, everything: bool) -> None:
+def clear_output(output_dir: Path, everything: bool) -> None:
     """Remove half-written folders; with `everything` also checkpoints, metrics and report of an earlier run."""
-    durable.clean(output_dir)
+    folders.clean(output_dir, rf"checkpoint-\d+|{MODEL_FOLDER}")
     if everything:
         for path in list_checkpoints(output_dir):
-            durable.discard(path)
-        for name in ("metrics.jsonl", HISTORY):
+            folders.discard(path)
+        for name in (NAME, HISTORY):
             (output_dir / name).unlink(missing_ok=True)
 
 
@@ -140,7 +142,7 @@ class Checkpointer:
             TrainingError: on all processes, if one of them cannot write; the checkpoints before it stay.
         """
         final = self.output_dir / f"checkpoint-{state.step}"
-        folder = self.output_dir / f"{durable.TEMPORARY}{final.name}"
+        folder = folders.incomplete(final)
         rng, keep = folder / f"rng-{self.accelerator.process_index}.pt", self.accelerator.is_main_process
         weights = whole_weights(model, keep)
         states = whole({name: part.state_dict() for name, part in parts.items()}, keep)
@@ -149,12 +151,12 @@ class Checkpointer:
             folder.mkdir(parents=True)
             save_model(model, folder, weights)
             processor.save_pretrained(folder)
-            durable.save_tensors(states, folder / "optimizer.pt")
+            folders.save_tensors(states, folder / "optimizer.pt")
             text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
             (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
         self._do(write, folder)
-        self._do(lambda: durable.save_tensors(random_state(), rng), folder, everywhere=True)
+        self._do(lambda: folders.save_tensors(random_state(), rng), folder, everywhere=True)
         if (engine := zero.engine_of(self.accelerator)) is not None:
             self._do(lambda: zero.save_states(engine, folder), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
@@ -177,7 +179,8 @@ class Checkpointer:
             if self.accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
             raise TrainingError(
-                f"{folder.name.removeprefix(durable.TEMPORARY)} could not be written: {problems[0]}; {self.last_good()}"
+                f"{folder.name.removeprefix(folders.INCOMPLETE)} could not be written: {problems[0]}; "
+                f"{self.last_good()}"
             )
 
     def last_good(self) -> str:
@@ -189,11 +192,11 @@ class Checkpointer:
 
     def _finish(self, folder: Path, final: Path, state: TrainingState) -> None:
         """Give it its name, then remove the oldest ones beyond the limit, but never the best."""
-        durable.commit(folder, final)
+        folders.commit(folder, final)
         if self.save_total_limit is not None:
             for path in list_checkpoints(self.output_dir)[: -self.save_total_limit]:
                 if not (self.keep_best and path.name == f"checkpoint-{state.best.get('step')}"):
-                    durable.discard(path)
+                    folders.discard(path)
 
     def read_state(self, checkpoint: Path) -> TrainingState:
         """Step and sums of a checkpoint; refuses one of another run. Of another evaluation, the best is forgotten."""

@@ -24,10 +24,10 @@ import datasets
 import numpy as np
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from hf_linear_attention.training.arguments import DataArguments, Recipe
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.images import Images
 from hf_linear_attention.training.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
+from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.rows import path_of, usable_rows
 from hf_linear_attention.training.token_cache import cached
 

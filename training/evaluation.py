@@ -13,7 +13,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_linear_attention.training.arguments import CLASSIFICATION
 from hf_linear_attention.training.batches import Batch
 from hf_linear_attention.training.metrics import Classification, TeacherCosine, TokenLoss, pair_similarity
 from hf_linear_attention.training.objectives import (
@@ -24,6 +23,7 @@ from hf_linear_attention.training.objectives import (
     run_model,
 )
 from hf_linear_attention.training.packing import IGNORED
+from hf_linear_attention.training.recipe import CLASSIFICATION
 from hf_linear_attention.training.teacher import Teacher
 
 

@@ -33,7 +33,9 @@ Only evaluate:
 
     python training/finetune.py --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
 
-Exit codes: 0 done, 1 the run failed, 2 the command line is wrong, 143 SIGTERM (a checkpoint was written first).
+Exit codes: 0 done, 1 the run failed, 2 the command line is wrong, 130 interrupted, 143
+SIGTERM (while it trains, a checkpoint is written first). With HF_LINEAR_ATTENTION_DEBUG=1 errors come with their
+traceback.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ if not __package__:  # started as a file: its own folder must not hide other pac
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.command_line import parse, parse_preset
-from hf_linear_attention.training.errors import TrainingError, UsageError
+from hf_linear_attention._common.command_line import run_command
 from hf_linear_attention.training.presets import Preset
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe_parser import parse, parse_preset
 
 
 logger = logging.getLogger("finetune")
@@ -63,21 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     # the launcher starts the same command several times; one copy of every message is enough
     speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
-    try:
-        argv = sys.argv[1:] if argv is None else argv
-        job = parse_preset(argv, __doc__) or parse(argv, __doc__)
-    except UsageError as error:
-        _report(f"error: {error}", speaks)
-        return 2
+    argv = sys.argv[1:] if argv is None else argv
+    stopped = "complete checkpoints are kept, and `--resume_from_checkpoint latest` goes on from the newest"
+    return run_command("finetune.py", lambda: _finetune(argv, speaks), stopped=stopped, speaks=speaks)
+
+
+def _finetune(argv: Sequence[str], speaks: bool) -> None:
+    """Do what was asked."""
+    job = parse_preset(argv, __doc__) or parse(argv, __doc__)
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
-    try:
-        figures = _run(job)
-    except (TrainingError, OSError) as error:
-        _report(f"failed: {error}", speaks)
-        return getattr(error, "exit_code", 1)
-    logger.info("done: %s", figures)
-    return 0
+    logger.info("done: %s", _run(job))
 
 
 def _run(job: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
@@ -93,12 +91,6 @@ def _run(job: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
     figures = run(job) if isinstance(job, Recipe) else run_stages(*job, parse, run)
     disconnect()
     return figures
-
-
-def _report(message: str, speaks: bool) -> None:
-    """One line on stderr."""
-    if speaks:
-        sys.stderr.write(f"finetune.py: {' '.join(message.split())}\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 
 from torch import nn
 
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError
 
 
 logger = logging.getLogger(__name__)

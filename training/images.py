@@ -15,8 +15,8 @@ import datasets
 import numpy as np
 from transformers import BaseImageProcessor
 
-from hf_linear_attention.training.arguments import DataArguments
 from hf_linear_attention.training.packing import Example, Tokens
+from hf_linear_attention.training.recipe import DataArguments
 from hf_linear_attention.training.rows import path_of, require_column, without_bad
 
 

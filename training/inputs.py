@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from hf_linear_attention.training import models
-from hf_linear_attention.training.arguments import Recipe
 from hf_linear_attention.training.batches import Batch, Masking, Stream, TrainBatches, loader, steps_for_tokens
 from hf_linear_attention.training.data import build_examples, image_examples, label_names, usable_texts
 from hf_linear_attention.training.images import usable_images
 from hf_linear_attention.training.packing import Examples
+from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.rows import count_skipped, load_rows
 from hf_linear_attention.training.streaming import StreamedExamples
 

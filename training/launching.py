@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import is_deepspeed_available
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training import zero
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.trackers import wanted_trackers
 
 

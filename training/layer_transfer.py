@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.arguments import parse_layer_numbers
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention.training.recipe import parse_layer_numbers
 
 
 logger = logging.getLogger(__name__)

@@ -20,19 +20,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.errors import TerminatedError, TrainingError
 from hf_linear_attention.training import zero
 from hf_linear_attention.training.adapters import TrainedParameters
-from hf_linear_attention.training.arguments import Recipe
 from hf_linear_attention.training.averaging import WeightAverage
 from hf_linear_attention.training.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.checkpointing import Checkpointer, TrainingState
-from hf_linear_attention.training.errors import TerminatedError, TrainingError
 from hf_linear_attention.training.evaluation import Evaluator
 from hf_linear_attention.training.inputs import TrainInputs
 from hf_linear_attention.training.layer_transfer import TransferLayers, layer_name
-from hf_linear_attention.training.logs import MetricsFile
+from hf_linear_attention.training.metrics_file import MetricsFile
 from hf_linear_attention.training.models import Processor
 from hf_linear_attention.training.objectives import LOSS, Objective, count_units, weighted_sum
+from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.selection import Selection
 from hf_linear_attention.training.teacher import Teacher
 from hf_linear_attention.training.termination import Termination

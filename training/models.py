@@ -22,10 +22,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.adapters import ADAPTER, add_adapters
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.errors import TrainingError
 from hf_linear_attention.training.offloading import device_map
+from hf_linear_attention.training.recipe import Recipe
 
 
 logger = logging.getLogger(__name__)

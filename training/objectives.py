@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.training.arguments import Recipe
 from hf_linear_attention.training.batches import Batch
 from hf_linear_attention.training.divergence import LogitRows, chunked_kl
 from hf_linear_attention.training.layer_transfer import LastLayerReachedError, TransferLayers, layer_name, layer_of
 from hf_linear_attention.training.packing import IGNORED
+from hf_linear_attention.training.recipe import Recipe
 
 
 LOSS = "loss"  # the weighted sum, among the figures of a step

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from hf_linear_attention.training.logs import NAME, read_metrics
-
-
-PLOT = "loss.png"
+from hf_linear_attention._common.model_card import PLOT
+from hf_linear_attention.training.metrics_file import NAME, read_metrics
 
 
 def plot_metrics(output_dir: Path, folder: Path) -> None:

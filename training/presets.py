@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from hf_linear_attention.training.errors import UsageError
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
 
 
@@ -55,7 +55,7 @@ def load_preset(name: str) -> Preset:
         UsageError: if there is none.
     """
     if name not in preset_names():
-        raise UsageError([f"`--preset {name}`: allowed is one of {', '.join(preset_names())}"])
+        raise UsageError(f"`--preset {name}`: allowed is one of {', '.join(preset_names())}")
     content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     tasks = {task: [_stage(**entry) for entry in entries] for task, entries in content.pop("tasks").items()}
     return Preset(name=name, stages=tasks, **content)
@@ -73,7 +73,7 @@ def stages_of(preset: Preset, task: str) -> list[Stage]:
     """
     if task not in preset.stages:
         allowed = ", ".join(preset.stages)
-        raise UsageError([f"`--preset {preset.name}` has no stages for `--task {task}`; allowed is one of {allowed}"])
+        raise UsageError(f"`--preset {preset.name}` has no stages for `--task {task}`; allowed is one of {allowed}")
     return preset.stages[task]
 
 

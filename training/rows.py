@@ -12,8 +12,8 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetGenerationError
 
-from hf_linear_attention.training.arguments import DataArguments
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.recipe import DataArguments
 
 
 logger = logging.getLogger(__name__)

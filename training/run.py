@@ -14,23 +14,24 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel, get_scheduler
 
-from hf_linear_attention.training import checkpointing, durable, models, zero
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.folders import find_damage
+from hf_linear_attention.training import checkpointing, models, zero
 from hf_linear_attention.training.adapters import TrainedParameters, whole_weights
-from hf_linear_attention.training.arguments import Recipe, parse_rates
 from hf_linear_attention.training.averaging import WeightAverage
 from hf_linear_attention.training.batches import Stream
 from hf_linear_attention.training.boundaries import keeps_documents_apart
 from hf_linear_attention.training.checkpointing import Checkpointer, TrainingState
-from hf_linear_attention.training.errors import TrainingError
-from hf_linear_attention.training.export import save_final
+from hf_linear_attention.training.final_model import save_final
 from hf_linear_attention.training.freezing import freeze
 from hf_linear_attention.training.inputs import TrainInputs, load_data, masking_of, stream_of
 from hf_linear_attention.training.launching import start_processes
 from hf_linear_attention.training.layer_transfer import TransferLayers
-from hf_linear_attention.training.logs import MetricsFile
 from hf_linear_attention.training.loop import Parts, TrainingLoop, TrainingPlan
+from hf_linear_attention.training.metrics_file import MetricsFile
 from hf_linear_attention.training.objectives import Objective, StudentWithObjectives, build_objectives
 from hf_linear_attention.training.packing import Examples, PackedBlocks
+from hf_linear_attention.training.recipe import Recipe, parse_rates
 from hf_linear_attention.training.selection import Selection
 from hf_linear_attention.training.sharding import load_whole
 from hf_linear_attention.training.streaming import StreamedExamples
@@ -99,7 +100,7 @@ def _prepare_folder(recipe: Recipe, accelerator: Accelerator) -> Path | None:
     """Create or clean output_dir; returns the checkpoint to resume from."""
     if accelerator.is_main_process:
         recipe.output_dir.mkdir(parents=True, exist_ok=True)
-        checkpointing.clean(recipe.output_dir, everything=recipe.run.overwrite_output_dir)
+        checkpointing.clear_output(recipe.output_dir, everything=recipe.run.overwrite_output_dir)
     accelerator.wait_for_everyone()
     wanted = recipe.run.resume_from_checkpoint
     found: list[Any] = [None]
@@ -120,7 +121,7 @@ def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | 
         if checkpoint is None:
             logger.warning("no checkpoint in %s: starting from the beginning", output_dir)
         return checkpoint
-    damage = durable.find_damage(Path(wanted))
+    damage = find_damage(Path(wanted))
     if damage is None:
         return Path(wanted)
     return TrainingError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_linear_attention.training.arguments import SELECTING, Recipe
 from hf_linear_attention.training.checkpointing import TrainingState
 from hf_linear_attention.training.metrics import GREATER_IS_BETTER
+from hf_linear_attention.training.recipe import SELECTING, Recipe
 
 
 class Selection:

@@ -11,11 +11,11 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.checkpointing import HISTORY, clean, latest_checkpoint
-from hf_linear_attention.training.export import training_history
+from hf_linear_attention._common.model_card import HISTORY, training_history
+from hf_linear_attention.training.checkpointing import clear_output, latest_checkpoint
 from hf_linear_attention.training.models import MECHANISM
 from hf_linear_attention.training.presets import Preset, Stage, command_lines, is_transfer, model_without_weights
+from hf_linear_attention.training.recipe import Recipe
 
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def run_stages(
 
     Args:
         given: options of `finetune.py` that hold for all stages; `max_train_tokens` is shared out between them.
-        parse, run: `command_line.parse` and `run.run`.
+        parse, run: `recipe_parser.parse` and `run.run`.
     """
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}
@@ -36,7 +36,7 @@ def run_stages(
     lines = command_lines(preset, given)
     if not is_resumed and is_main_process():  # a later resumption must not take an older run's stages for this one's
         for _, folder, _ in lines:
-            clean(folder, everything=True)
+            clear_output(folder, everything=True)
     for number, (stage, folder, words) in enumerate(lines, 1):
         if is_resumed and (folder / HISTORY).is_file():  # written with the finished model
             continue

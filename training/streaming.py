@@ -16,11 +16,11 @@ import numpy as np
 from datasets.distributed import split_dataset_by_node
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.batches import Batch, Masking, pad
 from hf_linear_attention.training.data import document_tokens
-from hf_linear_attention.training.errors import TrainingError
 from hf_linear_attention.training.packing import Example, Tokens, boundaries
+from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.rows import READERS, bad_text, report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.recipe import Recipe
 
 
 def wanted_trackers(recipe: Recipe) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_linear_attention.training.arguments import (
+from hf_linear_attention.training.recipe import (
     SELECTING,
     DataArguments,
     ObjectiveArguments,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.errors import TrainingError
 
 
 class WindowDropout:

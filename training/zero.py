@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from hf_linear_attention.training.arguments import Recipe
+from hf_linear_attention.training.recipe import Recipe
 
 
 FOLDER = "deepspeed"  # in a checkpoint

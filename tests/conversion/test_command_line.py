@@ -12,9 +12,9 @@ import yaml
 from checkpoints import run, save_twin
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline
-from hf_linear_attention.conversion.arguments import ConversionArguments, mechanism_arguments, parse
-from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.request import ConversionArguments, mechanism_arguments, parse
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

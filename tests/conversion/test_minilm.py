@@ -10,8 +10,8 @@ from checkpoints import files, run
 from transformers import AutoTokenizer
 
 from hf_linear_attention import calibrate, convert
+from hf_linear_attention.conversion.calibration_data import token_windows
 from hf_linear_attention.conversion.diagnose import diagnose
-from hf_linear_attention.conversion.inputs import token_windows
 from hf_linear_attention.conversion.samples import TEXTS
 
 

@@ -21,9 +21,9 @@ from accelerate.state import AcceleratorState, GradientState
 from checkpoints import files, run, save_twin
 from safetensors.torch import load_file
 
-from hf_linear_attention.conversion import pipeline, train
-from hf_linear_attention.conversion.arguments import parse, parse_tokens
-from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion import pipeline, preset_run
+from hf_linear_attention.conversion.request import parse, parse_tokens
 from hf_linear_attention.training.presets import load_preset
 
 
@@ -132,7 +132,7 @@ def test_an_interruption_keeps_what_was_done_for_this_request_alone(words, tmp_p
     def interrupt(job, training):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "_train", interrupt)
+    monkeypatch.setattr(preset_run, "_train", interrupt)
     for said in ("loading", "going on in"):  # what is converted is not converted again
         code, _, err = run(*words, "--output_dir", out)
         assert code == 130
@@ -297,7 +297,7 @@ def test_a_head_without_stages_is_refused_by_name(bert, texts, tmp_path, monkeyp
     assert "BertForTokenClassification is none of these (there is no recipe to train it)" in err
     causal = {"causal_lm": load_preset("default").stages["causal_lm"]}
     only_causal = dataclasses.replace(load_preset("default"), stages=causal)
-    monkeypatch.setattr("hf_linear_attention.training.presets.load_preset", lambda name: only_causal)
+    monkeypatch.setattr("hf_linear_attention.conversion.preset_plan.load_preset", lambda name: only_causal)
     code, _, err = run("--model_name_or_path", bert, *more)
     assert code == 2
     assert "BertForMaskedLM is none of these (its task is masked_lm)" in err
@@ -327,8 +327,8 @@ def test_a_plain_conversion_imports_nothing_for_training(llama):
     code = (
         "import sys, conversion.convert_checkpoint as script\n"
         f"script.main(['--model_name_or_path', {str(llama)!r}, '--dry_run'])\n"
-        "ours = {f'hf_linear_attention.training.{name}' for name in ('data', 'presets', 'run')}\n"
-        "found = ({'datasets', 'evaluate'} | ours) & set(sys.modules)\n"
+        "ours = {f'hf_linear_attention.training.{name}' for name in ('data', 'retention', 'rows', 'run')}\n"
+        "found = ({'datasets', 'evaluate', 'peft'} | ours) & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parents[1], capture_output=True, text=True)

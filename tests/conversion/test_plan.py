@@ -14,8 +14,8 @@ from safetensors import safe_open
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_linear_attention import convert
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import plan as plan_module
-from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.source import Source, open_source
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention import convert, softmax_attention
-from hf_linear_attention.conversion.errors import ConversionError
+from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.report import _check_lines
 from hf_linear_attention.conversion.samples import TEXTS, text_samples

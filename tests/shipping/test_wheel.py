@@ -56,8 +56,9 @@ def test_it_adds_one_name(wheel):
 
 
 def test_every_file_of_the_packages_is_there(wheel):
-    for package in ("conversion", "training", "model_cards"):
-        files = {path.relative_to(ROOT / package) for path in (ROOT / package).rglob("*") if path.is_file()}
+    places = {name: ROOT / name for name in ("conversion", "training", "model_cards")}
+    for package, folder in {**places, "_common": ROOT / "hf_linear_attention" / "_common"}.items():
+        files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
         expected = {path for path in files if "__pycache__" not in path.parts and path.name != "README.md"}
         found = wheel / "hf_linear_attention" / package
         assert expected <= {path.relative_to(found) for path in found.rglob("*")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_linear_attention.training.arguments import GROUPS, Recipe
+from hf_linear_attention.training.recipe import GROUPS, Recipe
 
 
 def recipe_of(task: str = "causal_lm", **options: Any) -> Recipe:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.logs import read_metrics
+from hf_linear_attention.training.metrics_file import read_metrics
 
 
 def shard_and_train(folder: str, results: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.training.adapters import add_adapters, merged_state_dict
-from hf_linear_attention.training.arguments import ModelArguments
+from hf_linear_attention.training.recipe import ModelArguments
 
 
 pytest.importorskip("peft")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import finetune
-from hf_linear_attention.training.arguments import GROUPS
-from hf_linear_attention.training.command_line import build_parser, parse
-from hf_linear_attention.training.errors import UsageError
 from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.recipe import GROUPS
+from hf_linear_attention.training.recipe_parser import build_parser, parse
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +179,7 @@ def test_help_shows_the_examples_as_they_can_be_pasted(capsys: pytest.CaptureFix
 
 def test_no_option_is_accepted_and_ignored() -> None:
     """Every option is read somewhere besides its declaration and its checks."""
-    sources = [p for p in (ROOT / "training").glob("*.py") if p.name not in ("arguments.py", "validation.py")]
+    sources = [p for p in (ROOT / "training").glob("*.py") if p.name not in ("recipe.py", "validation.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for name in (name for group in GROUPS for name in group.__dataclass_fields__):
         read = rf"\.{name}\b" if not name.endswith("_weight") else r'f"\{name\}_weight"'
@@ -192,6 +193,43 @@ def test_runs_as_a_file_from_any_folder(tmp_path: Path, environment: dict[str, s
     # before it may be what installed libraries have to say when they are imported
     assert done.stderr.splitlines()[-1].startswith("finetune.py: error: `--banana` is not an option")
     assert done.stdout == ""
+
+
+def test_what_libraries_refuse_is_one_line_too(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a model that has no tokenizer; the traceback is there for whoever asks."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    models = ["--model_name_or_path", str(tmp_path / "model"), "--task", "causal_lm"]
+    command = [*models, "--train_file", str(files / "train.jsonl"), "--output_dir", f"{tmp_path}/o"]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        r"finetune\.py: failed: .*tokenizer.*ValueError; HF_LINEAR_ATTENTION_DEBUG=1 shows where\)",
+        error.splitlines()[-1],
+    )
+    assert "Traceback" not in error
+    monkeypatch.setenv("LOCAL_RANK", "1")  # it may have happened to this process alone
+    assert main([*command, "--overwrite_output_dir"]) == 1
+    assert "tokenizer" in capsys.readouterr().err
+    monkeypatch.setenv("HF_LINEAR_ATTENTION_DEBUG", "1")
+    with pytest.raises(ValueError, match="tokenizer"):
+        main([*command, "--overwrite_output_dir"])
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_before_the_training_is_one_line(
+    number: int, word: str, base: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(finetune, "_run", lambda job: signal.raise_signal(number))
+    assert main(base) == 128 + number
+    error = capsys.readouterr().err
+    assert error.startswith(f"finetune.py: {word}; ")
+    assert "--resume_from_checkpoint latest" in error
+    assert error.count("\n") == 1
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_only_reads_options_imports_nothing_that_trains(base: list[str]) -> None:

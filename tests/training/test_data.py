@@ -12,13 +12,13 @@ import pytest
 from recipes import recipe_of
 from transformers import BertConfig, PreTrainedTokenizerFast
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training import data
-from hf_linear_attention.training.arguments import DataArguments
 from hf_linear_attention.training.batches import pad
 from hf_linear_attention.training.data import build_examples, label_names, paragraphs, usable_texts
-from hf_linear_attention.training.errors import TrainingError
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.packing import Examples
+from hf_linear_attention.training.recipe import DataArguments
 from hf_linear_attention.training.rows import load_rows
 
 

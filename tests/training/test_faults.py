@@ -23,15 +23,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_linear_attention._common.folders import find_damage
 from hf_linear_attention.training.checkpointing import (
     HISTORY,
     latest_checkpoint,
     list_checkpoints,
     newest_intact_checkpoint,
 )
-from hf_linear_attention.training.durable import find_damage
 from hf_linear_attention.training.finetune import main
-from hf_linear_attention.training.logs import MetricsFile, read_metrics
+from hf_linear_attention.training.metrics_file import MetricsFile, read_metrics
 from hf_linear_attention.training.objectives import TaskLoss
 
 
@@ -291,7 +291,8 @@ def test_a_model_is_finished_only_with_its_last_file(
     replace, moved = Path.replace, [0]
     # a file that the alphabet puts behind the report, as other tokenizers have
     monkeypatch.setattr(
-        "hf_linear_attention.training.export.copy_sidecars", lambda _, folder: (folder / "vocab.txt").write_text("a")
+        "hf_linear_attention.training.final_model.copy_sidecars",
+        lambda _, folder: (folder / "vocab.txt").write_text("a"),
     )
     total = sum(path.is_file() for path in whole.iterdir()) - 1 + 1  # without metrics.jsonl, with vocab.txt
     assert total > 5
@@ -311,8 +312,7 @@ def test_a_model_is_finished_only_with_its_last_file(
 
         monkeypatch.setattr(Path, "replace", killed)
         moved[0] = 0
-        with pytest.raises(KeyboardInterrupt):
-            main(command(options, "--resume_from_checkpoint", "latest", folder=folder))
+        assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 130
         assert not (folder / HISTORY).exists(), count
         monkeypatch.setattr(Path, "replace", replace)
     assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 0

@@ -16,9 +16,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.command_line import parse
 from hf_linear_attention.training.inputs import load_data
 from hf_linear_attention.training.packing import Examples
+from hf_linear_attention.training.recipe_parser import parse
 
 
 TASK = ["--task", "image_classification"]

@@ -12,11 +12,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from recipes import recipe_of
 
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.command_line import build_parser
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.launching import start_processes
 from hf_linear_attention.training.presets import load_preset
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe_parser import build_parser
 
 
 ROOT = Path(__file__).resolve().parents[2]

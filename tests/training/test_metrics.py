@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from hf_linear_attention.training.logs import read_metrics
 from hf_linear_attention.training.metrics import Classification, Spearman
+from hf_linear_attention.training.metrics_file import read_metrics
 
 
 @pytest.mark.parametrize("classes", [2, 5])

@@ -13,7 +13,6 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.training.arguments import ObjectiveArguments, Recipe
 from hf_linear_attention.training.objectives import (
     OBJECTIVES,
     StudentWithObjectives,
@@ -21,6 +20,7 @@ from hf_linear_attention.training.objectives import (
     build_objectives,
     map_cross_entropy,
 )
+from hf_linear_attention.training.recipe import ObjectiveArguments, Recipe
 from hf_linear_attention.training.teacher import Teacher
 
 

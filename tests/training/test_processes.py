@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_linear_attention.training.logs import read_metrics
+from hf_linear_attention.training.metrics_file import read_metrics
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.durable import write_checksums
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.folders import write_checksums
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
 

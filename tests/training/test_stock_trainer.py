@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from hf_linear_attention import convert
 from hf_linear_attention.training.batches import pad
-from hf_linear_attention.training.command_line import parse
 from hf_linear_attention.training.inputs import load_data, stream_of
+from hf_linear_attention.training.recipe_parser import parse
 
 
 STEPS, BATCH = 8, 4

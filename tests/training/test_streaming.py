@@ -16,7 +16,7 @@ from recipes import recipe_of
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.packing import PackedBlocks
 from hf_linear_attention.training.streaming import StreamedExamples, packed
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.arguments import parse_rates
-from hf_linear_attention.training.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.recipe import parse_rates
 from hf_linear_attention.training.window_dropout import WindowDropout
 
 

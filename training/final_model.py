@@ -12,19 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from hf_linear_attention.training import durable
+from hf_linear_attention._common import folders
+from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention.training.adapters import save_model
-from hf_linear_attention.training.arguments import Recipe
-from hf_linear_attention.training.checkpointing import HISTORY
+from hf_linear_attention.training.checkpointing import MODEL_FOLDER
 from hf_linear_attention.training.models import Processor
 from hf_linear_attention.training.plots import plot_metrics
+from hf_linear_attention.training.recipe import Recipe
 
 
 logger = logging.getLogger(__name__)
 
 # conversion_report.json says what the model was before it was converted; the card quotes it
-SIDECARS = ("conversion_report.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-TEMPORARY = ".incomplete-model"
+SIDECARS = (REPORT, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 def save_final(
@@ -40,12 +40,7 @@ def save_final(
     Args:
         weights: as for `adapters.save_model`.
     """
-    from hf_linear_attention.conversion.card import (  # only needed here, and conversion imports much
-        training_facts,
-        write_model_card,
-    )
-
-    folder = recipe.output_dir / TEMPORARY
+    folder = folders.incomplete(recipe.output_dir / MODEL_FOLDER)
     folder.mkdir(parents=True)
     save_model(model, folder, weights)
     processor.save_pretrained(folder)
@@ -65,12 +60,6 @@ def save_final(
     logger.info("saved %s", recipe.output_dir)
 
 
-def training_history(source: str) -> list[dict[str, Any]]:
-    """The runs that a model (folder or hub name) has behind it; none if it does not say."""
-    found = _find(source, HISTORY)
-    return json.loads(Path(found).read_text(encoding="utf-8"))["runs"] if found else []
-
-
 def copy_sidecars(source: str, target: Path) -> None:
     """Copy what belongs beside the model, when the source (folder or hub name) has it."""
     for name in [*SIDECARS, *_module_files(source)]:
@@ -78,7 +67,7 @@ def copy_sidecars(source: str, target: Path) -> None:
         if found is not None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(found, target / name)
-    if (report := target / SIDECARS[0]).is_file():  # the figures of the model before this training are not this one's
+    if (report := target / REPORT).is_file():  # the figures of the model before this training are not this one's
         content = json.loads(report.read_text(encoding="utf-8"))
         if content.pop("quality", None) is not None:
             report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -104,14 +93,14 @@ def _move_into(folder: Path, target: Path) -> None:
 
     The report, by which a stage counts as finished (`stages.py`), comes last; that of an older model goes first.
     """
-    durable.flush(folder)
+    folders.flush(folder)
     (target / HISTORY).unlink(missing_ok=True)
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path == folder / HISTORY, path)):
         destination = target / path.relative_to(folder)
         destination.parent.mkdir(parents=True, exist_ok=True)
         if path == folder / HISTORY:
-            durable.flush_names(target)
+            folders.flush_names(target)
         path.replace(destination)
-    durable.flush_names(target)
+    folders.flush_names(target)
     shutil.rmtree(folder)

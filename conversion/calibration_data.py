@@ -13,15 +13,26 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.companions import load_image_processor, load_tokenizer
-from hf_linear_attention.conversion.errors import UsageError
+from hf_linear_attention.conversion.companions import load_image_processor, load_source_tokenizer
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.training.batches import Batch, pad
+from hf_linear_attention.training.models import pad_token_id, sequence_length
+from hf_linear_attention.training.packing import shorten
+from hf_linear_attention.training.recipe import (
+    DataArguments,
+    ModelArguments,
+    ObjectiveArguments,
+    OptimizationArguments,
+    Recipe,
+    RunArguments,
+)
+from hf_linear_attention.training.validation import FILE_TYPES
 
 
-Batch = dict[str, torch.Tensor]
 BATCH_SIZE = 8
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",
@@ -68,7 +79,7 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
 
 
 def _text_inputs(source: Source, config: PreTrainedConfig, path: str | None, trust_remote_code: bool):
-    tokenizer = load_tokenizer(source, trust_remote_code)
+    tokenizer = load_source_tokenizer(source, trust_remote_code)
     ids = built_in_text(config, tokenizer)
     if path is None:
         return None if tokenizer is None or ids is None else BuiltInTexts(config, tokenizer, ids)
@@ -80,17 +91,13 @@ def _text_inputs(source: Source, config: PreTrainedConfig, path: str | None, tru
 
 def check_text_file(option: str, path: str) -> None:
     """Raises `UsageError` unless `path` is a file that training reads too."""
-    from hf_linear_attention.training.validation import FILE_TYPES  # as below
-
     if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
         raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
 
 
 def check_pairs_file(path: str) -> None:
     """Raises `UsageError` unless `path` is a file of scored pairs."""
-    from hf_linear_attention.training.arguments import DataArguments  # as below
-    from hf_linear_attention.training.errors import TrainingError
-    from hf_linear_attention.training.rows import load_rows
+    from hf_linear_attention.training.rows import load_rows  # imports `datasets`, which most conversions do without
 
     check_text_file("pairs_file", path)
     try:
@@ -104,17 +111,15 @@ def check_pairs_file(path: str) -> None:
 
 def data_recipe(model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any):
     """A recipe of `training` that reads `data` (fields of `DataArguments`) for this model, and trains nothing."""
-    import datasets
-
-    from hf_linear_attention.training import arguments
+    import datasets  # which most conversions do without
 
     datasets.disable_progress_bars()
-    return arguments.Recipe(
-        arguments.ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
-        arguments.DataArguments(**data),
-        arguments.ObjectiveArguments(),
-        arguments.OptimizationArguments(),
-        arguments.RunArguments(""),
+    return Recipe(
+        ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
+        DataArguments(**data),
+        ObjectiveArguments(),
+        OptimizationArguments(),
+        RunArguments(""),
     )
 
 
@@ -140,10 +145,6 @@ class TextFile:
         self.config, self.tokenizer, self.path, self.name = config, tokenizer, path, Path(path).name
 
     def batches(self, max_tokens: int) -> list[Batch]:
-        # Here and not at the top: training imports `datasets`, which most conversions can do without.
-        from hf_linear_attention.training.batches import pad
-        from hf_linear_attention.training.models import pad_token_id
-
         examples = self._examples(max_tokens)
         padding = pad_token_id(self.tokenizer)
         groups = (range(start, min(start + BATCH_SIZE, len(examples))) for start in range(0, len(examples), BATCH_SIZE))
@@ -153,10 +154,7 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int):
-        from hf_linear_attention.training.data import build_examples, usable_texts
-        from hf_linear_attention.training.errors import TrainingError
-        from hf_linear_attention.training.models import sequence_length
-        from hf_linear_attention.training.packing import shorten
+        from hf_linear_attention.training.data import build_examples, usable_texts  # imports `datasets`
 
         recipe, rows = self._recipe_and_rows()
         length = sequence_length(recipe, self.tokenizer, self.config)
@@ -174,7 +172,7 @@ class TextFile:
         return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
     def _recipe_and_rows(self):
-        from hf_linear_attention.training.rows import load_rows
+        from hf_linear_attention.training.rows import load_rows  # imports `datasets`
 
         recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
         rows = load_rows(recipe.data, "train")

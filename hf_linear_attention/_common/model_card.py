@@ -9,14 +9,17 @@ from typing import Any
 
 import jinja2
 import yaml
+from transformers.utils import cached_file
 
 from hf_linear_attention import model_cards
-from hf_linear_attention.conversion.heads import head_of
-from hf_linear_attention.training.plots import PLOT
+from hf_linear_attention._common.heads import head_of
 
 
 TEMPLATE = Path(next(iter(model_cards.__path__))) / "template.md"
 REPORT = "conversion_report.json"
+# Every run that the weights went through, oldest first, with its options and last figures.
+HISTORY = "training_report.json"
+PLOT = "loss.png"
 LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
 # Of the source's card, what stays true of the result.
 KEPT = ("license", "license_name", "license_link", "language")
@@ -82,6 +85,14 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
 
 def _is_hub_name(name: str) -> bool:
     return not Path(name).exists() and name.count("/") <= 1
+
+
+def training_history(source: str) -> list[dict[str, Any]]:
+    """The runs that a model (folder or hub name) has behind it; none if it does not say."""
+    found = cached_file(
+        source, HISTORY, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return json.loads(Path(found).read_text(encoding="utf-8"))["runs"] if found else []
 
 
 def training_facts(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

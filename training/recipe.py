@@ -6,10 +6,11 @@ A field is an option of the same name; the help text is its documentation. `Reci
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_linear_attention._common.command_line import option
 from hf_linear_attention.configuration_linear_attention import parse_layers
 
 
@@ -22,11 +23,6 @@ SELECTING = {
     "embedding": ("cosine", "cosine_min", "spearman"),
     "image_classification": ("accuracy", "f1"),
 }
-
-
-def option(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field with its help text; without a default the option is required."""
-    return field(default=default, metadata={"help": text})
 
 
 def parse_layer_numbers(text: str) -> list[int]:

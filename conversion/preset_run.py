@@ -9,6 +9,7 @@ OUT.unfinished/final/         what becomes OUT; complete as soon as it exists
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,16 +17,25 @@ from typing import Any
 
 import torch
 
-from hf_linear_attention.conversion.card import REPORT, word
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.export import discard, share_permissions, staging
-from hf_linear_attention.conversion.export import replace as replace_folder
-from hf_linear_attention.conversion.logs import logger, training_to_stderr
+from hf_linear_attention._common import folders
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.logs import to_stderr
+from hf_linear_attention._common.model_card import HISTORY, REPORT, training_history, word
+from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Job, run
-from hf_linear_attention.conversion.presets import CONVERTED, TRAINED, Training
+from hf_linear_attention.conversion.preset_plan import CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
+from hf_linear_attention.training.checkpointing import list_checkpoints
+from hf_linear_attention.training.presets import STAGES, stages_of
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.stages import run_stages
+
+
+logger = logging.getLogger(__name__)
 
 
 REQUEST, FINAL = "request.json", "final"
@@ -53,8 +63,8 @@ def run_training(job: Job, training: Training) -> str:
         logger.warning("stopped; the same command goes on where it was (%s)", work)
         raise
     text = _describe(job, training)
-    replace_folder(final, training.output_dir)
-    discard(work)
+    folders.replace(final, training.output_dir)
+    folders.discard(work)
     return text
 
 
@@ -77,7 +87,7 @@ def _open(job: Job, training: Training) -> None:
                 f"{work} holds an unfinished run of another request ({'; '.join(changed)}): give the options of that "
                 "one to go on with it, or `--overwrite` to start over"
             )
-        discard(work)
+        folders.discard(work)
     with staging(work) as folder:
         (folder / REQUEST).write_text(json.dumps(request, indent=1), encoding="utf-8")
 
@@ -104,13 +114,9 @@ def _choose_softmax_layers(job: Job, training: Training, folder: Path) -> None:
 
 def _train(job: Job, training: Training) -> None:
     """All stages that are not finished yet."""
-    import datasets
+    import datasets  # which most conversions do without, and so without what follows
 
-    from hf_linear_attention.training.arguments import Recipe
-    from hf_linear_attention.training.checkpointing import list_checkpoints
-    from hf_linear_attention.training.command_line import parse
     from hf_linear_attention.training.run import run as run_stage
-    from hf_linear_attention.training.stages import run_stages
 
     def run_and_tidy(recipe: Recipe) -> dict[str, float]:
         if is_automatic(job.request.arguments) and recipe.output_dir == training.work / TRAINED:  # the last stage
@@ -121,18 +127,16 @@ def _train(job: Job, training: Training) -> None:
         return figures
 
     datasets.disable_progress_bars()  # one bar: the training's
-    with training_to_stderr():
+    with to_stderr("hf_linear_attention.training"):
         run_stages(training.preset, training.given, parse, run_and_tidy)
 
 
 def _finish(job: Job, training: Training) -> None:
     """The trained model with its figures, as the folder `final`."""
-    from hf_linear_attention.training.presets import STAGES
-
     data, task = held_out(job.request.arguments), training.given["task"]
     trained = training.work / TRAINED
     with staging(training.work / FINAL) as folder:
-        ignored = shutil.ignore_patterns("checkpoint-*", ".incomplete-*", STAGES)
+        ignored = shutil.ignore_patterns("checkpoint-*", f"{folders.INCOMPLETE}*", STAGES)
         shutil.copytree(trained, folder, ignore=ignored, dirs_exist_ok=True)
         _name_runs(folder, training)
         _cast(job, folder, training.work / CONVERTED)
@@ -143,10 +147,6 @@ def _finish(job: Job, training: Training) -> None:
 
 def _name_runs(folder: Path, training: Training) -> None:
     """In the history, stages in place of the folders between them, which will be gone."""
-    from hf_linear_attention.training.checkpointing import HISTORY
-    from hf_linear_attention.training.export import training_history
-    from hf_linear_attention.training.presets import stages_of
-
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
     for run_, stage in zip(runs, stages, strict=True):
@@ -168,8 +168,6 @@ def _cast(job: Job, folder: Path, converted: Path) -> None:
 
 
 def _describe(job: Job, training: Training) -> str:
-    from hf_linear_attention.training.export import training_history
-
     final, plan = training.work / FINAL, job.plan
     report = json.loads((final / REPORT).read_text(encoding="utf-8"))
     if (choice := report.get(CHOICE)) is not None:

@@ -1,28 +1,24 @@
-"""A preset of `training` in one conversion: its settings, its stages, and everything that can be refused before work.
-
-`training` is imported where it is used: it brings `datasets` and `accelerate`, which other conversions do without.
-"""
+"""A preset of `training` in one conversion: its settings, its stages, and what can be refused before any work."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import is_causal_config
-from hf_linear_attention.conversion.arguments import ConversionArguments, parse_tokens
-from hf_linear_attention.conversion.errors import UsageError
-from hf_linear_attention.conversion.inputs import check_pairs_file
+from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
+from hf_linear_attention.conversion.request import ConversionArguments, parse_tokens
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.training.presets import Preset, load_preset, preset_names, stages_of
+from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training.stages import fit_to
 
-
-if TYPE_CHECKING:
-    from hf_linear_attention.training.presets import Preset
 
 CONVERTED, TRAINED = "converted", "trained"  # inside the work folder
 TRAINING_OPTIONS = ("train_file", "tokens", "checkpointing_steps")
@@ -80,10 +76,7 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
         UsageError: if there is no such preset, or no config.
     """
     config = stock_config(source, trust_remote_code)
-    with usage_errors():
-        from hf_linear_attention.training.presets import load_preset, preset_names
-
-        settings = load_preset(name).settings
+    settings = load_preset(name).settings
     direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
     if direction not in settings:
         able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
@@ -97,21 +90,16 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     Raises:
         UsageError: with all problems of the first stage that has some.
     """
-    with usage_errors():
-        from hf_linear_attention.training.command_line import parse_preset
-        from hf_linear_attention.training.presets import load_preset
-        from hf_linear_attention.training.stages import fit_to
-
-        _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
-        # with --dry_run alone there is no name, and nothing is written
-        output = output_dir or Path("OUT")
-        options = _options(arguments, source, str(plan.head.task), work_folder(output))
-        if arguments.pairs_file is not None:
-            if plan.head.task != "embedding":
-                raise UsageError("`--pairs_file` is for embedding models; leave it out")
-            check_pairs_file(arguments.pairs_file)
-        words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        parsed = parse_preset([f"--preset={arguments.preset}", *words])
+    _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
+    # with --dry_run alone there is no name, and nothing is written
+    output = output_dir or Path("OUT")
+    options = _options(arguments, source, str(plan.head.task), work_folder(output))
+    if arguments.pairs_file is not None:
+        if plan.head.task != "embedding":
+            raise UsageError("`--pairs_file` is for embedding models; leave it out")
+        check_pairs_file(arguments.pairs_file)
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:
         raise RuntimeError("the preset is named above")
     preset, given = parsed
@@ -120,8 +108,6 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
 
 
 def _empty(plan: Plan) -> PreTrainedModel:
-    from accelerate import init_empty_weights
-
     with init_empty_weights():
         return plan.linear_class(plan.config)
 
@@ -158,8 +144,6 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
 
 def describe_stages(training: Training) -> list[str]:
     """One line a stage, for `--dry_run`."""
-    from hf_linear_attention.training.presets import stages_of
-
     preset, tokens = training.preset, training.given["max_train_tokens"]
     stages = stages_of(preset, training.given["task"])
     lines = [f"  preset      {preset.name} (version {preset.version}): {preset.description}"]
@@ -167,14 +151,3 @@ def describe_stages(training: Training) -> list[str]:
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
         lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {tokens * stage.share:,.0f} tokens; {options}")
     return lines
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """What `training` refuses is refused here too."""
-    from hf_linear_attention.training import errors
-
-    try:
-        yield
-    except errors.UsageError as error:
-        raise UsageError(*error.problems) from error

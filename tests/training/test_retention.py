@@ -10,7 +10,7 @@ from transformers import AutoModel, BertModel, LlamaForCausalLM
 from hf_linear_attention import convert
 from hf_linear_attention.training.batches import pad
 from hf_linear_attention.training.objectives import mean_pooled
-from hf_linear_attention.training.quality import compare, compare_embeddings, embed, without_far
+from hf_linear_attention.training.retention import compare, compare_embeddings, embed, without_far
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import yaml
 
-from hf_linear_attention.conversion.card import write_model_card
+from hf_linear_attention._common.model_card import write_model_card
 
 
 def read_card(folder):

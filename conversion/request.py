@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any
 
-import yaml
-from transformers import HfArgumentParser
-
+from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, option, words_of
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
-from hf_linear_attention.conversion.errors import UsageError
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def option(text: str, default: Any = None, choices: Sequence[str] | None = None) -> Any:
-    """A dataclass field with its help text (and the values that argparse allows)."""
-    return field(default=default, metadata={"help": text, **({"choices": choices} if choices else {})})
-
-
 @dataclass
 class ConversionArguments:
-    model_name_or_path: str = field(metadata={"help": "the softmax checkpoint: a folder or a hub name"})
-    output_dir: str | None = option("the folder to write; may be left out with --dry_run or --spectrum")
+    model_name_or_path: str = option("the softmax checkpoint: a folder or a hub name")
+    output_dir: str | None = option("the folder to write; may be left out with --dry_run or --spectrum", None)
     attention: str | None = option(
-        "the mechanism that replaces softmax (default: linear, or that of --preset)", choices=sorted(MECHANISMS)
+        "the mechanism that replaces softmax (default: linear, or that of --preset)", None, choices=sorted(MECHANISMS)
     )
     layers: str | None = option(
-        "the attention layers to convert: all (default), full_attention, none, or a list as 0,2,4-7"
+        "the attention layers to convert: all (default), full_attention, none, or a list as 0,2,4-7", None
     )
     softmax_layers: str | None = option(
         "of these, the layers that stay softmax: a list as 0,5, or auto:K for the K whose softmax brings the model "
-        "nearest its original (by KL on --calibration_file or --train_file; with --preset before its last stage)"
+        "nearest its original (by KL on --calibration_file or --train_file; with --preset before its last stage)",
+        None,
     )
-    drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}")
+    drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}", None)
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
     dtype: str = option(
         "of the weights written; auto keeps what the checkpoint has. A cast needs the disk space of the result twice",
@@ -48,9 +40,10 @@ class ConversionArguments:
     )
     calibration_file: str | None = option(
         "real inputs for --features favor++, which is fitted to them, and for --spectrum: .txt, .jsonl, .csv, .tsv "
-        "or .parquet (column `text`), or for a vision model a folder of images (default: built-in sentences)"
+        "or .parquet (column `text`), or for a vision model a folder of images (default: built-in sentences)",
+        None,
     )
-    calibration_tokens: int | None = option("tokens or patches of it to calibrate on (default 4096)")
+    calibration_tokens: int | None = option("tokens or patches of it to calibrate on (default 4096)", None)
     spectrum: bool = option(
         "print, by layer, how near softmax attention is to a low rank, and the error of the untrained mechanism; by "
         "head in conversion_report.json. Without --output_dir only that",
@@ -58,17 +51,23 @@ class ConversionArguments:
     )
     preset: str | None = option(
         "convert and train: a recipe of training/preset_files, whose settings of the attention hold where none are "
-        "given. A killed run goes on when the same command is given again"
+        "given. A killed run goes on when the same command is given again",
+        None,
     )
     train_file: str | None = option(
-        "text to train on with --preset: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)"
+        "text to train on with --preset: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)", None
     )
-    validation_file: str | None = option("held-out text, in such a file, for the figures of --preset and --evaluate")
+    validation_file: str | None = option(
+        "held-out text, in such a file, for the figures of --preset and --evaluate", None
+    )
     pairs_file: str | None = option(
         "for an embedding model, pairs of texts with a score of their similarity, for Spearman's correlation in the "
-        "figures: .jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as STS-B has"
+        "figures: .jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as STS-B has",
+        None,
     )
-    tokens: str | None = option("to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)")
+    tokens: str | None = option(
+        "to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)", None
+    )
     max_eval_tokens: int = option("measure on about the first so many tokens of --validation_file", 50_000)
     checkpointing_steps: int = option("steps of training that a killed run repeats at most", 100)
     evaluate: bool = option(
@@ -76,14 +75,14 @@ class ConversionArguments:
         "and model card; nothing is converted",
         False,
     )
-    seed: int | None = option("of everything drawn at random (default 0; training: 42)")
+    seed: int | None = option("of everything drawn at random (default 0; training: 42)", None)
     dry_run: bool = option("print what would be done and write nothing", False)
     no_verify: bool = option("do not compare the result with its source", False)
     overwrite: bool = option("replace an existing --output_dir, once the new one is complete", False)
     trust_remote_code: bool = option("run Python code that the checkpoint itself brings along", False)
     allow_pickle: bool = option("read .bin files where there are no safetensors", False)
     list_architectures: bool = option("print the tested architectures, and do nothing else", False)
-    model_class: str | None = option("stock or Auto class to convert as; default: the one the checkpoint names")
+    model_class: str | None = option("stock or Auto class to convert as; default: the one the checkpoint names", None)
 
 
 def mechanism_arguments() -> type:
@@ -101,15 +100,8 @@ def mechanism_arguments() -> type:
         choices = f": {', '.join(entry.choices)}" if entry.choices else ""
         several = "; or one a layer: 96,64,..." if entry.is_per_layer else ""
         text = f"{entry.help}{choices}{several} (of {', '.join(mechanisms)})"
-        generated.append((name, (str if entry.is_per_layer else entry.kind) | None, option(text)))
+        generated.append((name, (str if entry.is_per_layer else entry.kind) | None, option(text, None)))
     return make_dataclass("MechanismArguments", generated)
-
-
-class Parser(HfArgumentParser):
-    """HfArgumentParser that knows no abbreviations and raises instead of printing a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (`--help` lists the options)")
 
 
 @dataclass(frozen=True)
@@ -145,19 +137,17 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     names = [entry.name for group in groups for entry in fields(group)]
     parser = Parser(
         groups,  # type: ignore[arg-type]  # generated at run time, which the stub does not foresee
-        allow_abbrev=False,
         prog="convert_checkpoint.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="defaults for these options; the command line wins")
-    words = [*_yaml_words(_config_path(argv), names), *argv]
-    _refuse_unknown(words, names)
+    parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
+    words = words_of(argv, names, joins_lists=True)
     arguments, mechanism, _ = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    return Request(arguments, _given(arguments, mechanism))
+    return Request(arguments, _settings_of(arguments, mechanism))
 
 
-def _given(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
+def _settings_of(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
     given = {name: value for name, value in vars(mechanism).items() if value is not None}
     given |= {name: parse_per_layer(name, text) for name, text in given.items() if _is_per_layer(name)}
     if arguments.attention is not None:
@@ -210,42 +200,3 @@ def parse_tokens(text: str) -> int:
     if tokens < 1:
         raise UsageError(f"`--tokens {text}`: give a number above 0, such as 2000000, 500k or 2M")
     return tokens
-
-
-def _config_path(argv: Sequence[str]) -> str | None:
-    parser = Parser([], allow_abbrev=False, add_help=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(argv)[0].config
-
-
-def _yaml_words(path: str | None, names: Sequence[str]) -> list[str]:
-    """The YAML file as command-line words, so that both go through the same types and checks."""
-    if path is None:
-        return []
-    if not Path(path).is_file():
-        raise UsageError(f"`--config {path}`: there is no such file")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"`--config {path}` holds a {type(values).__name__}; it must map options to values")
-    if unknown := [str(name) for name in values if name not in names]:
-        raise UsageError(*(f"`{name}` in {path} is not an option{_suggestion(name, names)}" for name in unknown))
-    return [f"--{name}={_word(value)}" for name, value in values.items() if value is not None]
-
-
-def _word(value: Any) -> str:
-    return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
-
-
-def _refuse_unknown(words: Sequence[str], names: Sequence[str]) -> None:
-    known = {*names, "config", "help"}
-    given = [word[2:].split("=", 1)[0].replace("-", "_") for word in words if word.startswith("--")]
-    if unknown := [name for name in given if name not in known]:
-        raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, names)}" for name in unknown))
-
-
-def _suggestion(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean `{close[0]}`?" if close else "; `--help` lists them"

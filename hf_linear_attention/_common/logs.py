@@ -1,4 +1,4 @@
-"""Our own few lines on stderr, and transformers' load report and progress bars out of the way."""
+"""The messages of our packages on stderr, and transformers' load report and progress bars out of the way."""
 
 from __future__ import annotations
 
@@ -11,28 +11,21 @@ import huggingface_hub.utils
 from transformers.utils import logging as transformers_logging
 
 
-logger = logging.getLogger("hf_linear_attention.conversion")
-
-
-def to_stderr() -> None:
-    """Send the messages of this package to stderr, as they are."""
+@contextlib.contextmanager
+def to_stderr(*packages: str) -> Iterator[None]:
+    """Inside, the messages of these packages go to stderr, as they are."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname_prefix)s%(message)s"))
     handler.addFilter(_prefix)
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
-
-
-@contextlib.contextmanager
-def training_to_stderr() -> Iterator[None]:
-    """Inside, the messages of `training` go where ours go."""
-    root = logging.getLogger("hf_linear_attention.training")
-    before = root.handlers, root.propagate, root.level
-    root.handlers, root.propagate, root.level = logger.handlers, False, logging.INFO
+    loggers = [logging.getLogger(package) for package in packages]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate, logger.level = [handler], False, logging.INFO
     try:
         yield
     finally:
-        root.handlers, root.propagate, root.level = before
+        for logger, state in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate, logger.level = state
 
 
 def _prefix(record: logging.LogRecord) -> bool:

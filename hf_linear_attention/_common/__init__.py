@@ -1,0 +1,1 @@
+"""What conversion and training both need. Nothing of it travels with a checkpoint."""

@@ -1,0 +1,171 @@
+"""What both commands do alike: read options and a YAML file with defaults for them, and say what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_linear_attention._common.errors import RunError, UsageError
+
+
+DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
+CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
+
+
+def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str] | None = None) -> Any:
+    """A dataclass field that is an option: its help text, and the values that are allowed; required without default."""
+    return dataclasses.field(default=default, metadata={"help": text, **({"choices": choices} if choices else {})})
+
+
+class Parser(HfArgumentParser):
+    """HfArgumentParser that knows no abbreviations and raises instead of printing a page of usage."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (`--help` lists the options)")
+
+
+def value_of(name: str, argv: Sequence[str]) -> str | None:
+    """The value of one option in `argv`, whatever else it holds; None if it is not there."""
+    parser = Parser([], add_help=False)
+    parser.add_argument(f"--{name}")
+    return getattr(parser.parse_known_args(argv)[0], name)
+
+
+def given_names(argv: Sequence[str]) -> list[str]:
+    """The names of the options in `argv`, in the spelling of the dataclass fields."""
+    return [word[2:].split("=", 1)[0].replace("-", "_") for word in argv if word.startswith("--")]
+
+
+def words_of(
+    argv: Sequence[str], names: Sequence[str], *, only_in_argv: Sequence[str] = (), joins_lists: bool = False
+) -> list[str]:
+    """`argv` after the words of the YAML file that its `--config` names, so that both go through the same types.
+
+    Args:
+        names: the options that the file may hold.
+        only_in_argv: those that only the command line may hold, beside `config` and `help`.
+        joins_lists: a list in the file is a value with commas between; otherwise it is refused.
+
+    Raises:
+        UsageError: naming every unknown option at once.
+    """
+    words = [*_yaml_words(value_of("config", argv), names, joins_lists), *argv]
+    known = [*names, *only_in_argv, "config", "help"]
+    if unknown := [name for name in given_names(words) if name not in known]:
+        raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, known)}" for name in unknown))
+    return words
+
+
+def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> list[str]:
+    if path is None:
+        return []
+    values, problems, words = _read_yaml(path), [], []
+    for name, value in values.items():
+        if name not in names:
+            problems.append(f"`{name}` in {path} is not an option{_suggestion(str(name), names)}")
+        elif isinstance(value, list) and joins_lists:
+            words.append(f"--{name}={','.join(map(str, value))}")
+        elif isinstance(value, (list, dict)):
+            problems.append(f"`{name}` in {path} is {value!r}; give it one plain value")
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    if problems:
+        raise UsageError(*problems)
+    return words
+
+
+def _read_yaml(path: str) -> dict[Any, Any]:
+    if not Path(path).is_file():
+        raise UsageError(f"`--config {path}`: there is no such file")
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:  # nothing but comments
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(f"`--config {path}` holds a {type(values).__name__}; it must map options to values")
+    return values
+
+
+def _suggestion(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean `{close[0]}`?"
+    return "; `--help` lists the options, and abbreviations are not allowed"
+
+
+def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks: bool = True) -> int:
+    """Do `action`; whatever goes wrong is one line on stderr. Returns the exit code of the command.
+
+    2 for what cannot be done as asked, 1 (or the error's own `exit_code`) for a failure, 130 after Ctrl-C, 143 after
+    SIGTERM, which ends `action` like Ctrl-C does. With HF_LINEAR_ATTENTION_DEBUG=1 an error comes with its traceback.
+
+    Args:
+        name: how the command is called.
+        stopped: what a user who has stopped it finds.
+        speaks: whether this process reports what every process of a launch meets alike.
+    """
+    try:
+        with _terminable():
+            action()
+    # The outermost place there is: whatever went wrong is reported, in one line instead of a traceback.
+    except Exception as error:
+        return _report(name, error, speaks)
+    except _TerminatedExit:
+        return _say(f"{name}: terminated; {stopped}", 143, speaks)
+    except KeyboardInterrupt:
+        return _say(f"{name}: interrupted; {stopped}", 130, speaks)
+    return 0
+
+
+class _TerminatedExit(SystemExit):
+    """SIGTERM, as an exit: what is half done is cleared away on the way out, and no `except Exception` catches it."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises; outside it has the effect it had before."""
+    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _TerminatedExit(128 + number)
+
+
+def _report(name: str, error: Exception, speaks: bool) -> int:
+    if os.environ.get(DEBUG):
+        raise error
+    message = " ".join(str(error).split()) or type(error).__name__
+    is_expected = isinstance(error, (UsageError, RunError, OSError))
+    hint = "" if is_expected else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
+    word = "error" if isinstance(error, UsageError) else "failed"
+    # what nobody expected may have happened to this process alone
+    return _say(f"{name}: {word}: {message}{hint}", getattr(error, "exit_code", 1), speaks or not is_expected)
+
+
+def _say(line: str, code: int, speaks: bool) -> int:
+    if speaks:
+        sys.stderr.write(f"{line}\n")
+    return code

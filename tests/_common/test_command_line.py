@@ -1,0 +1,145 @@
+"""What both commands do alike: options with defaults in a YAML file, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from hf_linear_attention._common.command_line import given_names, run_command, value_of, words_of
+from hf_linear_attention._common.errors import ConversionError, RunError, TerminatedError, TrainingError, UsageError
+
+
+NAMES = ("learning_rate", "layers", "task")
+
+
+def fail(error: BaseException):
+    def action() -> None:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            UsageError("`--a` is wrong", "so is `--b`"),
+            2,
+            "x.py: error: 2 problems: (1) `--a` is wrong; (2) so is `--b`",
+        ),
+        (RunError("no"), 1, "x.py: failed: no"),
+        (ConversionError("not\n equal"), 1, "x.py: failed: not equal"),
+        (TrainingError("no data"), 1, "x.py: failed: no data"),
+        (TerminatedError("stopped at step 3"), 143, "x.py: failed: stopped at step 3"),
+        (OSError(28, "No space left on device"), 1, "x.py: failed: [Errno 28] No space left on device"),
+        (ValueError("odd"), 1, "x.py: failed: odd (ValueError; HF_LINEAR_ATTENTION_DEBUG=1 shows where)"),
+        (ValueError(), 1, "x.py: failed: ValueError (ValueError; HF_LINEAR_ATTENTION_DEBUG=1 shows where)"),
+        (KeyboardInterrupt(), 130, "x.py: interrupted; nothing is lost"),
+    ],
+)
+def test_every_end_is_one_line_and_an_exit_code(error, code, line, capsys) -> None:
+    assert run_command("x.py", fail(error), stopped="nothing is lost") == code
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_what_went_well_says_nothing(capsys) -> None:
+    assert run_command("x.py", lambda: None, stopped="") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_debug_shows_where(monkeypatch) -> None:
+    monkeypatch.setenv("HF_LINEAR_ATTENTION_DEBUG", "1")
+    for error in (UsageError("a"), TrainingError("b"), ValueError("c")):
+        with pytest.raises(type(error)):
+            run_command("x.py", fail(error), stopped="")
+
+
+def test_one_process_speaks_unless_it_may_be_another_that_knows(capsys) -> None:
+    """What all processes of a launch meet is said once; what nobody expected may have happened to one of them."""
+    for error in (UsageError("a"), TrainingError("b"), OSError("c"), KeyboardInterrupt()):
+        assert run_command("x.py", fail(error), stopped="", speaks=False) > 0
+    assert capsys.readouterr().err == ""
+    assert run_command("x.py", fail(MemoryError("here alone")), stopped="", speaks=False) == 1
+    assert capsys.readouterr().err.startswith("x.py: failed: here alone (MemoryError;")
+
+
+def test_sigterm_is_one_line_after_the_way_out_and_the_handler_is_restored(capsys) -> None:
+    cleared = []
+
+    def action() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 5)
+        except Exception:  # what libraries do must not stop it
+            cleared.append("swallowed")
+        finally:
+            cleared.append("cleared")
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_command("x.py", action, stopped="nothing is lost") == 143
+    assert capsys.readouterr().err == "x.py: terminated; nothing is lost\n"
+    assert cleared == ["cleared"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    for error in (UsageError("a"), KeyboardInterrupt()):
+        run_command("x.py", fail(error), stopped="")
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_it_runs_outside_the_main_thread(capsys) -> None:
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(run_command("x.py", fail(OSError("a")), stopped="")))
+    thread.start()
+    thread.join()
+    assert codes == [1]
+
+
+def test_help_still_ends_with_its_own_code() -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_command("x.py", fail(SystemExit(0)), stopped="")
+    assert caught.value.code == 0
+
+
+def test_unknown_options_are_listed_at_once_with_what_was_meant() -> None:
+    with pytest.raises(UsageError) as caught:
+        words_of(["--learning-rat", "1", "--banana=2", "--task", "a", "--extra", "3"], NAMES, only_in_argv=["extra"])
+    assert caught.value.problems == [
+        "`--learning_rat` is not an option; did you mean `learning_rate`?",
+        "`--banana` is not an option; `--help` lists the options, and abbreviations are not allowed",
+    ]
+
+
+def test_a_file_comes_before_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("learning_rate: 1e-3\nlayers: [0, 2]\ntask:\n", encoding="utf-8")
+    argv = ["--config", str(file), "--task", "b"]
+    assert words_of(argv, NAMES, joins_lists=True) == ["--learning_rate=1e-3", "--layers=0,2", *argv]
+    assert given_names(["--learning-rate=1", "x", "--task", "b"]) == ["learning_rate", "task"]
+    assert value_of("config", ["--task", "b", f"--config={file}"]) == str(file)
+    with pytest.raises(UsageError, match=r"`layers` in .* is \[0, 2\]; give it one plain value"):
+        words_of(argv, NAMES)
+    file.write_text("# only a comment\n", encoding="utf-8")
+    assert words_of(argv, NAMES) == argv
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"- a", "holds a list; it must map options to values"),
+        (b"{", "is not valid YAML"),
+        (b"\xff\xfe\xfa", "is not valid YAML"),
+        (b"layers: {a: 1}", "`layers` in .* is {'a': 1}; give it one plain value"),
+        (b"banana: 1\nlearning_rat: 2\nextra: 3", r"3 problems: .*banana.*did you mean `learning_rate`.*extra"),
+        (b"3: 1", "`3` in .* is not an option"),
+    ],
+)
+def test_a_file_that_cannot_be_used(content: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        words_of(["--config", str(file)], NAMES, only_in_argv=["extra"], joins_lists=True)
+    with pytest.raises(UsageError, match="there is no such file"):
+        words_of(["--config", f"{file}.absent"], NAMES)
