@@ -63,8 +63,8 @@ def decoder(model, cache) -> Callable[[], Any]:
 
 
 def steps_of(models: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """One step of each converted model, after a few tokens: how many does not matter."""
-    tokens = torch.zeros(1, 16, dtype=torch.long)
+    """One step of each converted model, after as many tokens as fill a window: how many more does not matter."""
+    tokens = torch.zeros(1, 128, dtype=torch.long)
     return {
         key: decoder(model, model(tokens, use_cache=True).past_key_values)
         for key, model in models.items()

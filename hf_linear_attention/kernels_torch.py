@@ -160,6 +160,12 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
 
     `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]` -> output `[B, H, 1, W]` and state.
     """
+    output, _, state = sized_step(query, key, value, state, log_features, log_decay)
+    return output, state
+
+
+def sized_step(query, key, value, state, log_features: bool, log_decay=None):
+    """`torch_step` with the denominator `[B Hkv, G, 1]` before its state; of exponents the logarithm of it."""
     (batch, heads, _, features), kv_heads = query.shape, key.shape[1]
     width = value.shape[-1]
     rows = with_dtype(query, state.dtype).reshape(batch * kv_heads, heads // kv_heads, features)
@@ -172,15 +178,18 @@ def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> 
         new_maximum = torch.maximum(maximum.detach(), key.detach())
         state = (state * (maximum - new_maximum).exp()).addcmul_((key - new_maximum).exp_(), values)
         state = torch.cat((state[..., :-1], new_maximum), dim=-1)
+        exponents = rows + new_maximum.reshape(batch * kv_heads, 1, features)
         # Softmax divides by one more constant of the query, which cancels like the maximum.
-        rows = (rows + new_maximum.reshape(batch * kv_heads, 1, features)).softmax(dim=-1)
+        rows = exponents.softmax(dim=-1)
     else:
         state = torch.addcmul(state if decay is None else state * decay.exp(), key, values)
     sizes = (width, 1, 1) if log_features else (width, 1)
     numerator, denominator, *_ = torch.bmm(rows, state.flatten(0, 1)).split_with_sizes(sizes, dim=-1)
     if not log_features:  # with log features Z holds a 1 in every feature; here both may be 0
         denominator = denominator.clamp(min=torch.finfo(state.dtype).tiny)
-    return (numerator / denominator).view(batch, heads, 1, width), state
+    output = (numerator / denominator).view(batch, heads, 1, width)
+    size = exponents.logsumexp(dim=-1, keepdim=True) + denominator.log() if log_features else denominator
+    return output, size, state
 
 
 def read_state(query_features: torch.Tensor, state: torch.Tensor, log_features: bool) -> torch.Tensor:

@@ -25,6 +25,7 @@ from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
 from .kernels import kernel_sums
 from .kernels_torch import normalize
+from .kernels_torch import sized_step
 from .kernels_torch import with_dtype
 from .attention_mechanism import ROPE_OPTION
 from .attention_mechanism import AttentionMechanism
@@ -138,8 +139,11 @@ class HybridAttention(AttentionMechanism):
         if attention_mask is None and is_causal and not state:
             output, state = self._attend_from_start(query, key, value, scaling)
             return output.transpose(1, 2), state
-        if self._takes_step(query, key, value, attention_mask, is_causal, state):
-            return self._step(query, key, value, scaling, state)
+        if self._is_step(query, attention_mask, is_causal, state):
+            if takes_step(query, key, value, *state[1:3]):
+                return self._step(query, key, value, scaling, state)
+            if is_eager(query) and query.device.type == "cpu" and bool((state[3] == FAR_LATER).all()):
+                return self._step_in_torch(query, key, value, scaling, state)
         if attention_mask is None:
             attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
             place = None
@@ -176,10 +180,10 @@ class HybridAttention(AttentionMechanism):
         state = (state or tuple(self._initial_state(key, value))) if is_causal else None
         return output.transpose(1, 2), state
 
-    def _takes_step(self, query, key, value, mask, is_causal, state) -> bool:
-        """One token after others, without padding and gradients, and C kernels for it."""
+    def _is_step(self, query, mask, is_causal, state) -> bool:
+        """One token after others, without padding and gradients."""
         is_one = mask is None and is_causal and bool(state) and query.shape[2] == 1
-        return is_one and self.alibi is None and self.uses_far and takes_step(query, key, value, *state[1:3])
+        return is_one and self.alibi is None and self.uses_far and not torch.is_grad_enabled()
 
     def _step(self, query, key, value, scaling, state):
         """`_attend_back` of one token in few operations: at this size each costs more than its sums."""
@@ -204,6 +208,33 @@ class HybridAttention(AttentionMechanism):
             norm = half_squared_norm(_rotated(query, self), scaling).view(largest.shape)
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
         return with_dtype(near.view(batch, 1, heads, width), query.dtype), tuple(new[:7])
+
+    def _step_in_torch(self, query, key, value, scaling, state):
+        """`_step` where torch computes and every place of the window holds a token that is no sink."""
+        old, dtype = HybridState._make(state), state[0].dtype
+        (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[-1]
+        key, value = with_dtype(key, old.window_key.dtype), with_dtype(value, old.window_value.dtype)
+        far, far_size, sums = sized_step(
+            self.feature_map.forward_queries(_unrotated(query, self), scaling),
+            self.feature_map.forward_keys(_unrotated(old.window_key[:, :, :1], self), scaling),
+            *(old.window_value[:, :, :1], old.sums, True, None if self.decay is None else self.decay()),
+        )
+        windows = [
+            torch.cat((x[:, :, 1:], new), dim=2) for x, new in ((old.window_key, key), (old.window_value, value))
+        ]
+        rows = (_rotated(query, self).to(dtype) * scaling).reshape(batch * kv_heads, -1, self.shape.head_dim)
+        keys = [_rotated(x, self).to(dtype).flatten(0, 1).transpose(1, 2) for x in (windows[0], old.sink_key)]
+        logits = torch.cat([torch.bmm(rows, x) for x in keys], dim=2)
+        weights = logits.softmax(dim=-1).split_with_sizes((self.window_size, self.num_sinks), dim=2)
+        values = [x.to(dtype).flatten(0, 1) for x in (windows[1], old.sink_value)]
+        near = torch.bmm(weights[0], values[0]).baddbmm_(weights[1], values[1])
+        shape = (batch, kv_heads, heads // kv_heads, 1, -1)
+        parts = [x.view(shape) for x in (near, logits.logsumexp(dim=-1, keepdim=True), far, far_size)]
+        largest = logits.amax(dim=-1, keepdim=True).view(shape)
+        norm = half_squared_norm(_rotated(query, self), scaling).view(shape)
+        output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], largest, norm).view(batch, 1, heads, width)
+        new_state = (sums, *windows, old.window_kind, old.sink_key, old.sink_value, old.num_seen + 1)
+        return with_dtype(output, query.dtype), new_state
 
     def _attend_from_start(self, query, key, value, scaling):
         """`_attend_back` of whole sequences without padding: what is where follows from the length alone."""
