@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Kernel attention, causal or not, forward and backward.
 
    Forward: O = (phi(q) S) / (phi(q) Z) block by block (Katharopoulos 2020, equations 9 and 18-20). Backward (equations

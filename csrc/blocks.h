@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What one call works with, and how it reads and writes blocks of tokens: any strides, float32 or bfloat16. */
 #ifndef BLOCKS_H
 #define BLOCKS_H

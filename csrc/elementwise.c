@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* elu(x) + 1 of a dense tensor, for features that are wanted as such. */
 #include "matrices.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Features of a block of queries or keys, the sums of what comes before it, and the working space of a head.
 
    Exponents (EXP) become features in [0, 1] by a running maximum per feature that is constant within a block: the block

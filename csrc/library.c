@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a caller asks the library itself. */
 #include "linear_attention.h"
 

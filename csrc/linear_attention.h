@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The interface of the CPU kernels: plain C, called through ctypes by hf_linear_attention/kernels_cpu.py.
 
    Nothing here checks a size: kernels_cpu.py compares every shape, dtype and stride before an address leaves Python.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Products, transposes, sums and maps of small matrices, the parts that every kernel is made of.
 
    Everything is float32, dense and in whole vectors of 16 (with AVX-512) or 8 numbers; a block has BLOCK tokens. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Softmax attention with few keys (the slots of `linformer`, landmarks) or few queries. Forward only.
 
    Keys come by the hundred, transposed once, and meet all blocks of queries; with more keys than that the sums of each

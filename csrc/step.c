@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A step of one token after others: at this size every call of torch costs more than the sums.
 
    `plain_step` has plain features, `log_step` exponents. `hybrid_step` is `HybridAttention._attend_back` for one real

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Exact softmax attention to a window of places and to sinks: one block of queries after the other.
 
    Keys and values of a window lie in a ring of blocks, so that each is fetched once; the sinks stay behind them:

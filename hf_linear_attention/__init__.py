@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear-cost attention for pretrained Hugging Face models.
 
 Importing this package registers the `linear_<x>` model types with the Auto classes and changes no native one.

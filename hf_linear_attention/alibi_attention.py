@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families with ALiBi, whose stock attention computes its own softmax: their projections, and `attend` in between.
 
 ALiBi (Press 2022) adds -slope (i - j) to a logit, so a weight decays by exp(-slope) with every token: linear attention

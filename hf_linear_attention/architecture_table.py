@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The architectures that every test of `tests/architectures` converts, and those that cannot be: the README's table.
 
     python -m hf_linear_attention.architecture_table

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the attention modules of transformers are, read off the modules themselves: a new model type needs no change.
 
 Which attend to their own sequence and which to another, which look only back, their heads and sizes, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention masks that are linear in the length: which keys are padding, and which packed sequence each belongs to.
 
 transformers builds masks through a function registered under the name of the attention implementation. Ours returns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of an attention mechanism, and of the options it can be configured with.
 
 A mechanism replaces softmax(q k^T) v inside one attention layer. It is one file `mechanism_<name>.py` and one line in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watching a converted model's layers while they compute their original softmax attention: `observe_attention`.
 
 One model, one forward pass, the teacher's own activations in every layer: calibration, diagnosis and attention transfer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache layer of linear attention: a state that does not grow, in the place of keys and values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's table of mechanisms, generated from the classes' own capability attributes.
 
     python -m hf_linear_attention.capability_table

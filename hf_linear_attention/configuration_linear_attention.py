@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of linear attention and the `Linear<X>Config` classes, made on demand from the stock ones.
 
 `LinearLlamaConfig` is `LlamaConfig` with `model_type = "linear_llama"` and one more field, `linear_attention`:

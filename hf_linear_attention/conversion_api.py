@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`convert`: a pretrained softmax model with its attention made linear, ready to be healed or saved; `calibrate`."""
 
 from __future__ import annotations

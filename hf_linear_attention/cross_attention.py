@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converted cross-attention: a decoder's queries on the state of the encoder's keys, made once per generation."""
 
 from __future__ import annotations

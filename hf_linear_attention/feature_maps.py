@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feature maps phi with phi(q)·phi(k) > 0: what makes attention linear in the length.
 
 Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, F features.

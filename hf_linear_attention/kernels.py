@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one entry to the kernels: what a mechanism calls, and where it is decided what computes.
 
 On a CPU that is C where the package was installed with it (csrc/, float32 and bfloat16), on CUDA fla-core's kernels

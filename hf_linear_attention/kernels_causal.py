@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal kernel attention in torch, block by block, with a backward pass that recomputes its sums.
 
 Axes: B batch, Hkv key/value heads, G query heads per key/value head, N tokens, F features, D head dimension of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels take: every shape, dtype and device is compared here, once, before anything is computed.
 
 The same checks serve C and torch, so that a mistake is the same ValueError on every machine. Axes: B batch, H query

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C kernels for CPUs (csrc/), if the package is installed with them: found, checked, and called through ctypes.
 
 The libraries stand in the folder of the installed package `hf_linear_attention`, one per instruction set; a checkpoint

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal kernel attention on CUDA by fla-core (extra `gpu`), in place of `CausalAttention` where it is installed.
 
 A column of ones beside the values makes fla's float32 state ours, S | Z; scale is 1 and the division is our own: the

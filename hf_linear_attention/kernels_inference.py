@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators without gradients, for a CPU with the C kernels: one token after others, softmax with few keys, elu + 1.
 
 `kernels_operators` registers them; their callers have asked `kernels_cpu.takes` before and compute in torch otherwise.

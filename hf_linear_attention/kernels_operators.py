@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels as operators of torch: one node each for torch.compile, with what it needs to know of them.
 
 An operator checks its arguments, then C computes where it takes them, else torch. Its backward pass is an operator too;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Few key/value heads on many cores: attention in parts, where there are fewer heads than cores.
 
 Forward, a long sequence is cut: first each part sums up its own keys, then every part attends with the merged state of

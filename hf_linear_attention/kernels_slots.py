@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention with few keys (compressed ones, landmarks, latents) or few queries (those that gather them)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel attention in torch: phi(q)·S / phi(q)·Z with S = sum phi(k) v^T and Z = sum phi(k), state in, state out.
 
 Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, W head dimension of the values,

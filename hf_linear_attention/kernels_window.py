@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact softmax attention to near keys and to sink tokens in torch, and how `hybrid` joins it with far keys.
 
 A part is a pair `(output [B, Hkv, G, N, W], log_size [B, Hkv, G, N, 1])`: the average over some keys and the logarithm

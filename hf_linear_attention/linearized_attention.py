@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a converted attention module does instead of softmax: `LinearizedAttention`, mixed in before the stock class."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`aft`: the Attention-Free Transformer (Zhai 2021): keys weigh values channel by channel, queries only gate.
 
     o_td = sigmoid(q_td) sum_s exp(k_sd + w_ts) v_sd / sum_s exp(k_sd + w_ts)          no q·k anywhere

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hybrid`: linear attention to far keys, exact softmax to a sliding window and to sink tokens.
 
     o_i = ( sum_exact exp(scaling q_i·k_j) v_j + c_i sum_far phi(q_i)·phi(k_j) v_j ) / ( the same with v = 1 )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`latent`: keys and values gathered into L learned latents and read back from them, O(N L).
 
     C = softmax(s Lambda K^T)  [L, S]     the latents attend to the inputs (Perceiver 2021, section 3.1)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`linear`: kernel attention phi(q)·S / phi(q)·Z (Katharopoulos 2020, "Transformers are RNNs")."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`linformer`: keys and values compressed along the length by E and F (Wang 2020, equation 7).
 
 softmax(scaling q (E K)^T) (F V)        E, F: [k, n]        K, V: [n, D] per head

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`linformer_linear`: linear attention whose keys and values are compressed along the length first, in its valid form.
 
     o = Phi(Q) [(E Phi(K))^T (F V)]  /  Phi(Q) [(E Phi(K))^T (F 1)]        E, F >= 0: [k, n]

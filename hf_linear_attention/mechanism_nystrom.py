@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`nystrom`: softmax attention through landmarks (Xiong 2021, "Nystromformer", equations 11 to 15).
 
 softmax(s Q Kl^T)  pinv(softmax(s Ql Kl^T))  softmax(s Ql K^T) V        Ql, Kl: M segment means of Q and K

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`performer`: FAVOR+, random features of the softmax kernel (Choromanski 2020), and FAVOR++ (Likhosherstov 2022)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry: every mechanism by the name that `config.linear_attention["mechanism"]` uses."""
 
 from __future__ import annotations

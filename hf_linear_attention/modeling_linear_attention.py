@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The class swap: any stock model whose attention goes through transformers' `AttentionInterface`, made linear.
 
 `LinearLlamaForCausalLM` is `LlamaForCausalLM` whose attention modules, after the stock `__init__`, each got one child,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decay of a key's weight with its distance: ALiBi's fixed slopes, and the option `decay` of causal mechanisms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a prompt on disk: read a long prompt once, continue it in any later process.
 
     cache = model(**prompt, use_cache=True).past_key_values

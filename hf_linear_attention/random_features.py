@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random features of the softmax kernel exp(scaling q·k): the FAVOR+ family, one small class for each paper's formula.
 
 Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, M rows of the projection, F features (M, or

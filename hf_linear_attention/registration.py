@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What importing the package registers: the configs, model classes and tokenizers of the `linear_<x>` model types.
 
 No modelling file is imported here: the heads of a family are registered when its first config is built. Native model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taking rotary positions back from queries and keys: the option `rope` = `none`.
 
 transformers hands an attention layer `position_embeddings` = (cos, sin), and its `apply_rotary_pos_emb` computes

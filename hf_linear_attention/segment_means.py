@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means of consecutive segments of each row's real tokens, and the tokens moved together: padding may lie anywhere.
 
     tokens   a b - c d e - f g     - is padding; a row of 7 real tokens in 3 segments of rank r: floor(3 r / 7)

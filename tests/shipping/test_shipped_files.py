@@ -50,6 +50,7 @@ def problems(text: str) -> list[str]:
 @pytest.mark.parametrize("name", shipped_files())
 def test_a_shipped_file_keeps_the_rules(name):
     assert problems(source(name)) == []
+    assert source(name).startswith("# SPDX-License-Identifier: Apache-2.0\n")  # in a checkpoint it stands alone
 
 
 @pytest.mark.parametrize(
