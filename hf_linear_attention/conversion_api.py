@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterable, Mapping
@@ -88,6 +89,7 @@ def convert(
         config = convert_config(model.config, **linear_attention)
         with torch.random.fork_rng(devices=[]):
             converted: Any = linear_model_class(model_class or type(model))(config)
+        _leave_out(model, converted)
         _copy_weights(model, converted)
         if model.can_generate():
             converted.generation_config = copy.deepcopy(model.generation_config)
@@ -100,6 +102,15 @@ def convert(
     return linear_model_class(model_class or stock_model_class(stock)).from_pretrained(
         model, config=config, **arguments
     )
+
+
+def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Modules that `source` was built without, such as the pooler of `BertModel(config, add_pooling_layer=False)`."""
+    for path, module in source.named_modules():
+        with contextlib.suppress(AttributeError):  # of a place that `target` lacks, which `_copy_weights` refuses
+            other = target.get_submodule(path)
+            for name in [name for name, child in other.named_children() if getattr(module, name, child) is None]:
+                setattr(other, name, None)
 
 
 def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -86,3 +86,11 @@ def test_adapters_are_merged_first():
 def test_what_is_no_model_is_refused(given):
     with pytest.raises(TypeError, match=r"`convert` takes a model of transformers, or the folder or hub name of one"):
         convert(given)
+
+
+def test_what_a_model_was_built_without_is_left_out():
+    stock = transformers.BertModel(stock_model("bert").config, add_pooling_layer=False).eval()
+    converted = convert(stock)
+    assert converted.pooler is None
+    assert_same(converted, stock)
+    assert converted(torch.arange(3, 20)[None]).pooler_output is None
