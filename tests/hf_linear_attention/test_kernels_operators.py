@@ -298,7 +298,9 @@ def test_two_versions_in_one_process(tmp_path, monkeypatch):
             assert torch.equal(a, e)
         calls.clear()
         torch.autograd.grad(output.sum(), inputs, create_graph=True)  # in torch, of the version that computed it
-        assert set(calls) == {"other" if module is other else "ours"}
+        # Without C no operator was at work: what autograd differentiates are operations of torch.
+        own = {"other" if module is other else "ours"}
+        assert set(calls) == (own if kernels_cpu.library() is not None else set())
 
 
 def spied(calls, name, function):

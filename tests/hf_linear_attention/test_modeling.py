@@ -75,6 +75,8 @@ def test_every_mechanism_saves_loads_and_ignores_padding(row, tmp_path):
     inputs = {"input_ids": ids, "attention_mask": mask}
     output = outputs(model, inputs)
     assert torch.equal(outputs(type(model).from_pretrained(tmp_path), inputs), output)
+    if row == "performer-trig":  # its weights cancel, so that the order of a float32 sum shows at 6e-4
+        output = outputs(model.double(), inputs)
     alone = outputs(model, {"input_ids": ids[:1, :26]})
     # float32 sums in another order, through three layers of weights with a standard deviation of 0.3
     torch.testing.assert_close(output[:1, :26], alone, rtol=1e-4, atol=1e-4)
