@@ -60,7 +60,7 @@ def _cell(value: Any) -> str:
 def environment() -> dict[str, Any]:
     """Date, versions, machine and its load, for the figures that depend on them."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

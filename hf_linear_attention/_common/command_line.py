@@ -20,6 +20,8 @@ from hf_linear_attention._common.errors import RunError, UsageError
 
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
+# What only training, its figures and data files need: the extra `train`.
+TRAINING_LIBRARIES = ("datasets", "evaluate")
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
 
 
@@ -157,6 +159,11 @@ def _terminate(number: int, frame: object) -> None:
 def _report(name: str, error: Exception, speaks: bool) -> int:
     if os.environ.get(DEBUG):
         raise error
+    if isinstance(error, ModuleNotFoundError) and error.name in TRAINING_LIBRARIES:
+        error = UsageError(
+            f"this needs the library `{error.name}`, which is not installed; install what training and data files "
+            'need by `pip install "hf-linear-attention[train]"`'
+        )
     message = " ".join(str(error).split()) or type(error).__name__
     is_expected = isinstance(error, (UsageError, RunError, OSError))
     hint = "" if is_expected else f" ({type(error).__name__}; {DEBUG}=1 shows where)"

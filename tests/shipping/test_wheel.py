@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from checkpoints import save_twin
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = """
 import runpy, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
-sys.argv[:] = sys.argv[1:]
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")) if sys.argv[1] else {})  # None: there is no such module
+sys.argv[:] = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
@@ -48,6 +50,31 @@ def wheel(tmp_path_factory) -> Path:
     return root / "installed"
 
 
+def command(wheel: Path, folder: Path, *words: str, missing: str = ""):
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, missing, *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def test_without_the_extra_for_training_it_converts_and_says_what_training_needs(wheel, tmp_path):
+    save_twin(tmp_path / "source", "llama")
+    convert = ("hf_linear_attention.conversion.convert_checkpoint", "--model_name_or_path", str(tmp_path / "source"))
+    missing = "datasets,evaluate"
+    done = command(wheel, tmp_path, *convert, "--output_dir", str(tmp_path / "out"), missing=missing)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    (tmp_path / "text.txt").write_text("some text\n" * 50)
+    heal = ("--task", "causal_lm", "--train_file", "text.txt", "--output_dir", str(tmp_path / "healed"))
+    for words in (
+        ("hf_linear_attention.training.finetune", "--model_name_or_path", str(tmp_path / "out"), *heal),
+        (*convert, "--output_dir", "two", "--preset", "default", "--train_file", "text.txt", "--tokens", "1k"),
+    ):
+        done = command(wheel, tmp_path, *words, missing=missing)
+        assert done.returncode == 2, done.stderr
+        assert 'pip install "hf-linear-attention[train]"' in done.stderr.splitlines()[-1]
+
+
 def test_it_adds_one_name(wheel):
     names = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"hf_linear_attention"}
@@ -73,9 +100,6 @@ def test_every_file_of_the_packages_is_there(wheel):
     ],
 )
 def test_both_commands_run_from_any_folder(wheel, tmp_path, words):
-    environment = {**os.environ, "PYTHONPATH": str(wheel)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = command(wheel, tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert "llama" in done.stdout or "usage: " in done.stdout
