@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from .kernels_cpu import EXP
+from .kernels_cpu import HEDGEHOG
+from .kernels_cpu import PLAIN
 from .kernels_torch import accumulation_dtype
 
 
@@ -107,7 +110,7 @@ def check_attention(
         raise ValueError(f"`function` = {function} is not one of 0 (none), 1 (elu + 1), 2 (exp) and 3 (Hedgehog).")
     if (key_weight is None) != (query_weight is None):
         raise ValueError("`key_weight` and `query_weight` go together; give both or none.")
-    if (key_bias is not None or key_norm is not None) and (key_weight is None or function == 3):
+    if (key_bias is not None or key_norm is not None) and (key_weight is None or function == HEDGEHOG):
         raise ValueError(
             f"Got `key_bias` or `key_norm` with `function` = {function} and "
             f"{'no' if key_weight is None else 'a'} `key_weight`; they need one, and Hedgehog (3) has neither."
@@ -120,12 +123,12 @@ def check_attention(
         check_shape("query_weight", query_weight, *((n, query.shape[3], columns) for n in (heads, 1)), like=query)
         check_shape("key_bias", key_bias, *((n, 1, columns) for n in (kv_heads, 1)), like=query)
         check_shape("key_norm", key_norm, *((n, 1, 1) for n in (kv_heads, 1)), like=query)
-    features = columns * (1 + (function == 3))
+    features = columns * (1 + (function == HEDGEHOG))
     check_shape("log_decay", log_decay, (kv_heads,), like=query)
     if log_decay is not None and not is_causal:
         raise ValueError("`log_decay` is for causal attention; leave it out where queries look both ways.")
     if state is not None:
-        check_state("state", state, (batch, kv_heads, features, value.shape[3] + 1 + (function >= 2)), query, value)
+        check_state("state", state, (batch, kv_heads, features, value.shape[3] + 1 + (function >= EXP)), query, value)
     return features
 
 
@@ -151,7 +154,7 @@ def check_step(query, key, value, state, log_decay, log_features: bool) -> None:
         )
         if is_usual and query.is_floating_point() and key.is_floating_point() and value.is_floating_point():
             return
-    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, 2 if log_features else 0, True)
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, EXP if log_features else PLAIN, True)
 
 
 def check_state(name: str, state: torch.Tensor, shape: Shape, query: torch.Tensor, value: torch.Tensor) -> None:
@@ -217,7 +220,7 @@ def check_attention_results(
         query,
         grad_output=(grad_output, by_head, query.dtype),
         grad_denominator=(grad_denominator, per_query, dtype),
-        grad_state=(grad_state, (batch, kv_heads, features, width + 1 + (function >= 2)), dtype),
+        grad_state=(grad_state, (batch, kv_heads, features, width + 1 + (function >= EXP)), dtype),
         output=(output, by_head, query.dtype),
         denominator=(denominator, per_query, dtype),
     )

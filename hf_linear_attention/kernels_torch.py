@@ -25,6 +25,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .kernels_cpu import ELU_PLUS_ONE
+from .kernels_cpu import EXP
+from .kernels_cpu import HEDGEHOG
+
 
 # The running maximum of an empty state. Finite, because -inf - -inf is nan, and far below any real exponent.
 EMPTY_MAXIMUM = -1e30
@@ -58,7 +62,7 @@ class KernelMap(NamedTuple):
 
     @property
     def log_features(self) -> bool:
-        return self.function >= 2
+        return self.function >= EXP
 
     def features(self, x: torch.Tensor, affine: Affine | None) -> torch.Tensor:
         """`[B, heads, N, D]` -> `[B, heads, N, F]` in the accumulation dtype."""
@@ -68,9 +72,9 @@ class KernelMap(NamedTuple):
             image = x @ affine.weight.to(x.dtype)
             image = image if bias is None else image + bias
             x = image if norm is None else image - norm / 2 * x.square().sum(dim=-1, keepdim=True)
-        if self.function == 1:
+        if self.function == ELU_PLUS_ONE:
             return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
-        return torch.cat((x.log_softmax(dim=-1), (-x).log_softmax(dim=-1)), dim=-1) if self.function == 3 else x
+        return torch.cat((x.log_softmax(dim=-1), (-x).log_softmax(dim=-1)), dim=-1) if self.function == HEDGEHOG else x
 
 
 def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -125,15 +125,18 @@ def iterative_pinv(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     """Approximate pseudo-inverse of each matrix of `[..., M, M]` (Razavi 2014; Nystromformer, equation 15).
 
     Starts from A^T / (|A|_1 |A|_inf) of each matrix by itself; the common implementations take the maximum over the
-    whole batch, so that an output depends on the other samples.
+    whole batch, so that an output depends on the other samples. The last step, which corrects those before it, is in
+    float64 (not on Apple GPUs, which have none): rounding falls by a fifth, for a tenth of the time at 512 tokens.
     """
     size = matrix.abs()
     norms = size.sum(dim=-2).amax(dim=-1) * size.sum(dim=-1).amax(dim=-1)
     inverse = matrix.transpose(-1, -2) / torch.where(norms > 0, norms, 1.0)[..., None, None]
     matrices, inverse = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, inverse))
-    for _ in range(iterations):  # Z (13 I - P (15 I - P (7 I - P))) / 4 with P = A Z
+    for step in range(iterations):  # Z (13 I - P (15 I - P (7 I - P))) / 4 with P = A Z
+        if step == iterations - 1 and matrix.device.type != "mps":
+            matrices, inverse = matrices.double(), inverse.double()
         product = matrices @ inverse
         inner = torch.baddbmm(product, product, product, beta=7, alpha=-1)
         inner = torch.baddbmm(product, product, inner, beta=15, alpha=-1)
         inverse = torch.baddbmm(inverse, inverse, inner, beta=13 / 4, alpha=-1 / 4)
-    return inverse.view_as(matrix)
+    return inverse.to(matrix.dtype).view_as(matrix)
