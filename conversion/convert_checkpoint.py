@@ -1,6 +1,6 @@
 r"""Convert a softmax checkpoint to linear attention: one command, no edited files.
 
-A causal language model, with 64 learned exponential features a head:
+A causal language model, with 64 learned exponential features per head:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
         --attention linear --feature_map exp --num_features 64
