@@ -34,7 +34,7 @@ from benchmarks.real_attention import (
     relative_errors,
 )
 from hf_linear_attention import reference
-from hf_linear_attention.feature_maps import elu_plus_one
+from hf_linear_attention.features import elu_plus_one
 from hf_linear_attention.mechanism_linformer import mean_pool_matrix
 
 

@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks.common import argument_parser, interleaved_times, median_ratio, save_results, table, write
 from benchmarks.real_attention import build_mechanism
 from hf_linear_attention import reference
-from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.common import argument_parser, save_results, table, write
 from benchmarks.real_attention import Heads, build_mechanism, documentation, mechanism_output, minilm_heads
-from hf_linear_attention.random_features import RANDOM_FEATURES
+from hf_linear_attention.features_random import RANDOM_FEATURES
 
 
 SIZES = (16, 32, 64, 128, 256, 512)

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.logs import quiet_transformers
-from hf_linear_attention.attention_mechanism import AttentionMechanism, LayerShape
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.calibration_data import token_windows
+from hf_linear_attention.mechanism import AttentionMechanism, LayerShape
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

@@ -31,8 +31,8 @@ import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from hf_linear_attention import kernels_cpu
-from hf_linear_attention.attention_mechanism import AttentionMechanism, LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.mechanism import AttentionMechanism, LayerShape
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

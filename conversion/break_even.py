@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hf_linear_attention
-from hf_linear_attention.attention_mechanism import AttentionMechanism
+from hf_linear_attention.mechanism import AttentionMechanism
 
 
 MEASURED = Path(__file__).with_name("break_even.json")

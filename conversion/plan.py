@@ -16,12 +16,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, head_of
 from hf_linear_attention.architectures import attention_modules, converted_features
-from hf_linear_attention.attention_mechanism import AttentionMechanism
+from hf_linear_attention.attention_layer import LinearizedCrossAttention
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
 from hf_linear_attention.conversion.source import Source, TensorInfo
 from hf_linear_attention.conversion_api import convert_config, stock_model_class
-from hf_linear_attention.cross_attention import LinearizedCrossAttention
+from hf_linear_attention.mechanism import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import (
     linear_attention_modules,
     linear_model_class,

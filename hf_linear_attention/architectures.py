@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .alibi_attention import adapter_of
-from .attention_mechanism import LayerShape
+from .mechanism import LayerShape
 from .configuration_linear_attention import DROPPABLE
 from .configuration_linear_attention import is_causal_config
 from .configuration_linear_attention import max_length_of

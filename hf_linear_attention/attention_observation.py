@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .linearized_attention import MechanismInputs
+from .attention_layer import MechanismInputs
 from .modeling_linear_attention import linear_attention_modules, softmax_attention
 
 

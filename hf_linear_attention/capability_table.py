@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from .attention_mechanism import AttentionMechanism
+from .mechanism import AttentionMechanism
 from .mechanisms import MECHANISMS
 
 

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import linear_config_class
-from .cross_attention import LinearizedCrossAttention
+from .attention_layer import LinearizedCrossAttention
 from .mechanisms import MECHANISMS
 from .modeling_linear_attention import linear_attention_modules, linear_model_class
 

@@ -18,24 +18,18 @@ import torch
 from .kernels_causal import CausalAttention
 from .kernels_causal import ElementwiseMap
 from .kernels_checks import check_attention
-from .kernels_checks import check_shape
-from .kernels_checks import check_window
-from .kernels_cpu import EXP
-from .kernels_cpu import PLAIN
+from .kernels_torch import EXP
+from .kernels_torch import PLAIN
 from .kernels_cpu import takes
 from .kernels_operators import OPERATORS
 from .kernels_operators import in_torch
-from .kernels_operators import operator
+from .kernels_operators import step_in_c
 from .kernels_operators import takes_attention
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulated
 from .kernels_torch import shown
 from .kernels_torch import torch_step
 from .kernels_torch import with_dtype
-from .kernels_window import NearKeys
-from .kernels_window import SinkKeys
-from .kernels_window import packed_window
-from .kernels_window import plain_window
 
 
 def is_tracing() -> bool:
@@ -188,7 +182,7 @@ def attention_step(
         ValueError: if shapes, dtypes or devices do not fit each other.
     """
     if (log_features or log_decay is None) and takes_step(query, key, value, state):
-        return operator("attention_step")(query, key, value, state, log_decay, log_features)
+        return step_in_c(query, key, value, state, log_decay, log_features)
     function = EXP if log_features else PLAIN
     check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
     return torch_step(query, key, value, state, log_features, log_decay)
@@ -199,33 +193,3 @@ def takes_step(*tensors: torch.Tensor) -> bool:
     if torch.is_grad_enabled() or not is_eager(tensors[0]):
         return False
     return takes(*tensors)
-
-
-def exact_part(
-    query: torch.Tensor,
-    near: NearKeys,
-    sinks: SinkKeys,
-    scaling: float,
-    log_decay: torch.Tensor | None = None,
-    is_scale_constant: bool = True,
-    sink_query: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exact softmax to a window and to sinks, see `kernels_window.plain_window`.
-
-    Returns:
-        Output `[B, Hkv, G, N, W]`, logarithm of its denominator and largest logit `[B, Hkv, G, N, 1]`.
-
-    Raises:
-        ValueError: if shapes, dtypes or devices do not fit each other.
-    """
-    given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
-    if near.numbers is not None:
-        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant)
-    is_known = log_decay is None and (is_scale_constant or not torch.is_grad_enabled())
-    if is_known and not needs_plain(query) and (torch.compiler.is_compiling() or takes_attention(*given[:4], 1)):
-        output, size, largest = OPERATORS.window_attention(*given, scaling)
-        return output.transpose(1, 2).unflatten(1, (near.key.shape[1], -1)), size, largest
-    check_window(*given)
-    check_shape("log_decay", log_decay, (near.key.shape[1],), like=query)
-    options: dict[str, Any] = {"centre": near.centre, "distance": sinks.distance}
-    return plain_window(*given, scaling, log_decay=log_decay, is_scale_constant=is_scale_constant, **options)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from .kernels_cpu import EXP
-from .kernels_cpu import HEDGEHOG
-from .kernels_cpu import PLAIN
+from .kernels_torch import EXP
+from .kernels_torch import HEDGEHOG
+from .kernels_torch import PLAIN
 from .kernels_torch import accumulation_dtype
 
 
@@ -171,28 +171,6 @@ def check_state(name: str, state: torch.Tensor, shape: Shape, query: torch.Tenso
         )
 
 
-def check_window(query, key, value, visible, sink_key, sink_value, seen, sink_query) -> int:
-    """The arguments of the operator `window_attention` fit each other -> how many places a query sees.
-
-    Raises:
-        ValueError: for the first that does not.
-    """
-    batch, heads, kv_heads = check_heads(query, key, value)
-    length, places = query.shape[2], key.shape[2]
-    check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
-    if places < max(length, 1):
-        raise ValueError(f"Got {places} places of keys for {length} queries; every query needs at least one.")
-    check_shape("visible", visible, (batch, places), like=query)
-    check_shape("sink_key", sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
-    sinks = sink_key.shape[2]
-    check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
-    check_shape("seen", seen, (batch, length, sinks), like=query)
-    check_shape("sink_query", sink_query, tuple(query.shape), like=query)
-    if visible.dtype != torch.bool or seen.dtype != torch.bool:
-        raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
-    return places - length + 1
-
-
 def check_results(query: torch.Tensor, **results: tuple[torch.Tensor | None, Shape, torch.dtype]) -> None:
     """Results of a forward pass, or gradients of them: tensors with their shape and dtype.
 
@@ -226,90 +204,3 @@ def check_attention_results(
     )
     if len(needed) != 10:
         raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")
-
-
-def check_window_results(query, key, value, grad_output, grad_log_size, output, log_size) -> None:
-    """What the operator `window_attention_backward` takes besides the arguments of `window_attention`.
-
-    Raises:
-        ValueError: for the first that does not fit.
-    """
-    (batch, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], accumulation_dtype(query)
-    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, kv_heads, heads // kv_heads, length, 1)
-    check_results(
-        query,
-        grad_output=(grad_output, by_head, dtype),
-        grad_log_size=(grad_log_size, per_query, dtype),
-        output=(output, by_head, dtype),
-        log_size=(log_size, per_query, dtype),
-    )
-
-
-def check_slots(query, key, value, visible) -> None:
-    """The arguments of the operator `slot_attention` fit each other.
-
-    Raises:
-        ValueError: for the first that does not.
-    """
-    batch, heads, kv_heads = check_heads(query, key, value)
-    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
-    if visible is None:
-        return
-    check_shape("visible", visible, *((b, h, key.shape[2]) for b in (batch, 1) for h in (kv_heads, 1)), like=query)
-    if visible.dtype != torch.bool:
-        raise ValueError(f"`visible` is {visible.dtype}; it must be bool, True where a key takes part.")
-
-
-def check_hybrid_step(
-    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight,
-    key_dim,
-) -> None:  # fmt: skip
-    """The arguments of the operator `hybrid_step` fit each other and the state, in the order of `HybridState`.
-
-    Raises:
-        ValueError: for the first that does not.
-    """
-    if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
-        check_heads(query, key, value)
-    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    if len(state) != (7 if position is None else 8):
-        raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7, and 8 with positions.")
-    sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *window_position = state
-    stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1] if key_exponent.ndim else 0
-    places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
-    per_head, keys, values = (heads,), key.dtype, value.dtype
-    expected = (
-        ("query", query, (batch, heads, 1, stored), None),
-        ("key", key, (batch, kv_heads, 1, stored), None),
-        ("value", value, (batch, kv_heads, 1, width), None),
-        ("sink_query", sink_query, (batch, heads, 1, stored), None),
-        ("query_exponent", query_exponent, (batch, heads, 1, features), torch.float32),
-        ("key_exponent", key_exponent, (batch, kv_heads, 1, features), torch.float32),
-        ("log_decay", log_decay, (kv_heads,), torch.float32),
-        ("log_scale", log_scale, per_head, torch.float32),
-        ("norm_weight", norm_weight, per_head, torch.float32),
-        ("state", sums, (batch, kv_heads, features, width + 2), torch.float32),
-        ("state", window_key, (batch, kv_heads, places, stored), keys),
-        ("state", window_value, (batch, kv_heads, places, width), values),
-        ("state", kind, (batch, places), torch.int8),
-        ("state", sink_key, (batch, kv_heads, sinks, stored), keys),
-        ("state", sink_value, (batch, kv_heads, sinks, width), values),
-        ("state", num_seen, (batch, 1), torch.int64),
-        ("position", position, (batch, 1), torch.int32),
-        *(("state", x, (batch, places), torch.int32) for x in window_position),
-    )
-    device = query.device
-    for name, tensor, shape, dtype in expected:
-        if tensor is None:
-            continue
-        if tensor.shape != shape or tensor.device != device:
-            check_shape(name, tensor, shape, like=query)
-        if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
-    if (log_scale is None) != (norm_weight is None):
-        raise ValueError("`log_scale` and `norm_weight` go together; give both or none.")
-    if not places or not 0 < key_dim <= stored:
-        raise ValueError(
-            f"Got a window of {places} places and `key_dim` = {key_dim}; it needs one place at least, and keys of "
-            f"{stored} numbers 1 to {stored}."
-        )

@@ -9,9 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from .kernels import is_eager
-from .kernels_checks import check_slots
-from .kernels_operators import operator
+from .kernels_checks import check_heads
+from .kernels_checks import check_shape
+from .kernels_cpu import in_large_pages
+from .kernels_cpu import run_attention
+from .kernels_operators import Operator
+from .kernels_operators import refuse_without_library
+from .kernels_operators import register
 from .kernels_operators import takes_attention
+from .kernels_operators import with_rows
+from .kernels_operators import without_dispatcher
+from .kernels_torch import PLAIN
 from .kernels_torch import with_dtype
 
 
@@ -33,7 +41,9 @@ def slot_attention(
     check_slots(query, key, value, visible)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if not has_gradient and is_eager(query) and takes_attention(query, key, value, None, 1):
-        return operator("slot_attention")(query, key, value, visible, scaling).transpose(1, 2)
+        return without_dispatcher(OPERATORS.slot_attention, _slot_attention)(
+            query, key, value, visible, scaling
+        ).transpose(1, 2)
     groups, dtype = query.shape[1] // key.shape[1], query.dtype
     wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
     query, key, value = (with_dtype(x, wide) for x in (query, key, value))
@@ -49,3 +59,53 @@ def slot_attention(
     logits = (query * scaling) @ key.transpose(-1, -2)  # the fused kernel has no forward derivatives
     logits = logits if visible is None else logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     return with_dtype(logits.softmax(dim=-1) @ value, dtype)
+
+
+def check_slots(query, key, value, visible) -> None:
+    """The arguments of the operator `slot_attention` fit each other.
+
+    Raises:
+        ValueError: for the first that does not.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
+    if visible is None:
+        return
+    check_shape("visible", visible, *((b, h, key.shape[2]) for b in (batch, 1) for h in (kv_heads, 1)), like=query)
+    if visible.dtype != torch.bool:
+        raise ValueError(f"`visible` is {visible.dtype}; it must be bool, True where a key takes part.")
+
+
+def _slot_attention(query, key, value, visible, scaling):
+    """See `kernels_slots.slot_attention`; the output is `[B, N, H, W]`."""
+    check_slots(query, key, value, visible)
+    refuse_without_library(query, key, value)
+    batch, length, kv_heads = query.shape[0], query.shape[2], key.shape[1]
+    output = in_large_pages(_fake_slot_attention(query, key, value, visible, scaling))
+    if not key.shape[2]:
+        return output.zero_()
+    are_few_keys = key.shape[2] <= length
+    # in float32: logits of a hundred that were rounded in bfloat16 would be another softmax
+    query, key = (query, key.float() * scaling) if are_few_keys else (query.float() * scaling, key)
+    if visible is not None:
+        visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
+    by_head = output.transpose(1, 2).unflatten(1, (kv_heads, -1))
+    query = with_rows(query).unflatten(1, (kv_heads, -1))
+    key, value = (with_rows(x).unsqueeze(2) for x in (key, value))
+    run_attention("slots_forward", (0, PLAIN, are_few_keys), (query, key, value, visible, by_head))
+    return output
+
+
+def _fake_slot_attention(query, key, value, visible, scaling):
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1])
+
+
+OPERATORS_OF_SLOTS = {
+    "slot_attention": Operator(
+        "(Tensor query, Tensor key, Tensor value, Tensor? visible, float scaling) -> Tensor",
+        _slot_attention,
+        _fake_slot_attention,
+    ),
+}
+OPERATORS = register(OPERATORS_OF_SLOTS, "slots")

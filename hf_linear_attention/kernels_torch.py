@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .kernels_cpu import ELU_PLUS_ONE
-from .kernels_cpu import EXP
-from .kernels_cpu import HEDGEHOG
 
+# What a feature map does to numbers: nothing, elu(x) + 1, exp of exponents, and the exponents of Hedgehog.
+PLAIN, ELU_PLUS_ONE, EXP, HEDGEHOG = 0, 1, 2, 3
 
 # The running maximum of an empty state. Finite, because -inf - -inf is nan, and far below any real exponent.
 EMPTY_MAXIMUM = -1e30

@@ -31,12 +31,12 @@ from .kernels import is_eager
 from .kernels import kernel_sums
 from .kernels_torch import largest_visible
 from .kernels_torch import normalize
-from .attention_mechanism import AttentionMechanism
-from .attention_mechanism import Option
-from .segment_means import real_first
-from .segment_means import take
-from .segment_means import way_back
-from .segment_means import without_padding
+from .mechanism import AttentionMechanism
+from .mechanism import Option
+from .segments import real_first
+from .segments import take
+from .segments import way_back
+from .segments import without_padding
 
 
 # Nats between the largest and the smallest weight that one float32 product keeps at full relative precision.

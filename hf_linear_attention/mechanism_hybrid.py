@@ -28,29 +28,29 @@ from .kernels import kernel_sums
 from .kernels_torch import normalize
 from .kernels_torch import sized_step
 from .kernels_torch import with_dtype
-from .attention_mechanism import ROPE_OPTION
-from .attention_mechanism import AttentionMechanism
-from .attention_mechanism import Option
-from .feature_maps import FEATURE_MAPS
-from .feature_maps import half_squared_norm
-from .kernels import exact_part
+from .mechanism import ROPE_OPTION
+from .mechanism import AttentionMechanism
+from .mechanism import Option
+from .features import FEATURE_MAPS
+from .features import half_squared_norm
+from .kernels_hybrid import exact_part
 from .kernels import is_eager
 from .kernels import makes_features
 from .kernels import map_attention
 from .kernels import takes_step
-from .kernels_inference import step_parts
-from .kernels_operators import operator
+from .kernels_hybrid import step_parts
+from .kernels_hybrid import hybrid_step
 from .kernels_window import NORMALIZATIONS
 from .kernels_window import NearKeys
 from .kernels_window import SinkKeys
 from .kernels_window import log_size
-from .position_decay import DECAY_OPTION
-from .position_decay import LearnedDecay
-from .position_decay import alibi_of
-from .position_decay import decay_of
-from .segment_means import real_first
-from .segment_means import take
-from .segment_means import way_back
+from .positions import DECAY_OPTION
+from .positions import LearnedDecay
+from .positions import alibi_of
+from .positions import decay_of
+from .segments import real_first
+from .segments import take
+from .segments import way_back
 
 
 # What a place of the window holds.
@@ -199,7 +199,7 @@ class HybridAttention(AttentionMechanism):
         joint = self.mix.kernel_parameters()
         log_decay = None if self.decay is None else self.decay()
         numbers = (log_decay, list(old), *(joint or (None, None)))
-        step = operator("hybrid_step")
+        step = hybrid_step
         new = step(query, key, value, None, None, *exponents, *numbers, self.shape.head_dim, scaling)
         (batch, heads), width = query.shape[:2], value.shape[-1]
         if joint is not None:

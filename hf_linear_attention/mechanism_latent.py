@@ -21,8 +21,8 @@ from torch import nn
 from transformers import initialization as init
 
 from .kernels_torch import accumulated
-from .attention_mechanism import AttentionMechanism
-from .attention_mechanism import Option
+from .mechanism import AttentionMechanism
+from .mechanism import Option
 from .kernels_slots import slot_attention
 
 

@@ -15,13 +15,13 @@ from .kernels import makes_features
 from .kernels import map_attention
 from .kernels_torch import read_state
 from .kernels_torch import with_dtype
-from .attention_mechanism import ROPE_OPTION
-from .attention_mechanism import AttentionMechanism
-from .attention_mechanism import Option
-from .feature_maps import FEATURE_MAPS
-from .feature_maps import FeatureMap
-from .position_decay import DECAY_OPTION
-from .position_decay import decay_of
+from .mechanism import ROPE_OPTION
+from .mechanism import AttentionMechanism
+from .mechanism import Option
+from .features import FEATURE_MAPS
+from .features import FeatureMap
+from .positions import DECAY_OPTION
+from .positions import decay_of
 
 # 4 MB of them in float32.
 FEATURES_IN_CACHE = 1 << 20

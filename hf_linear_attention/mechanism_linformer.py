@@ -29,15 +29,15 @@ from transformers import initialization as init
 
 from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
-from .attention_mechanism import AttentionMechanism
-from .attention_mechanism import Option
+from .mechanism import AttentionMechanism
+from .mechanism import Option
 from .kernels import needs_plain
-from .segment_means import real_first
-from .segment_means import segment_mean_weights
-from .segment_means import segment_means
-from .segment_means import take
-from .segment_means import weigh_tokens
-from .segment_means import without_padding
+from .segments import real_first
+from .segments import segment_mean_weights
+from .segments import segment_means
+from .segments import take
+from .segments import weigh_tokens
+from .segments import without_padding
 from .kernels_slots import slot_attention
 
 

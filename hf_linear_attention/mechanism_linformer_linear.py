@@ -20,12 +20,12 @@ from .kernels_torch import accumulation_dtype
 from .kernels_torch import largest_visible
 from .kernels_torch import normalize
 from .kernels_torch import with_ones
-from .attention_mechanism import Option
+from .mechanism import Option
 from .mechanism_linear import LinearAttention
 from .mechanism_linformer import LinformerAttention
 from .mechanism_linformer import compress
 from .mechanism_linformer import project
-from .segment_means import without_padding
+from .segments import without_padding
 
 
 class LinformerLinearAttention(LinformerAttention):

@@ -19,14 +19,14 @@ from torch import nn
 from transformers import initialization as init
 
 from .kernels_torch import accumulation_dtype
-from .attention_mechanism import AttentionMechanism
-from .attention_mechanism import Option
-from .segment_means import real_first
-from .segment_means import segment_mean_weights
-from .segment_means import segment_means
-from .segment_means import take
-from .segment_means import way_back
-from .segment_means import without_padding
+from .mechanism import AttentionMechanism
+from .mechanism import Option
+from .segments import real_first
+from .segments import segment_mean_weights
+from .segments import segment_means
+from .segments import take
+from .segments import way_back
+from .segments import without_padding
 from .kernels_slots import slot_attention
 
 

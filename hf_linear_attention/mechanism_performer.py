@@ -9,11 +9,11 @@ import torch
 from transformers import initialization as init
 
 from .kernels import kernel_attention
-from .attention_mechanism import ROPE_OPTION
-from .attention_mechanism import Option
+from .mechanism import ROPE_OPTION
+from .mechanism import Option
 from .mechanism_linear import LinearAttention
-from .random_features import RANDOM_FEATURES
-from .random_features import RandomFeatureMap
+from .features_random import RANDOM_FEATURES
+from .features_random import RandomFeatureMap
 
 
 class PerformerAttention(LinearAttention):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .attention_mechanism import AttentionMechanism
+from .mechanism import AttentionMechanism
 from .mechanism_aft import AftAttention
 from .mechanism_hybrid import HybridAttention
 from .mechanism_latent import LatentAttention

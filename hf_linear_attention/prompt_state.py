@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache_linear_attention import state_layer
+from .cache import state_layer
 from .configuration_linear_attention import COMMON_SETTINGS
 from .configuration_linear_attention import check_format_version
 from .mechanisms import MECHANISMS

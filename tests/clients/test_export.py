@@ -10,7 +10,7 @@ from torch.export import Dim, export
 from transformers import DynamicCache, StaticCache
 
 from hf_linear_attention import convert, kernels_cpu
-from hf_linear_attention.cache_linear_attention import state_layer
+from hf_linear_attention.cache import state_layer
 
 
 pytestmark = pytest.mark.clients

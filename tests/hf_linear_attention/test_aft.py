@@ -8,7 +8,7 @@ from matrix import build_mechanism, sample_inputs, stock_config, stock_model
 from oracles import aft, aft_bias
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config, reference
-from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_aft import AftAttention
 
 

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_linear_attention import convert
 from hf_linear_attention.architectures import attention_modules, features_of, is_causal_attention, layer_shape
-from hf_linear_attention.attention_masks import read_mask
+from hf_linear_attention.masks import read_mask
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

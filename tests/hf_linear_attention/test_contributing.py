@@ -56,8 +56,8 @@ import torch
 
 from .kernels_torch import accumulation_dtype
 from .kernels import kernel_attention
-from .attention_mechanism import AttentionMechanism
-from .attention_mechanism import Option
+from .mechanism import AttentionMechanism
+from .mechanism import Option
 
 
 class ToyAttention(AttentionMechanism):
@@ -128,9 +128,9 @@ STEPS = {
     "Add a feature map": [
         [Edit(f"{PACKAGE}/reference.py", FEATURE_MAP_ORACLE)],
         [
-            Edit(f"{PACKAGE}/feature_maps.py", FEATURE_MAP, "FEATURE_MAPS", '"softplus": SoftplusFeatureMap,'),
+            Edit(f"{PACKAGE}/features.py", FEATURE_MAP, "FEATURE_MAPS", '"softplus": SoftplusFeatureMap,'),
             Edit(
-                f"{PACKAGE}/random_features.py",
+                f"{PACKAGE}/features_random.py",
                 RANDOM_FEATURE_MAP,
                 "RANDOM_FEATURES",
                 '"softplus": SoftplusRandomFeatureMap,',

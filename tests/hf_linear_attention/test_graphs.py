@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from hf_linear_attention import convert, kernels_cpu
-from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.feature_maps import _EluPlusOne
+from hf_linear_attention.features import _EluPlusOne
 from hf_linear_attention.kernels_causal import CausalAttention
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_hybrid import _TwoRanges
 from hf_linear_attention.mechanisms import MECHANISMS
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_linear_attention import kernels_cpu
-from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.kernels_cpu import library
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_hybrid import HybridAttention
 
 

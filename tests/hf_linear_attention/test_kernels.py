@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attention import kernels_cpu, reference
-from hf_linear_attention.feature_maps import FEATURE_MAPS, elu_plus_one
+from hf_linear_attention.features import FEATURE_MAPS, elu_plus_one
 from hf_linear_attention.kernels import elementwise_attention, kernel_attention
 from hf_linear_attention.kernels_causal import CausalAttention
 from hf_linear_attention.kernels_torch import BLOCK_SIZES, safe_block_size

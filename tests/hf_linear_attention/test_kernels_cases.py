@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch
 from kernel_calls import widened
+from operators import OPERATORS
 from poison import poisoned_allocations
 
 from hf_linear_attention import kernels_cpu
-from hf_linear_attention.kernels import attention_step, exact_part, kernel_attention, map_attention
-from hf_linear_attention.kernels_cpu import ELU_PLUS_ONE, EXP, HEDGEHOG, PLAIN
-from hf_linear_attention.kernels_operators import OPERATORS
+from hf_linear_attention.kernels import attention_step, kernel_attention, map_attention
+from hf_linear_attention.kernels_hybrid import exact_part
 from hf_linear_attention.kernels_slots import slot_attention
-from hf_linear_attention.kernels_torch import Affine, KernelMap
+from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, EXP, HEDGEHOG, PLAIN, Affine, KernelMap
 from hf_linear_attention.kernels_window import NearKeys, SinkKeys
 
 

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from operators import OPERATORS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_linear_attention
 from hf_linear_attention import kernels_cpu, kernels_operators
-from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.feature_maps import FEATURE_MAPS
+from hf_linear_attention.features import FEATURE_MAPS
 from hf_linear_attention.kernels import attention_step, map_attention
-from hf_linear_attention.kernels_cpu import ELU_PLUS_ONE, EXP, HEDGEHOG, PLAIN
-from hf_linear_attention.kernels_operators import OPERATORS
-from hf_linear_attention.kernels_torch import KernelMap
+from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, EXP, HEDGEHOG, PLAIN, KernelMap
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -130,7 +129,7 @@ def test_opcheck_of_the_backward_operators(name):
 
 def test_every_operator_is_checked():
     backward = {f"{name}_backward" for name in ("attention", "window_attention")}
-    assert {*SAMPLES, *backward} == set(kernels_operators.IMPLEMENTATIONS)
+    assert {*SAMPLES, *backward} == set(vars(OPERATORS))
 
 
 class Recorder(TorchDispatchMode):
@@ -283,8 +282,8 @@ def copied(folder: Path, name: str, change: bool):
 def test_two_versions_in_one_process(tmp_path, monkeypatch):
     same, same_operators = copied(tmp_path, "same_kernels", change=False)
     other, other_operators = copied(tmp_path, "other_kernels", change=True)
-    assert same_operators.OPERATORS is OPERATORS
-    assert other_operators.OPERATORS is not OPERATORS
+    assert same_operators.OPERATORS is kernels_operators.OPERATORS
+    assert other_operators.OPERATORS is not kernels_operators.OPERATORS
     inputs = sample(40)
     expected = None
     calls = {}

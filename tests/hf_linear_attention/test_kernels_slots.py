@@ -8,7 +8,7 @@ import torch
 from hf_linear_attention import kernels_cpu
 from hf_linear_attention.kernels_slots import slot_attention
 from hf_linear_attention.reference import attend, repeat_heads
-from hf_linear_attention.segment_means import segment_mean_weights, segment_means, weigh_tokens
+from hf_linear_attention.segments import segment_mean_weights, segment_means, weigh_tokens
 
 
 SCALING = 0.3

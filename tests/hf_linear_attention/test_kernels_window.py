@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_linear_attention import kernels_window
-from hf_linear_attention.kernels import exact_part
 from hf_linear_attention.kernels_cpu import library
+from hf_linear_attention.kernels_hybrid import exact_part
 from hf_linear_attention.kernels_window import NearKeys, SinkKeys
 
 

@@ -7,8 +7,8 @@ import torch
 from matrix import build_mechanism, stock_config
 
 from hf_linear_attention import LinearAttentionSettings, convert_config, reference
-from hf_linear_attention.attention_mechanism import LayerShape
-from hf_linear_attention.feature_maps import elu_plus_one
+from hf_linear_attention.features import elu_plus_one
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_linear import LinearAttention
 from hf_linear_attention.mechanism_linformer import mean_pool_matrix
 from hf_linear_attention.mechanism_linformer_linear import LinformerLinearAttention

@@ -8,9 +8,9 @@ from matrix import MAX_STD, MECHANISM_ROWS, build_mechanism, rows
 from oracles import ORACLES
 
 from hf_linear_attention import LinearAttentionSettings, reference
-from hf_linear_attention.feature_maps import FEATURE_MAPS
+from hf_linear_attention.features import FEATURE_MAPS
+from hf_linear_attention.features_random import RANDOM_FEATURES
 from hf_linear_attention.mechanisms import MECHANISMS
-from hf_linear_attention.random_features import RANDOM_FEATURES
 
 
 CAUSAL = rows(causal=True)

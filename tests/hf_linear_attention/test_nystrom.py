@@ -7,9 +7,9 @@ import torch
 from matrix import build_mechanism, stock_model
 
 from hf_linear_attention import LinearAttentionSettings, convert, reference
-from hf_linear_attention.attention_mechanism import LayerShape
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_nystrom import NystromAttention, iterative_pinv
-from hf_linear_attention.segment_means import real_first, segment_mean_weights, take
+from hf_linear_attention.segments import real_first, segment_mean_weights, take
 
 
 def build(dtype=torch.float64, **options):

@@ -25,13 +25,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import torch
 from kernel_calls import HYBRID_STATE, Call, Maker, widened
+from operators import OPERATORS
 from poison import poisoned_allocations
 
-from hf_linear_attention import kernels, kernels_cpu, kernels_slots
-from hf_linear_attention.kernels_cpu import EXP, KernelBackend
-from hf_linear_attention.kernels_inference import step_parts
-from hf_linear_attention.kernels_operators import OPERATORS, takes_attention
-from hf_linear_attention.kernels_torch import Affine, KernelMap
+from hf_linear_attention import kernels, kernels_cpu, kernels_hybrid, kernels_slots
+from hf_linear_attention.kernels_cpu import KernelBackend
+from hf_linear_attention.kernels_hybrid import step_parts
+from hf_linear_attention.kernels_operators import takes_attention
+from hf_linear_attention.kernels_torch import EXP, Affine, KernelMap
 from hf_linear_attention.kernels_window import EMPTY_MAXIMUM, NearKeys, SinkKeys, join, log_size, plain_window
 
 
@@ -108,7 +109,7 @@ def window(t, options, constants):
     query, key, value, visible, *sinks, seen, _ = (t.get(name) for name in WINDOW)
     near = NearKeys(key, value, visible, 0)
     distance = torch.zeros(seen.shape, dtype=torch.int64)
-    results = kernels.exact_part(
+    results = kernels_hybrid.exact_part(
         query, near, SinkKeys(*sinks, seen, distance), options["scaling"], sink_query=t.get("sink_query")
     )
     return seen_part(*results)

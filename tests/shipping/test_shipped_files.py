@@ -56,7 +56,7 @@ def test_a_shipped_file_keeps_the_rules(name):
 @pytest.mark.parametrize(
     "text",
     [
-        "from . import attention_masks",
+        "from . import masks",
         "from .kernels.chunk import f",
         "from ..training import f",
         "from .cache import a, b",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import transformers
 
-from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linear_attention import kernels_parts
+from hf_linear_attention import kernels_cpu
 from hf_linear_attention.kernels import map_attention
-from hf_linear_attention.kernels_cpu import ELU_PLUS_ONE, EXP, library
-from hf_linear_attention.kernels_torch import Affine, KernelMap
+from hf_linear_attention.kernels_cpu import library
+from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, EXP, Affine, KernelMap
 
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the package was insta
 def parts(monkeypatch):
     """How often attention went in parts, with short ones and four threads."""
     calls = []
-    states = kernels_parts._states
-    monkeypatch.setattr(kernels_parts, "SHORTEST_PART", 20)
-    monkeypatch.setattr(kernels_parts, "_states", lambda *given: calls.append(len(given[2])) or states(*given))
+    states = kernels_cpu._states
+    monkeypatch.setattr(kernels_cpu, "SHORTEST_PART", 20)
+    monkeypatch.setattr(kernels_cpu, "_states", lambda *given: calls.append(len(given[2])) or states(*given))
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     yield calls
@@ -64,8 +64,8 @@ def test_many_heads_stay_whole(parts):
 @pytest.mark.parametrize("function", [ELU_PLUS_ONE, EXP])
 def test_gradients_in_parts_of_the_query_heads_agree_with_the_whole(monkeypatch, function, is_causal):
     calls = []
-    run = kernels_parts.run_attention
-    monkeypatch.setattr(kernels_parts, "run_attention", lambda *given: calls.append(len(given) - 2) or run(*given))
+    run = kernels_cpu.run_attention
+    monkeypatch.setattr(kernels_cpu, "run_attention", lambda *given: calls.append(len(given) - 2) or run(*given))
     query, key, value = torch.randn(1, 6, 70, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 6)
     query_map, key_map = (
         Affine(torch.randn(6, 8, 12)),

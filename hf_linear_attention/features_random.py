@@ -20,10 +20,10 @@ from transformers import initialization as init
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import largest_visible
 from .kernels_torch import with_dtype
-from .feature_maps import FeatureMap
-from .feature_maps import half_squared_norm
-from .feature_maps import orthogonal_random_matrix
-from .kernels_cpu import EXP
+from .features import FeatureMap
+from .features import half_squared_norm
+from .features import orthogonal_random_matrix
+from .kernels_torch import EXP
 from .kernels_torch import Affine
 from .kernels_torch import KernelMap
 

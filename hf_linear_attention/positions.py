@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .attention_mechanism import LayerShape
-from .attention_mechanism import Option
+from .mechanism import LayerShape
+from .mechanism import Option
 
 
 DECAY_OPTION = Option(

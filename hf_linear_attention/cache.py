@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
 
-from .attention_mechanism import State
+from .mechanism import State
 
 # Where a layer has both, attention and Mamba or a convolution: what LinearAttentionLayer keeps of the latter.
 RECURRENT_STATES = (

@@ -10,11 +10,11 @@ import torch
 from matrix import build_mechanism
 from torch.utils.checkpoint import checkpoint
 
-from hf_linear_attention.attention_mechanism import LayerShape
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.feature_maps import orthogonal_random_matrix
+from hf_linear_attention.features import orthogonal_random_matrix
+from hf_linear_attention.features_random import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
+from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_performer import PerformerAttention
-from hf_linear_attention.random_features import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
 
 
 SHAPE = LayerShape(4, 2, 8, 1)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of `hybrid`: exact softmax to a window and to sinks, with gradients, and one decoding step of it all.
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, D head_dim, F features, W head dimension of
+the values, w places of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .kernels import needs_plain
+from .kernels_causal import gradients_with_graph
+from .kernels_checks import check_heads
+from .kernels_checks import check_results
+from .kernels_checks import check_shape
+from .kernels_cpu import in_large_pages
+from .kernels_cpu import run_attention
+from .kernels_cpu import run_step
+from .kernels_cpu import takes
+from .kernels_operators import Operator
+from .kernels_operators import Tensors
+from .kernels_operators import gradients_of
+from .kernels_operators import grouped
+from .kernels_operators import in_a_thread
+from .kernels_operators import or_nothing
+from .kernels_operators import refuse_without_library
+from .kernels_operators import register
+from .kernels_operators import takes_attention
+from .kernels_operators import with_rows
+from .kernels_operators import without_dispatcher
+from .kernels_torch import accumulation_dtype
+from .kernels_window import NearKeys
+from .kernels_window import SinkKeys
+from .kernels_window import packed_window
+from .kernels_window import plain_window
+
+
+WINDOW = (
+    "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
+    "Tensor? sink_query, float scaling"
+)
+
+
+def exact_part(
+    query: torch.Tensor,
+    near: NearKeys,
+    sinks: SinkKeys,
+    scaling: float,
+    log_decay: torch.Tensor | None = None,
+    is_scale_constant: bool = True,
+    sink_query: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exact softmax to a window and to sinks, see `kernels_window.plain_window`.
+
+    Returns:
+        Output `[B, Hkv, G, N, W]`, logarithm of its denominator and largest logit `[B, Hkv, G, N, 1]`.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit each other.
+    """
+    given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
+    if near.numbers is not None:
+        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant)
+    is_known = log_decay is None and (is_scale_constant or not torch.is_grad_enabled())
+    if is_known and not needs_plain(query) and (torch.compiler.is_compiling() or takes_attention(*given[:4], 1)):
+        output, size, largest = OPERATORS.window_attention(*given, scaling)
+        return output.transpose(1, 2).unflatten(1, (near.key.shape[1], -1)), size, largest
+    check_window(*given)
+    check_shape("log_decay", log_decay, (near.key.shape[1],), like=query)
+    options: dict[str, Any] = {"centre": near.centre, "distance": sinks.distance}
+    return plain_window(*given, scaling, log_decay=log_decay, is_scale_constant=is_scale_constant, **options)
+
+
+def hybrid_step(*given: Any) -> list[torch.Tensor]:
+    """The operator of that name, see `_hybrid_step`; only where `kernels.takes_step` says so."""
+    return without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
+
+
+def _window(query, key, value, visible, sink_key, sink_value, seen, sink_query, scaling):
+    given = (query, key, value, visible, sink_key, sink_value, seen, sink_query)
+    width = check_window(*given)
+    if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
+        return tuple(x.contiguous() for x in _window_laid_out(*plain_window(*given, scaling)))
+    output, size, largest = _new_window_outputs(*given)
+    arguments = _window_arguments(scaling, *given)
+    results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), size, largest)
+    run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, *results))
+    return output, size, largest
+
+
+def _takes_window(query, key, value, visible, *sinks) -> bool:
+    """Without queries C would leave the gradients of keys unwritten."""
+    return bool(query.shape[2]) and takes_attention(query, key, value, visible, 1) and takes(*sinks)
+
+
+def _window_laid_out(output, size, largest):
+    """As the operator has them."""
+    return output.flatten(1, 2).transpose(1, 2), size, largest
+
+
+def _new_window_outputs(query, key, value, *_):
+    (batch, heads, length, _), kv_heads = query.shape, key.shape[1]
+    dtype = accumulation_dtype(query)
+    output = query.new_empty(batch, length, heads, value.shape[-1], dtype=dtype)
+    size, largest = (output.new_empty(batch, kv_heads, heads // kv_heads, length, 1) for _ in range(2))
+    return output, size, largest
+
+
+def _fake_window(*given):
+    check_window(*given[:8])
+    return _new_window_outputs(*given)
+
+
+def _window_backward(grad_output, grad_size, *given):
+    *inputs, scaling, output, size = given
+    width = check_window(*inputs)
+    query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
+    check_window_results(query, key, value, grad_output, grad_size, output, size)
+    if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
+        return in_a_thread(_window_gradients_in_torch, (grad_output, grad_size), inputs, scaling)
+    kv_heads = key.shape[1]
+    grads = [in_large_pages(x.new_empty(x.shape)) for x in (query, key, value, sink_key, sink_value)]
+    grad_sink_query = None if sink_query is None else sink_query.new_zeros(sink_query.shape)
+    grad_output = None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), kv_heads)
+    made = (
+        grouped(grads[0], kv_heads),
+        *(grad.unsqueeze(2) for grad in grads[1:]),
+        None if grad_sink_query is None else grouped(grad_sink_query, kv_heads),
+    )
+    arguments = _window_arguments(scaling, *inputs)
+    results = (grouped(output.transpose(1, 2), kv_heads), size, None)
+    incoming = (grad_output, None if grad_size is None else grad_size.contiguous())
+    run_attention("window_backward", (width, sink_key.shape[2], True), (*arguments, *results, *incoming, *made))
+    return [*grads, or_nothing(grad_sink_query, query)]
+
+
+def _fake_window_backward(grad_output, grad_size, *given):
+    query, key, value, _, sink_key, sink_value, _, sink_query = given[:8]
+    check_window(*given[:8])
+    grads = [x.new_empty(x.shape) for x in (query, key, value, sink_key, sink_value)]
+    return [*grads, query.new_empty(0) if sink_query is None else sink_query.new_empty(sink_query.shape)]
+
+
+def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling: float) -> list[torch.Tensor]:
+    leaves: Any = [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
+    with torch.enable_grad():
+        outputs = _window_laid_out(*plain_window(*(*leaves, scaling)))
+    grads = gradients_of(outputs, (*incoming, None), leaves)
+    return [grad.contiguous() for grad, x in zip(grads, leaves) if x is None or x.requires_grad]
+
+
+def _save_window(ctx, inputs, output):
+    ctx.scaling = inputs[8]
+    ctx.save_for_backward(*inputs[:8], output[0], output[1])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate_window(ctx, grad_output, grad_size, _):
+    *inputs, output, size = ctx.saved_tensors
+    if torch.is_grad_enabled():
+
+        def plain(*leaves):
+            return _window_laid_out(*plain_window(*(*leaves, ctx.scaling)))
+
+        return *gradients_with_graph(plain, inputs, (grad_output, grad_size, None)), None
+    found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, ctx.scaling, output, size)
+    query, key, value, sink_key, sink_value, sink_query = found
+    grads = (query, key, value, None, sink_key, sink_value, None, sink_query if inputs[7] is not None else None)
+    return *grads, None
+
+
+def _window_arguments(scaling: float, query, key, value, visible, sink_key, sink_value, seen, sink_query):
+    """In five axes each."""
+    kv_heads = key.shape[1]
+    numbers = (visible[:, None, None, :, None], seen[:, None, None], torch.full((1, 1, 1, 1, 1), scaling))
+    visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
+    key, value, sink_key, sink_value = (with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
+    query, sink_query = (None if x is None else grouped(with_rows(x), kv_heads) for x in (query, sink_query))
+    return [query, key, value, visible, sink_key, sink_value, seen, sink_query, scale]
+
+
+def _hybrid_step(
+    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight,
+    key_dim, scaling,
+):  # fmt: skip
+    """One real token of `hybrid` after others: the oldest place of the window goes to the far sums.
+
+    `sink_query [B, H, 1, D]` is what sinks are compared with, the query itself if None. With `position [B, 1]` (int32,
+    of the token) the state has an eighth tensor, the positions of the window `[B, w]`, which moves on with its keys.
+
+    Returns:
+        The tensors of the new state, then in float32 one tensor `[B H (2 W + 3)]`, which `step_parts` takes apart.
+    """
+    given = (query, key, value, sink_query, position, query_exponent, key_exponent, log_decay)
+    check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
+    refuse_without_library(query, key, value, sink_query)
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    if sink_query is not None:
+        sink_query = sink_query.to(query.dtype)
+    results = _fake_hybrid_step(*given, state)
+    shape = (
+        *(batch, kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
+        *(key_dim, key.shape[3], key_exponent.shape[-1], value.shape[3]),
+        *(x.element_size() for x in (query, key, value)),
+    )
+    no_positions = (None,) * (8 - len(state))
+    numbers = (query, key, value, sink_query, *given[4:], *state, *no_positions, log_scale, norm_weight)
+    dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
+    rows, width = batch * heads, value.shape[3]
+    offsets = [0, rows * width, rows * (width + 1), rows * (width + 2), rows * (2 * width + 2)]
+    *new_state, parts = results
+    run_step("hybrid_step", shape, (*dense, *new_state, *no_positions, parts), scaling, offsets)
+    return results
+
+
+def step_parts(parts: torch.Tensor, query: torch.Tensor, key: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """What `hybrid_step` computed of queries `[B, H, 1, D]` with keys `[B, Hkv, 1, D]`, each `[B, Hkv, G, 1, ...]`.
+
+    The near part (W numbers; joined with the far one where `log_scale` and `norm_weight` were given), its log size and
+    largest logit, the far part and its log size.
+    """
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    columns = (width, 1, 1, width, 1)
+    found = parts.split_with_sizes([batch * heads * n for n in columns])
+    return [x.view(batch, kv_heads, heads // kv_heads, 1, n) for x, n in zip(found, columns)]
+
+
+def _fake_hybrid_step(
+    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, *_
+):  # fmt: skip
+    parts = state[0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state), parts]
+
+
+def check_window(query, key, value, visible, sink_key, sink_value, seen, sink_query) -> int:
+    """The arguments of the operator `window_attention` fit each other -> how many places a query sees.
+
+    Raises:
+        ValueError: for the first that does not.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    length, places = query.shape[2], key.shape[2]
+    check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
+    if places < max(length, 1):
+        raise ValueError(f"Got {places} places of keys for {length} queries; every query needs at least one.")
+    check_shape("visible", visible, (batch, places), like=query)
+    check_shape("sink_key", sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
+    sinks = sink_key.shape[2]
+    check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
+    check_shape("seen", seen, (batch, length, sinks), like=query)
+    check_shape("sink_query", sink_query, tuple(query.shape), like=query)
+    if visible.dtype != torch.bool or seen.dtype != torch.bool:
+        raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
+    return places - length + 1
+
+
+def check_window_results(query, key, value, grad_output, grad_log_size, output, log_size) -> None:
+    """What the operator `window_attention_backward` takes besides the arguments of `window_attention`.
+
+    Raises:
+        ValueError: for the first that does not fit.
+    """
+    (batch, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], accumulation_dtype(query)
+    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, kv_heads, heads // kv_heads, length, 1)
+    check_results(
+        query,
+        grad_output=(grad_output, by_head, dtype),
+        grad_log_size=(grad_log_size, per_query, dtype),
+        output=(output, by_head, dtype),
+        log_size=(log_size, per_query, dtype),
+    )
+
+
+def check_hybrid_step(
+    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight,
+    key_dim,
+) -> None:  # fmt: skip
+    """The arguments of the operator `hybrid_step` fit each other and the state, in the order of `HybridState`.
+
+    Raises:
+        ValueError: for the first that does not.
+    """
+    if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
+        check_heads(query, key, value)
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    if len(state) != (7 if position is None else 8):
+        raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7, and 8 with positions.")
+    sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *window_position = state
+    stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1] if key_exponent.ndim else 0
+    places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
+    per_head, keys, values = (heads,), key.dtype, value.dtype
+    expected = (
+        ("query", query, (batch, heads, 1, stored), None),
+        ("key", key, (batch, kv_heads, 1, stored), None),
+        ("value", value, (batch, kv_heads, 1, width), None),
+        ("sink_query", sink_query, (batch, heads, 1, stored), None),
+        ("query_exponent", query_exponent, (batch, heads, 1, features), torch.float32),
+        ("key_exponent", key_exponent, (batch, kv_heads, 1, features), torch.float32),
+        ("log_decay", log_decay, (kv_heads,), torch.float32),
+        ("log_scale", log_scale, per_head, torch.float32),
+        ("norm_weight", norm_weight, per_head, torch.float32),
+        ("state", sums, (batch, kv_heads, features, width + 2), torch.float32),
+        ("state", window_key, (batch, kv_heads, places, stored), keys),
+        ("state", window_value, (batch, kv_heads, places, width), values),
+        ("state", kind, (batch, places), torch.int8),
+        ("state", sink_key, (batch, kv_heads, sinks, stored), keys),
+        ("state", sink_value, (batch, kv_heads, sinks, width), values),
+        ("state", num_seen, (batch, 1), torch.int64),
+        ("position", position, (batch, 1), torch.int32),
+        *(("state", x, (batch, places), torch.int32) for x in window_position),
+    )
+    device = query.device
+    for name, tensor, shape, dtype in expected:
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.device != device:
+            check_shape(name, tensor, shape, like=query)
+        if dtype is not None and tensor.dtype != dtype:
+            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
+    if (log_scale is None) != (norm_weight is None):
+        raise ValueError("`log_scale` and `norm_weight` go together; give both or none.")
+    if not places or not 0 < key_dim <= stored:
+        raise ValueError(
+            f"Got a window of {places} places and `key_dim` = {key_dim}; it needs one place at least, and keys of "
+            f"{stored} numbers 1 to {stored}."
+        )
+
+
+OPERATORS_OF_HYBRID = {
+    "window_attention": Operator(
+        f"({WINDOW}) -> (Tensor, Tensor, Tensor)", _window, _fake_window, _differentiate_window, _save_window
+    ),
+    "window_attention_backward": Operator(
+        f"(Tensor? grad_output, Tensor? grad_log_size, {WINDOW}, Tensor output, Tensor log_size) -> Tensor[]",
+        _window_backward,
+        _fake_window_backward,
+    ),
+    "hybrid_step": Operator(
+        "(Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor query_exponent, "
+        "Tensor key_exponent, Tensor? log_decay, Tensor[] state, Tensor? log_scale, Tensor? norm_weight, "
+        "int key_dim, float scaling) -> Tensor[]",
+        _hybrid_step,
+        _fake_hybrid_step,
+    ),
+}
+OPERATORS = register(OPERATORS_OF_HYBRID, "causal", "window", "hybrid")
