@@ -65,6 +65,7 @@ class MechanismInputs(NamedTuple):
     segments: torch.Tensor | None  # [B, S], packed sequences numbered from 1, 0 at padding
     scaling: float
     is_causal: bool
+    positions: torch.Tensor | None = None  # int32 [B, N], of a mechanism that has to know them
 
 
 class LinearizedAttention:
@@ -76,10 +77,6 @@ class LinearizedAttention:
     linear_attention_observer: Callable[..., None] | None = None
 
     def forward(self, *args, **kwargs):
-        if self.linear_attention_rotary is not None and (
-            self.linear_attention_enabled or self.linear_attention_observer is not None
-        ):
-            kwargs["rotary"] = self.linear_attention_rotary.embeddings(args, kwargs)
         cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if not self.linear_attention_enabled:
             self._refuse_linear_cache(cache)
@@ -131,24 +128,32 @@ class LinearizedAttention:
             return self._attend(query, key, value, *masks_and_mode, state_layer), None
 
     def mechanism_inputs(
-        self, query, key, attention_mask, *, seen=0, scaling=None, is_causal=None, rotary=None, **kwargs
+        self, query, key, attention_mask, *, seen=0, scaling=None, is_causal=None, position_ids=None, **kwargs
     ) -> MechanismInputs:
         """What the mechanism gets, from what stock attention hands to its attention function.
 
-        `seen` keys are in the state already; `rotary` = (cos, sin) if the mechanism wants to do without them.
+        `seen` keys are in the state already.
         """
         self._refuse_arguments(kwargs)
         scaling = self._scaling(scaling)
         if scaling != self.linear_attention_scaling:  # OPT and kin scale the query themselves
             query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
-        if rotary is not None:
-            plain = self.linear_attention_rotary.unrotate(query, key, rotary)
-            query, key = map(self.linear_attention.with_unrotated, (query, key), plain)
+        positions = None
+        if self.linear_attention.needs_positions:
+            query, key, positions = self.linear_attention.prepare(query, key, self._positions(position_ids, query))
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine says False to sdpa where a mask hides the future, or where there is none to hide.
             is_causal = self.linear_attention_is_causal
         key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
-        return MechanismInputs(query, key, key_mask, segments, scaling, is_causal)
+        return MechanismInputs(query, key, key_mask, segments, scaling, is_causal, positions)
+
+    def _positions(self, position_ids, query) -> torch.Tensor:
+        if position_ids is None:
+            raise ValueError(
+                f"{type(self).__name__} got no `position_ids`, which `rope` = `{self.linear_attention.settings['rope']}` "
+                "needs; pass them, or convert with `rope` = `before_map`."
+            )
+        return position_ids.to(torch.int32).expand(query.shape[0], -1)
 
     @property
     def _drop(self) -> list[str]:
@@ -173,7 +178,7 @@ class LinearizedAttention:
     def _scaling(self, scaling: float | None) -> float:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
 
-    def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
+    def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, positions, state_layer):
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
         if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
@@ -188,45 +193,43 @@ class LinearizedAttention:
             key_mask = segments
         elif segments is not None:
 
-            def attend(query, key, value, mask):
-                return self.linear_attention(
-                    query, key, value, attention_mask=mask, scaling=scaling, is_causal=is_causal, state=None
-                )[0]
+            def attend(query, key, value, mask, **options):
+                options |= {"scaling": scaling, "is_causal": is_causal, "state": None}
+                return self.linear_attention(query, key, value, attention_mask=mask, **options)[0]
 
-            output = attend_packed(attend, query, key, value, key_mask, segments)
+            output = attend_packed(attend, query, key, value, key_mask, segments, positions)
             if state_layer is not None:
-                self._keep_last_sequence(key, value, segments, scaling, state_layer)
+                self._keep_last_sequence(key, value, segments, scaling, positions, state_layer)
             return output
         state = self._current_state(state_layer, scaling)
+        options = {} if positions is None else {"positions": positions}
         output, state = self.linear_attention(
-            query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=is_causal, state=state
+            query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=is_causal, state=state, **options
         )
         if state_layer is not None:
-            state_layer.record(key, value, key_mask)
+            state_layer.record(key, value, key_mask, positions)
             state_layer.extend(state, key.shape[2])
         return output
 
-    def _keep_last_sequence(self, key, value, segments, scaling, state_layer):
+    def _keep_last_sequence(self, key, value, segments, scaling, positions, state_layer):
         """What follows packed sequences belongs to the last one of each row, so the state is of that one alone."""
         if self._current_state(state_layer, scaling) is not None:
             raise ValueError(
                 "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
             )
         last = segments == segments.amax(dim=1, keepdim=True)
-        state = self.linear_attention.absorb(key, value, attention_mask=last, scaling=scaling, state=None)
-        state_layer.record(key, value, last)
+        options = {"attention_mask": last, "scaling": scaling, "positions": positions}
+        state = self.linear_attention.absorb(key, value, state=None, **options)
+        state_layer.record(key, value, last, positions)
         state_layer.extend(state, key.shape[2])
 
     def _current_state(self, state_layer, scaling):
         if state_layer is None:
             return None
         if state_layer.pending is not None:
-            key, value, mask = state_layer.pending
-            state_layer.absorbed(
-                self.linear_attention.absorb(
-                    key, value, attention_mask=mask, scaling=scaling, state=state_layer.state_at_crop
-                )
-            )
+            key, value, mask, positions = state_layer.pending
+            options = {"attention_mask": mask, "scaling": scaling, "positions": positions}
+            state_layer.absorbed(self.linear_attention.absorb(key, value, state=state_layer.state_at_crop, **options))
         return state_layer.state
 
     def _wants_weights(self, kwargs) -> bool:
@@ -247,7 +250,7 @@ class LinearizedAttention:
                 "`feature_map` = `elu1` or `relu`). Shard this one by layer instead (FSDP2)."
             )
 
-    def _attend_with_weights(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
+    def _attend_with_weights(self, query, key, value, key_mask, segments, scaling, is_causal, positions, state_layer):
         """Weights `[B, H, N, S]` over the keys of this call (a state has no weights left to show)."""
         if not self.linear_attention.supports("weights", self.linear_attention.settings):
             raise ValueError(
@@ -255,9 +258,10 @@ class LinearizedAttention:
                 "`output_attentions`."
             )
         is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
-        output = self._attend(query, key, value, key_mask, segments, scaling, is_causal, state_layer)
+        given = (key_mask, segments, scaling, is_causal, positions)
+        output = self._attend(query, key, value, *given, state_layer)
         identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
-        weights = self._attend(query, key, identity, key_mask, segments, scaling, is_causal, None).transpose(1, 2)
+        weights = self._attend(query, key, identity, *given, None).transpose(1, 2)
         if is_all:  # from the weights, so that they have gradients
             groups = weights.shape[1] // value.shape[1]
             output = (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2)
@@ -308,7 +312,7 @@ class LinearizedCrossAttention(LinearizedAttention):
             visible = rows[:, 0].expand(key.shape[0], -1).contiguous()
         return visible, None
 
-    def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, state_layer):
+    def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, positions, state_layer):
         """The new keys, if any, are the whole other sequence: the state is made of them, never continued."""
         num_keys = key.shape[2]
         state = None if num_keys or state_layer is None else state_layer.state

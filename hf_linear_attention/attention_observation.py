@@ -60,12 +60,14 @@ class ObservedAttention:
                 "(attention_transfer_weight) instead."
             )
         with torch.autocast(device_type=self.value.device.type, enabled=False):
+            options = {} if inputs.positions is None else {"positions": inputs.positions}
             return mechanism.attention_weights(
                 inputs.query,
                 inputs.key,
                 attention_mask=inputs.key_mask,
                 scaling=inputs.scaling,
                 is_causal=inputs.is_causal,
+                **options,
             )
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
 
@@ -17,6 +20,15 @@ RECURRENT_STATES = (
     "has_previous_state",
     "conv_kernel_size",
 )
+
+
+class Tokens(NamedTuple):
+    """Tokens that a state may have to take in again."""
+
+    key: torch.Tensor  # [B, Hkv, S, D]
+    value: torch.Tensor  # [B, Hkv, S, D]
+    attention_mask: torch.Tensor | None = None  # bool [B, S]
+    positions: torch.Tensor | None = None  # int32 [B, S], where the mechanism needs them
 
 
 class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -53,8 +65,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.layout: tuple | None = None  # heads, sizes and dtypes of the keys and values that it was made of
         self.is_claimed = False
         self.state_at_crop: State | None = None
-        self.recorded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-        self.pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self.recorded: list[Tokens] = []
+        self.pending: Tokens | None = None
 
     @classmethod
     def replacing(cls, layer) -> LinearAttentionStateLayer:
@@ -166,7 +178,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         if state:
             self.store(state)
         self.state_at_crop = self.state
-        self.pending = (*pending, *[None] * (3 - len(pending))) if pending else None
+        self.pending = Tokens(*pending) if pending else None
 
     @property
     def has_other_states(self) -> bool:
@@ -178,10 +190,16 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.state_at_crop = self.state
         self.record_past = True
 
-    def record(self, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-        """Keep `key`, `value` `[B, Hkv, S, D]` and their mask `[B, S]` while a rollback may come."""
+    def record(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Keep `key`, `value` `[B, Hkv, S, D]`, their mask and their positions `[B, S]` while a rollback may come."""
         if self.record_past:
-            self.recorded.append((key, value, attention_mask))
+            self.recorded.append(Tokens(key, value, attention_mask, positions))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. `crop(0)` only forgets what was recorded."""
@@ -197,7 +215,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             raise RuntimeError("This layer also holds recurrent states of the model's own, which cannot roll back.")
         if self.pending is not None:
             self.recorded.insert(0, self.pending)
-        available = sum(key.shape[2] for key, _, _ in self.recorded)
+        available = sum(tokens.key.shape[2] for tokens in self.recorded)
         if -tokens_to_remove > available:
             raise ValueError(
                 f"Got `crop({tokens_to_remove})`, but only {available} tokens were recorded since the last one."
@@ -259,12 +277,15 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         def over(tensors):
             return None if tensors is None else tuple(None if t is None else function(t) for t in tensors)
 
+        def over_tokens(tokens):
+            return None if tokens is None else Tokens(*over(tokens))
+
         if self.state is not None:
             self.store(over(self.state))
         if self.keys is not None:
             self.keys, self.values = function(self.keys), function(self.values)
-        self.state_at_crop, self.pending = over(self.state_at_crop), over(self.pending)
-        self.recorded = [over(entry) for entry in self.recorded]
+        self.state_at_crop, self.pending = over(self.state_at_crop), over_tokens(self.pending)
+        self.recorded = [over_tokens(tokens) for tokens in self.recorded]
 
     def offload(self) -> None:
         """Nothing to gain: the state is small and does not grow."""
@@ -310,21 +331,21 @@ def refuse_other_softmax_rows(cache, layer_idx: int, num_rows: int) -> None:
         raise ValueError(other_rows(keys.shape[0], num_rows))
 
 
-def _concatenate(entries, length: int):
-    """The first `length` recorded tokens as one (key, value, mask), or None if there are none."""
+def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
+    """The first `length` recorded tokens as one entry, or None if there are none; with positions it has a mask."""
     if length == 0:
         return None
-    keys, values, masks = zip(*entries)
-    mask = None
-    if any(entry is not None for entry in masks):
-        mask = torch.cat(
-            [
-                torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if entry is None else entry
-                for key, entry in zip(keys, masks)
-            ],
-            dim=1,
-        )[:, :length]
-    return torch.cat(keys, dim=2)[:, :, :length], torch.cat(values, dim=2)[:, :, :length], mask
+    keys, values, masks, positions = zip(*entries)
+    mask = place = None
+    if any(entry is not None for entry in (*masks, *positions)):
+        real = (
+            torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if entry is None else entry
+            for key, entry in zip(keys, masks)
+        )
+        mask = torch.cat(list(real), dim=1)[:, :length]
+    if positions[0] is not None:
+        place = torch.cat(positions, dim=1)[:, :length]
+    return Tokens(torch.cat(keys, dim=2)[:, :, :length], torch.cat(values, dim=2)[:, :, :length], mask, place)
 
 
 def state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer:

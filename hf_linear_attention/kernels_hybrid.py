@@ -64,7 +64,7 @@ def exact_part(
     """
     given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
     if near.numbers is not None:
-        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant)
+        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant, sink_query)
     is_known = log_decay is None and (is_scale_constant or not torch.is_grad_enabled())
     if is_known and not needs_plain(query) and (torch.compiler.is_compiling() or takes_attention(*given[:4], 1)):
         output, size, largest = OPERATORS.window_attention(*given, scaling)

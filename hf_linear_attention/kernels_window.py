@@ -140,6 +140,7 @@ def packed_window(
     scaling: float,
     log_decay: torch.Tensor | None,
     is_scale_constant: bool,
+    sink_query: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`plain_window` within packed sequences: every query has sinks of its own, those of its sequence."""
     none = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (sinks.key, sinks.value))
@@ -148,7 +149,8 @@ def packed_window(
     output, size, largest = plain_window(*given, **options, is_scale_constant=is_scale_constant)
     if not sinks.seen.shape[-1]:
         return output, size, largest
-    rows = (query.to(output.dtype) * scaling).unflatten(1, (near.key.shape[1], -1)).transpose(2, 3)
+    to_sinks = query if sink_query is None else sink_query
+    rows = (to_sinks.to(output.dtype) * scaling).unflatten(1, (near.key.shape[1], -1)).transpose(2, 3)
     logits = (rows @ sinks.key.to(output.dtype).transpose(-1, -2)).transpose(2, 3)  # [B, Hkv, G, N, s]
     if log_decay is not None and sinks.distance is not None:
         logits = logits + log_decay.to(output.dtype)[:, None, None, None] * sinks.distance[:, None, None]

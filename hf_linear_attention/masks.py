@@ -239,7 +239,7 @@ def _check_square_mask(square, segments, is_causal) -> None:
         )
 
 
-def attend_packed(attend: Callable, query, key, value, key_mask, segments):
+def attend_packed(attend: Callable, query, key, value, key_mask, segments, positions=None):
     """Attention within each packed sequence: `attend(query, key, value, key_mask)` on the sequences as a padded batch.
 
     Sequences are grouped by length to the next power of two, so the padding at most doubles the work. Any mechanism
@@ -247,6 +247,7 @@ def attend_packed(attend: Callable, query, key, value, key_mask, segments):
 
     Args:
         query: `[B, H, N, D]`; key, value `[B, Hkv, N, D]`; segments `[B, N]`, runs of equal numbers, 0 at padding.
+        positions: `[B, N]`, handed on as an argument of that name, or None.
 
     Returns:
         `[B, N, H, D]`, 0 at padding.
@@ -269,7 +270,8 @@ def attend_packed(attend: Callable, query, key, value, key_mask, segments):
         if key_mask is not None:
             inside = inside & key_mask.flatten()[index]
         rows = [tensor[index].transpose(1, 2) for tensor in flat]
-        result = attend(*rows, inside)
+        options = {} if positions is None else {"positions": positions.flatten()[index]}
+        result = attend(*rows, inside, **options)
         keep = position < lengths[chosen, None]
         output = output.index_put((index[keep],), result[keep].to(output.dtype))
     return output.unflatten(0, (batch, length))

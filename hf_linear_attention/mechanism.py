@@ -52,12 +52,16 @@ class Option:
         return None
 
 
-ROPE_OPTION = Option(
-    str,
-    "before_map",
-    "none: the feature map sees queries and keys without rotary positions (hybrid: its window and sinks with them)",
-    choices=("before_map", "none"),
-)
+@dataclass(frozen=True)
+class Rotary:
+    """How a layer rotates the first channels of its queries and keys.
+
+    `inverse_frequencies` are in radians per token, one per pair of channels, the fastest first. Pair i is made of the
+    channels (2 i, 2 i + 1) where `is_interleaved`, else of (i, i + their number).
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class LayerShape:
 
     `layer` counts the attention layers of the model from 0; `max_length` is the longest input the model takes, in
     tokens or patches (None where the architecture sets no limit); `alibi_slopes` are the model's, one per key/value
-    head (None without ALiBi).
+    head (None without ALiBi); `rotary` says how the layer rotates queries and keys (None where that is not known).
     """
 
     num_heads: int
@@ -75,6 +79,7 @@ class LayerShape:
     layer: int
     max_length: int | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    rotary: Rotary | None = None
 
 
 class AttentionMechanism(nn.Module):
@@ -96,6 +101,9 @@ class AttentionMechanism(nn.Module):
     supports_constants: ClassVar[bool] = False
     supports_weights: ClassVar[bool] = True
     supports_alibi: ClassVar[bool] = False
+
+    # Whether `prepare` has to know where queries and keys stand.
+    needs_positions = False
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
@@ -159,9 +167,14 @@ class AttentionMechanism(nn.Module):
         Shapes as in `forward`; `attention_mask` is bool `[B, S]` or None.
         """
 
-    def with_unrotated(self, rotated: torch.Tensor, unrotated: torch.Tensor) -> torch.Tensor:
-        """Queries or keys for `forward` where `rope` = `none`, from both forms `[B, heads, N, D]`."""
-        return unrotated
+    def prepare(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries, keys and positions for `forward`, from those after rotary embedding.
+
+        `positions` `[B, N]` (int32) are the `position_ids` of the tokens, or None unless `needs_positions`.
+        """
+        return query, key, None
 
     def generator(self, draw: int = 0) -> torch.Generator:
         """A CPU generator of `seed`, the layer and the number of the draw: every process draws the same projections."""
@@ -178,6 +191,7 @@ class AttentionMechanism(nn.Module):
         scaling: float,
         is_causal: bool,
         state: State | None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State | None]:
         """Attention output and new state.
 
@@ -188,6 +202,7 @@ class AttentionMechanism(nn.Module):
                 get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
             scaling: the factor of the layer's q·k.
             state: what came before, as returned by an earlier call; never changed in place. None at the start.
+            positions: `[B, N]`, what `prepare` returned; only for a mechanism whose `prepare` returns any.
 
         Returns:
             The output `[B, N, H, D]` in the dtype of `query`; 0 for a query that sees no key. And the new state (None
@@ -195,19 +210,24 @@ class AttentionMechanism(nn.Module):
         """
         raise NotImplementedError
 
-    def absorb(self, key, value, *, attention_mask, scaling, state) -> State | None:
+    def absorb(self, key, value, *, attention_mask, scaling, state, positions=None) -> State | None:
         """The state after these keys, without an output."""
         query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
-        return self(query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state)[1]
+        options = {} if positions is None else {"positions": positions}
+        _, state = self(
+            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state, **options
+        )
+        return state
 
-    def attention_weights(self, query, key, *, attention_mask, scaling, is_causal) -> torch.Tensor:
+    def attention_weights(self, query, key, *, attention_mask, scaling, is_causal, positions=None) -> torch.Tensor:
         """The matrix `[B, H, N, S]` that this mechanism never forms, for inspection: its output on v = identity.
 
         Costs O(N S) memory (Performer 2020, appendix C.4). Every mechanism here is linear in v.
         """
         batch, num_kv_heads, length, _ = key.shape
         identity = torch.eye(length, dtype=query.dtype, device=key.device).expand(batch, num_kv_heads, -1, -1)
-        output, _ = self(
-            query, key, identity, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=None
-        )
+        options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
+        if positions is not None:
+            options["positions"] = positions
+        output, _ = self(query, key, identity, state=None, **options)
         return output.transpose(1, 2)

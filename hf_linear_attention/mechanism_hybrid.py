@@ -28,7 +28,6 @@ from .kernels import kernel_sums
 from .kernels_torch import normalize
 from .kernels_torch import sized_step
 from .kernels_torch import with_dtype
-from .mechanism import ROPE_OPTION
 from .mechanism import AttentionMechanism
 from .mechanism import Option
 from .features import FEATURE_MAPS
@@ -45,9 +44,12 @@ from .kernels_window import NearKeys
 from .kernels_window import SinkKeys
 from .kernels_window import log_size
 from .positions import DECAY_OPTION
+from .positions import ROPE_OPTIONS
 from .positions import LearnedDecay
+from .positions import RotaryShift
 from .positions import alibi_of
 from .positions import decay_of
+from .positions import taken_back
 from .segments import real_first
 from .segments import take
 from .segments import way_back
@@ -60,7 +62,8 @@ EMPTY, FAR_LATER, SINK = 0, 1, 2
 class HybridState(NamedTuple):
     """w is the window size, s the number of sinks; the window is aligned to the right, its newest token last.
 
-    With `rope` = `none` a key has 2 D numbers: with its rotary position and without.
+    A key is kept once, with its rotary position. Where the feature map does not see all of that, the positions of the
+    window are kept too, and what it must not see is taken back when the key leaves the window.
     """
 
     sums: torch.Tensor  # [B, Hkv, F, D + 2] float32: S, Z and m of the tokens that have left the window
@@ -70,6 +73,7 @@ class HybridState(NamedTuple):
     sink_key: torch.Tensor  # [B, Hkv, s, D]
     sink_value: torch.Tensor  # [B, Hkv, s, D]
     num_seen: torch.Tensor  # [B, 1] int64: real tokens so far
+    window_position: torch.Tensor | None = None  # [B, w] int32
 
 
 class HybridAttention(AttentionMechanism):
@@ -94,7 +98,13 @@ class HybridAttention(AttentionMechanism):
             choices=tuple(NORMALIZATIONS),
         ),
         "decay": DECAY_OPTION,
-        "rope": ROPE_OPTION,
+        **ROPE_OPTIONS,
+        "trained_length": Option(
+            int,
+            None,
+            "tokens that the softmax model was trained on: farther away, sinks are seen as at this distance",
+            minimum=1,
+        ),
     }
     supports_causal = supports_bidirectional = supports_padding = supports_state = True
     supports_gqa = supports_constants = supports_alibi = True
@@ -110,6 +120,12 @@ class HybridAttention(AttentionMechanism):
         self.alibi = alibi_of(shape)
         decay = decay_of(settings, shape)
         self.decay = decay if isinstance(decay, LearnedDecay) else None
+        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        # Beyond the trained length slow frequencies would turn the logit of a sink over (StreamingLLM 2023, section 3.2,
+        # counts positions inside its cache for the same reason).
+        self.trained_length = settings["trained_length"]
+        self.to_sinks = RotaryShift(shape.rotary) if shape.rotary and self.trained_length and self.num_sinks else None
+        self.needs_positions = self.shift is not None or self.to_sinks is not None
         self.uses_far = True  # False leaves window and sinks alone, to measure what the far part is worth
 
     @classmethod
@@ -126,11 +142,10 @@ class HybridAttention(AttentionMechanism):
             if decay is not None:
                 decay.reset_parameters()
 
-    def with_unrotated(self, rotated, unrotated):
-        """Both: rotary positions stay where attention is exact."""
-        return torch.cat((rotated, unrotated), dim=-1)
+    def prepare(self, query, key, positions):
+        return query, key, positions
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state, positions=None):
         numbers = None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             self._refuse_numbers(is_causal, state)
@@ -138,13 +153,13 @@ class HybridAttention(AttentionMechanism):
         if not query.shape[2]:
             return self._nothing(query, key, value, is_causal, state)
         if attention_mask is None and is_causal and not state:
-            output, state = self._attend_from_start(query, key, value, scaling)
+            output, state = self._attend_from_start(query, key, value, scaling, positions)
             return output.transpose(1, 2), state
         if self._is_step(query, attention_mask, is_causal, state):
             if takes_step(query, key, value, *state[1:3]):
-                return self._step(query, key, value, scaling, state)
+                return self._step(query, key, value, scaling, state, positions)
             if is_eager(query) and query.device.type == "cpu" and bool((state[3] == FAR_LATER).all()):
-                return self._step_in_torch(query, key, value, scaling, state)
+                return self._step_in_torch(query, key, value, scaling, state, positions)
         if attention_mask is None:
             attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
             place = None
@@ -152,12 +167,14 @@ class HybridAttention(AttentionMechanism):
             place = real_first(~attention_mask)
             query, key, value = (take(x, place) for x in (query, key, value))
             attention_mask = attention_mask.gather(1, place)
+            positions = None if positions is None else positions.gather(1, place)
         if numbers is not None:
-            output, state = self._attend_packed(query, key, value, numbers.gather(1, place), scaling)
+            output, state = self._attend_packed(query, key, value, numbers.gather(1, place), scaling, positions)
         elif is_causal:
-            output, state = self._attend_back(query, key, value, attention_mask, scaling, state, place is not None)
+            is_padded = place is not None
+            output, state = self._attend_back(query, key, value, attention_mask, scaling, state, positions, is_padded)
         else:
-            output, state = self._attend_both_ways(query, key, value, attention_mask, scaling), None
+            output, state = self._attend_both_ways(query, key, value, attention_mask, scaling, positions), None
         if place is not None:
             output = take(output.masked_fill(~attention_mask[:, None, :, None], 0.0), way_back(place))
         return output.transpose(1, 2).to(query.dtype), state
@@ -177,8 +194,8 @@ class HybridAttention(AttentionMechanism):
     def _nothing(self, query, key, value, is_causal, state):
         """No tokens: an empty output that hangs on its inputs, and the state as it is."""
         groups = self.shape.num_heads // self.shape.num_key_value_heads
-        output = _rotated(query, self)[..., :1] * value.to(query.dtype).repeat_interleave(groups, dim=1)
-        state = (state or tuple(self._initial_state(key, value))) if is_causal else None
+        output = query[..., :1] * value.to(query.dtype).repeat_interleave(groups, dim=1)
+        state = (state or _without_none(self._initial_state(key, value))) if is_causal else None
         return output.transpose(1, 2), state
 
     def _is_step(self, query, mask, is_causal, state) -> bool:
@@ -186,88 +203,117 @@ class HybridAttention(AttentionMechanism):
         is_one = mask is None and is_causal and bool(state) and query.shape[2] == 1
         return is_one and self.alibi is None and self.uses_far and not torch.is_grad_enabled()
 
-    def _step(self, query, key, value, scaling, state):
+    def _without_slow(self, x, positions):
+        """Queries or keys `[B, heads, N, D]` as the feature map sees them."""
+        return x if self.shift is None else self.shift(x, -positions)
+
+    def _sink_query(self, query, positions):
+        """What sinks are compared with: queries no farther from the start than the softmax model was trained."""
+        if self.to_sinks is None:
+            return None
+        last = self.trained_length - 1
+        if query.device.type == "cpu" and is_eager(query) and not (positions > last).any():
+            return None
+        return self.to_sinks(query, positions.clamp(max=last) - positions)
+
+    def _step(self, query, key, value, scaling, state, positions):
         """`_attend_back` of one token in few operations: at this size each costs more than its sums."""
-        old = HybridState._make(state)
+        old = HybridState(*state)
         # Under autocast rotary positions make queries and keys float32 where values stay bfloat16.
         key, value = with_dtype(key, old.window_key.dtype), with_dtype(value, old.window_value.dtype)
-        leaving = _unrotated(old.window_key[:, :, :1], self)
-        exponents = (
-            self.feature_map.forward_queries(_unrotated(query, self), scaling),
-            self.feature_map.forward_keys(leaving, scaling),
-        )
+        exponents = self._exponents_of_step(query, old, scaling, positions)
         joint = self.mix.kernel_parameters()
         log_decay = None if self.decay is None else self.decay()
-        numbers = (log_decay, list(old), *(joint or (None, None)))
-        step = hybrid_step
-        new = step(query, key, value, None, None, *exponents, *numbers, self.shape.head_dim, scaling)
+        *new, parts = hybrid_step(
+            *(query, key, value, self._sink_query(query, positions), None if self.shift is None else positions),
+            *(*exponents, log_decay, list(_without_none(old)), *(joint or (None, None)), self.shape.head_dim, scaling),
+        )
         (batch, heads), width = query.shape[:2], value.shape[-1]
         if joint is not None:
-            near = new[7][: batch * heads * width]
+            near = parts[: batch * heads * width]
         else:
-            near, near_size, largest, far, far_size = step_parts(new[7], query, key, width)
-            norm = half_squared_norm(_rotated(query, self), scaling).view(largest.shape)
+            near, near_size, largest, far, far_size = step_parts(parts, query, key, width)
+            norm = half_squared_norm(query, scaling).view(largest.shape)
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
-        return with_dtype(near.view(batch, 1, heads, width), query.dtype), tuple(new[:7])
+        return with_dtype(near.view(batch, 1, heads, width), query.dtype), tuple(new)
 
-    def _step_in_torch(self, query, key, value, scaling, state):
+    def _exponents_of_step(self, query, old: HybridState, scaling, positions):
+        """Of the query, and of the key that leaves the window."""
+        leaving, position = old.window_key[:, :, :1], None
+        if old.window_position is not None:
+            position = old.window_position[:, :1]
+        return (
+            self.feature_map.forward_queries(self._without_slow(query, positions), scaling),
+            self.feature_map.forward_keys(self._without_slow(leaving, position), scaling),
+        )
+
+    def _step_in_torch(self, query, key, value, scaling, state, positions):
         """`_step` where torch computes and every place of the window holds a token that is no sink."""
-        old, dtype = HybridState._make(state), state[0].dtype
+        old, dtype = HybridState(*state), state[0].dtype
         (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[-1]
         key, value = with_dtype(key, old.window_key.dtype), with_dtype(value, old.window_value.dtype)
         far, far_size, sums = sized_step(
-            self.feature_map.forward_queries(_unrotated(query, self), scaling),
-            self.feature_map.forward_keys(_unrotated(old.window_key[:, :, :1], self), scaling),
+            *self._exponents_of_step(query, old, scaling, positions),
             *(old.window_value[:, :, :1], old.sums, True, None if self.decay is None else self.decay()),
         )
         windows = [
             torch.cat((x[:, :, 1:], new), dim=2) for x, new in ((old.window_key, key), (old.window_value, value))
         ]
-        rows = (_rotated(query, self).to(dtype) * scaling).reshape(batch * kv_heads, -1, self.shape.head_dim)
-        keys = [_rotated(x, self).to(dtype).flatten(0, 1).transpose(1, 2) for x in (windows[0], old.sink_key)]
-        logits = torch.cat([torch.bmm(rows, x) for x in keys], dim=2)
+        to_sinks = self._sink_query(query, positions)
+        queries = (query, query if to_sinks is None else to_sinks)
+        rows = [(x.to(dtype) * scaling).reshape(batch * kv_heads, -1, self.shape.head_dim) for x in queries]
+        keys = [x.to(dtype).flatten(0, 1).transpose(1, 2) for x in (windows[0], old.sink_key)]
+        logits = torch.cat([torch.bmm(*pair) for pair in zip(rows, keys)], dim=2)
         weights = logits.softmax(dim=-1).split_with_sizes((self.window_size, self.num_sinks), dim=2)
         values = [x.to(dtype).flatten(0, 1) for x in (windows[1], old.sink_value)]
         near = torch.bmm(weights[0], values[0]).baddbmm_(weights[1], values[1])
         shape = (batch, kv_heads, heads // kv_heads, 1, -1)
         parts = [x.view(shape) for x in (near, logits.logsumexp(dim=-1, keepdim=True), far, far_size)]
         largest = logits.amax(dim=-1, keepdim=True).view(shape)
-        norm = half_squared_norm(_rotated(query, self), scaling).view(shape)
+        norm = half_squared_norm(query, scaling).view(shape)
         output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], largest, norm).view(batch, 1, heads, width)
         new_state = (sums, *windows, old.window_kind, old.sink_key, old.sink_value, old.num_seen + 1)
+        if old.window_position is not None:
+            new_state += (torch.cat((old.window_position[:, 1:], positions), dim=1),)
         return with_dtype(output, query.dtype), new_state
 
-    def _attend_from_start(self, query, key, value, scaling):
+    def _attend_from_start(self, query, key, value, scaling, positions):
         """`_attend_back` of whole sequences without padding: what is where follows from the length alone."""
         batch, _, length, _ = key.shape
         w, s = self.window_size, self.num_sinks
         leaving, first = min(w, length), min(s, length)
         (far_key, near_key), (far_value, near_value) = (_far_and_near(x, w) for x in (key, value))
+        if self.shift is not None:
+            far_key = F.pad(self.shift(key, -positions), (0, 0, leaving, -leaving))
         far_mask = self._later(batch, length, leaving + first, key.device)
-        far, sums = self._far(query, far_key, far_value, far_mask, scaling)
+        far, sums = self._far(self._without_slow(query, positions), far_key, far_value, far_mask, scaling)
         visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
-        near = NearKeys(_rotated(near_key, self), near_value, visible, w - 1)
+        near = NearKeys(near_key, near_value, visible, w - 1)
         # Padded by a negative number a tensor is cropped; and copied, so that a state keeps no more than itself.
         sinks = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (key, value))
         window = tuple(F.pad(x, (0, 0, w - length, 0)) for x in (key, value))
         seen = torch.ones(batch, length, s, dtype=torch.bool, device=key.device).tril()
         position = torch.arange(1, length + 1, device=key.device)[None] if self.alibi is not None else None
-        output = self._mixed(query, near, sinks, seen, position, [far], scaling)
+        to_sinks = self._sink_query(query, positions)
+        output = self._mixed(query, near, sinks, seen, position, [far], scaling, to_sinks)
         kind = key.new_full((batch, w), FAR_LATER, dtype=torch.int8)
         if length < w + s:  # some places of the window hold a sink, or nothing
             kind[:, : max(0, w - length + first)] = SINK
             kind[:, : w - leaving] = EMPTY
         num_seen = torch.full((batch, 1), length, dtype=torch.long, device=key.device)
-        return with_dtype(output, query.dtype), (sums, *window, kind, *sinks, num_seen)
+        state = HybridState(sums, *window, kind, *sinks, num_seen)
+        if self.shift is not None:
+            state = state._replace(window_position=F.pad(positions, (w - length, 0)).contiguous())
+        return with_dtype(output, query.dtype), _without_none(state)
 
     def _later(self, batch: int, length: int, start: int, device) -> torch.Tensor:
         """bool `[B, length]`, True from `start` on."""
         start = min(start, length)
         return F.pad(torch.ones(batch, length - start, dtype=torch.bool, device=device), (start, 0))
 
-    def _attend_back(self, query, key, value, mask, scaling, state, is_padded):
+    def _attend_back(self, query, key, value, mask, scaling, state, positions, is_padded):
         """The causal form. Padding is at the left end of the new tokens."""
-        old = HybridState._make(state) if state else self._initial_state(key, value)
+        old = HybridState(*state) if state else self._initial_state(key, value)
         w = self.window_size
         position = old.num_seen + mask.cumsum(dim=1)  # of a real token, counted from 1
         kind = self._kind(mask, position)
@@ -275,17 +321,21 @@ class HybridAttention(AttentionMechanism):
             torch.cat((old.window_key, key.to(old.window_key.dtype)), dim=2),
             torch.cat((old.window_value, value.to(old.window_value.dtype)), dim=2),
             torch.cat((old.window_kind, kind), dim=1),
+            None if self.shift is None else torch.cat((old.window_position, positions), dim=1),
         )
         line = line.aligned_right() if is_padded else line
         sinks = self._collect_sinks(key, value, position, kind, old)
         to_far, to_near = line.ranges(query.shape[2], slice(1, None))
-        far, sums = self._far(query, to_far.key, to_far.value, to_far.kind == FAR_LATER, scaling, old.sums)
+        far_query, far_key = self._without_slow(query, positions), self._without_slow(to_far.key, to_far.position)
+        far, sums = self._far(far_query, far_key, to_far.value, to_far.kind == FAR_LATER, scaling, old.sums)
         seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
-        near = NearKeys(_rotated(to_near.key, self), to_near.value, to_near.kind == FAR_LATER, w - 1)
-        output = self._mixed(query, near, sinks, seen, position, [far], scaling)
-        return output, (sums, *line.last(w), *sinks, position[:, -1:])
+        near = NearKeys(to_near.key, to_near.value, to_near.kind == FAR_LATER, w - 1)
+        to_sinks = self._sink_query(query, positions)
+        output = self._mixed(query, near, sinks, seen, position, [far], scaling, to_sinks)
+        *window, window_position = line.last(w)
+        return output, _without_none(HybridState(sums, *window, *sinks, position[:, -1:], window_position))
 
-    def _attend_packed(self, query, key, value, numbers, scaling):
+    def _attend_packed(self, query, key, value, numbers, scaling, positions):
         """`_attend_back` within each of the packed sequences that `numbers [B, N]` count; 0 is padding, on the left.
 
         The state is that of each row's last sequence.
@@ -293,39 +343,47 @@ class HybridAttention(AttentionMechanism):
         w, s, length = self.window_size, self.num_sinks, query.shape[2]
         position, first = _within_sequences(numbers)
         kind = self._kind(numbers > 0, position)
-        line = _Line(key, value, kind).padded(w, 0)
+        line = _Line(key, value, kind, None if self.shift is None else positions).padded(w, 0)
         line_numbers = F.pad(numbers, (w, 0))
         to_far, to_near = line.ranges(length, slice(1, None))
         # A key that leaves the window when the next sequence has begun is one that nobody needs any more.
         leaves = (to_far.kind == FAR_LATER) & (line_numbers[:, :length] == numbers)
-        far, sums = self._far(query, to_far.key, to_far.value, torch.where(leaves, numbers, -numbers), scaling)
+        far_query, far_key = self._without_slow(query, positions), self._without_slow(to_far.key, to_far.position)
+        far, sums = self._far(far_query, far_key, to_far.value, torch.where(leaves, numbers, -numbers), scaling)
         places = first.unsqueeze(-1) + torch.arange(s, device=key.device)  # [B, N, s]
         seen = torch.arange(s, device=key.device) < position.unsqueeze(-1)
         places = places.clamp(max=length - 1).flatten(1)
         sinks = tuple(take(x, places).unflatten(2, (length, s)) for x in (key, value))  # [B, Hkv, N, s, D]
         visible = to_near.kind == FAR_LATER
-        near = NearKeys(_rotated(to_near.key, self), to_near.value, visible, w - 1, line_numbers[:, 1:])
-        output = self._mixed(query, near, sinks, seen, position, [far], scaling)
-        window_key, window_value, window_kind = line.last(w)
+        near = NearKeys(to_near.key, to_near.value, visible, w - 1, line_numbers[:, 1:])
+        to_sinks = self._sink_query(query, positions)
+        output = self._mixed(query, near, sinks, seen, position, [far], scaling, to_sinks)
+        window_key, window_value, window_kind, window_position = line.last(w)
         window_kind = torch.where(line_numbers[:, -w:] == numbers[:, -1:], window_kind, EMPTY).to(torch.int8)
         sinks = tuple((x * seen[:, None, :, :, None])[:, :, length - 1 :].sum(dim=2) for x in sinks)
-        return output, (sums, window_key, window_value, window_kind, *sinks, position[:, -1:])
+        state = HybridState(sums, window_key, window_value, window_kind, *sinks, position[:, -1:], window_position)
+        return output, _without_none(state)
 
-    def _attend_both_ways(self, query, key, value, mask, scaling):
+    def _attend_both_ways(self, query, key, value, mask, scaling, positions):
         """The bidirectional form: one causal sweep over what lies before the window, one over what lies behind it."""
         length, w = query.shape[2], self.window_size
         position = mask.cumsum(dim=1)
         kind = self._kind(mask, position)
-        line = _Line(key, value, kind).padded(w, w)
+        line = _Line(key, value, kind, None if self.shift is None else positions).padded(w, w)
         sinks = self._collect_sinks(key, value, position, kind)
         to_far, to_near = line.ranges(length, slice(1, length + 2 * w - 1))
-        before, _ = self._far(query, to_far.key, to_far.value, to_far.kind == FAR_LATER, scaling)
+        far_query, far_key = self._without_slow(query, positions), self._without_slow(to_far.key, to_far.position)
+        before, _ = self._far(far_query, far_key, to_far.value, to_far.kind == FAR_LATER, scaling)
         after = line.flipped().first(length)
-        behind, _ = self._far(query.flip(2), after.key, after.value, after.kind == FAR_LATER, scaling)
+        far_key = self._without_slow(after.key, after.position)
+        behind, _ = self._far(far_query.flip(2), far_key, after.value, after.kind == FAR_LATER, scaling)
         far = [before, tuple(x.flip(3) for x in behind)]
-        near = NearKeys(_rotated(to_near.key, self), to_near.value, to_near.kind == FAR_LATER, w - 1)
+        near = NearKeys(to_near.key, to_near.value, to_near.kind == FAR_LATER, w - 1)
         seen = (torch.arange(self.num_sinks, device=key.device) < position[:, -1:, None]).expand(-1, length, -1)
-        output = self._mixed(query, near, sinks, seen, position, far, scaling)
+        to_sinks = self._sink_query(query, positions)
+        output = self._mixed(query, near, sinks, seen, position, far, scaling, to_sinks)
+        if to_sinks is not None:  # the distance counts, whichever of the two moves
+            key = self.to_sinks(key, positions.clamp(max=self.trained_length - 1) - positions)
         return self._with_global_queries(output, query, key, value, mask, position, kind, scaling)
 
     def _kind(self, mask, position):
@@ -346,6 +404,7 @@ class HybridAttention(AttentionMechanism):
             key.new_zeros(batch, heads, s, key.shape[-1]),
             value.new_zeros(batch, heads, s, value.shape[-1]),
             torch.zeros(batch, 1, dtype=torch.long, device=key.device),
+            None if self.shift is None else torch.zeros(batch, w, dtype=torch.int32, device=key.device),
         )
 
     def _chosen_sinks(self, position, kind, dtype):
@@ -362,7 +421,7 @@ class HybridAttention(AttentionMechanism):
     def _far(self, query, key, value, mask, scaling, state=None):
         """The part of the keys at least w tokens back, and its state: query t sees the places 0..t of these."""
         decay = self.decay or self.alibi
-        query, key = accumulated(_unrotated(query, self)), _unrotated(key, self)
+        query = accumulated(query)
         options = {"is_causal": True, "state": state, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
@@ -378,15 +437,14 @@ class HybridAttention(AttentionMechanism):
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return (output, log_size(denominator, scale)), state
 
-    def _mixed(self, query, near: NearKeys, sinks, seen, position, far, scaling):
+    def _mixed(self, query, near: NearKeys, sinks, seen, position, far, scaling, to_sinks):
         """`[B, H, N, D]` of near and far keys together."""
         distance = log_decay = None
         if self.alibi is not None:
             log_decay = self.alibi()
             distance = (position.unsqueeze(-1) - torch.arange(1, self.num_sinks + 1, device=query.device)).abs()
-        sink_keys = SinkKeys(_rotated(sinks[0], self), sinks[1], seen, distance)
-        query = _rotated(query, self)
-        *exact, largest = exact_part(query, near, sink_keys, scaling, log_decay, self.mix.is_scale_constant)
+        sink_keys = SinkKeys(*sinks, seen, distance)
+        *exact, largest = exact_part(query, near, sink_keys, scaling, log_decay, self.mix.is_scale_constant, to_sinks)
         if not self.uses_far:
             return exact[0].flatten(1, 2)
         norm = half_squared_norm(query, scaling).unflatten(1, (near.key.shape[1], -1))
@@ -397,7 +455,7 @@ class HybridAttention(AttentionMechanism):
         if not self.num_sinks:
             return output
         chosen = self._chosen_sinks(position, kind, output.dtype)
-        query, key = (_rotated(x, self).to(output.dtype) for x in (query, key))
+        query, key = query.to(output.dtype), key.to(output.dtype)
         groups = query.shape[1] // key.shape[1]
         logits = scaling * (chosen @ query) @ key.repeat_interleave(groups, dim=1).transpose(-1, -2)
         weights = logits.masked_fill(~mask[:, None, None], EMPTY_MAXIMUM).softmax(dim=-1)
@@ -406,36 +464,46 @@ class HybridAttention(AttentionMechanism):
 
 
 class _Line(NamedTuple):
-    """Keys and values in a row, `[B, Hkv, L, D]` twice, and what is where, `[B, L]`."""
+    """Keys and values in a row, `[B, Hkv, L, D]` twice, what is where, and its position, `[B, L]`."""
 
     key: torch.Tensor
     value: torch.Tensor
     kind: torch.Tensor
+    position: torch.Tensor | None
 
     def aligned_right(self) -> _Line:
         """Real tokens moved to the right end, so that a window is the last w of them."""
         place = real_first(self.kind == EMPTY)
-        return _Line(take(self.key, place), take(self.value, place), self.kind.gather(1, place))
+        position = None if self.position is None else self.position.gather(1, place)
+        return _Line(take(self.key, place), take(self.value, place), self.kind.gather(1, place), position)
 
     def padded(self, left: int, right: int) -> _Line:
         """With empty places at both ends."""
         key, value = (F.pad(x, (0, 0, left, right)) for x in (self.key, self.value))
-        return _Line(key, value, F.pad(self.kind, (left, right), value=EMPTY))
+        position = None if self.position is None else F.pad(self.position, (left, right))
+        return _Line(key, value, F.pad(self.kind, (left, right), value=EMPTY), position)
 
     def last(self, length: int) -> _Line:
-        return _Line(self.key[:, :, -length:], self.value[:, :, -length:], self.kind[:, -length:])
+        return self._part(slice(-length, None))
 
     def first(self, length: int) -> _Line:
-        return _Line(self.key[:, :, :length], self.value[:, :, :length], self.kind[:, :length])
+        return self._part(slice(length))
+
+    def _part(self, places: slice) -> _Line:
+        position = None if self.position is None else self.position[:, places]
+        return _Line(self.key[:, :, places], self.value[:, :, places], self.kind[:, places], position)
 
     def ranges(self, length: int, places: slice) -> tuple[_Line, _Line]:
         """The first `length` places, and other `places`."""
         key, value = (_ranges(x, length, places) for x in (self.key, self.value))
-        first, other = map(_Line, key, value, (self.kind[:, :length], self.kind[:, places]))
+        first, other = (
+            self._part(part)._replace(key=k, value=v) for part, k, v in zip((slice(length), places), key, value)
+        )
         return first, other
 
     def flipped(self) -> _Line:
-        return _Line(self.key.flip(2), self.value.flip(2), self.kind.flip(1))
+        position = None if self.position is None else self.position.flip(1)
+        return _Line(self.key.flip(2), self.value.flip(2), self.kind.flip(1), position)
 
 
 def _ranges(x: torch.Tensor, length: int, places: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -486,13 +554,5 @@ def _within_sequences(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return torch.where(numbers > 0, place - first + 1, 0), first
 
 
-def _rotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
-    """With rotary positions, `[..., D]`."""
-    head_dim = mechanism.shape.head_dim
-    return x if x.shape[-1] == head_dim else x[..., :head_dim]
-
-
-def _unrotated(x: torch.Tensor, mechanism: HybridAttention) -> torch.Tensor:
-    """What the feature map sees, `[..., D]`: without rotary positions if `rope` = `none`."""
-    head_dim = mechanism.shape.head_dim
-    return x if x.shape[-1] == head_dim else x[..., -head_dim:]
+def _without_none(state: HybridState) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor for tensor in state if tensor is not None)

@@ -15,13 +15,14 @@ from .kernels import makes_features
 from .kernels import map_attention
 from .kernels_torch import read_state
 from .kernels_torch import with_dtype
-from .mechanism import ROPE_OPTION
 from .mechanism import AttentionMechanism
 from .mechanism import Option
 from .features import FEATURE_MAPS
 from .features import FeatureMap
 from .positions import DECAY_OPTION
+from .positions import ROPE_OPTIONS
 from .positions import decay_of
+from .positions import taken_back
 
 # 4 MB of them in float32.
 FEATURES_IN_CACHE = 1 << 20
@@ -34,7 +35,7 @@ class LinearAttention(AttentionMechanism):
         "feature_map": Option(str, "exp", "phi of queries and keys", choices=tuple(FEATURE_MAPS)),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
         "decay": DECAY_OPTION,
-        "rope": ROPE_OPTION,
+        **ROPE_OPTIONS,
     }
     supports_causal = supports_bidirectional = supports_cross = supports_padding = supports_state = True
     supports_gqa = supports_constants = supports_alibi = True
@@ -44,6 +45,8 @@ class LinearAttention(AttentionMechanism):
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = self.build_feature_map(sizes, settings)
         self.decay = decay_of(settings, shape)
+        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.needs_positions = self.shift is not None
 
     def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> FeatureMap:
         """phi for (H, Hkv, D)."""
@@ -79,6 +82,11 @@ class LinearAttention(AttentionMechanism):
         self.feature_map.reset_parameters(self.generator())
         if self.decay is not None:
             self.decay.reset_parameters()
+
+    def prepare(self, query, key, positions):
+        if self.shift is None:
+            return query, key, None
+        return self.shift(query, -positions), self.shift(key, -positions), None
 
     def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
         old: Any = state[0] if state else None

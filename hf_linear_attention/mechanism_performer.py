@@ -9,9 +9,9 @@ import torch
 from transformers import initialization as init
 
 from .kernels import kernel_attention
-from .mechanism import ROPE_OPTION
 from .mechanism import Option
 from .mechanism_linear import LinearAttention
+from .positions import ROPE_OPTIONS
 from .features_random import RANDOM_FEATURES
 from .features_random import RandomFeatureMap
 
@@ -38,7 +38,7 @@ class PerformerAttention(LinearAttention):
         "orthogonal": Option(bool, True, "projections in orthogonal blocks; false draws every row by itself"),
         "redraw_interval": Option(int, 0, "training forwards between new projections; 0 never redraws", minimum=0),
         "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0),
-        "rope": ROPE_OPTION,
+        **ROPE_OPTIONS,
         "seed": Option(int, 0, "seed of the random projection", minimum=0),
     }
     feature_map: RandomFeatureMap
@@ -93,7 +93,7 @@ class PerformerAttention(LinearAttention):
             self._count_forward()
         return self._attend(query, key, value, attention_mask, scaling, is_causal, state)
 
-    def absorb(self, key, value, *, attention_mask, scaling, state):
+    def absorb(self, key, value, *, attention_mask, scaling, state, positions=None):
         # Not through `forward`: these keys belong to a sequence that was attended to already.
         query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
         return self._attend(query, key, value, attention_mask, scaling, True, state)[1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib
 import inspect
 import re
@@ -49,7 +50,8 @@ from .attention_layer import check_softmax_cache
 from .mechanisms import MECHANISMS
 from .prompt_state import load_prompt_state
 from .prompt_state import save_prompt_state
-from .rotary_positions import RotaryPositions
+from .positions import kept_frequencies
+from .positions import rotary_of
 
 
 # The classes made here, by their stock class and whether they are its form for cross-attention.
@@ -194,8 +196,13 @@ def linearize(model: PreTrainedModel) -> None:
         if chosen and layer not in chosen and getattr(module, "layer_idx", None) is not None:
             module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
     first = None
+    shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
+    if settings.get("rope", "before_map") != "before_map" or settings.get("trained_length"):
+        shapes = {n: dataclasses.replace(shape, rotary=rotary_of(chosen[n], model)) for n, shape in shapes.items()}
+        if settings["rope"] == "partial" and settings["rope_frequencies"] is None:
+            settings["rope_frequencies"] = kept_frequencies(shapes, len(modules), settings, model.config)
     for layer, module in chosen.items():
-        shape = layer_shape(module, layer, model.config)
+        shape = shapes[layer]
         needed = (
             "cross" if layer >= len(modules) else "causal" if is_causal_attention(module, model) else "bidirectional"
         )
@@ -227,7 +234,6 @@ def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping
 def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
     module.linear_attention = mechanism
     module.linear_attention_enabled = True
-    module.linear_attention_rotary = RotaryPositions(type(module)) if mechanism.settings.get("rope") == "none" else None
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"
     module.linear_attention_skips_bias = skips_position_bias(module, config.linear_attention)

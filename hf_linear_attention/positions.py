@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decay of a key's weight with its distance: ALiBi's fixed slopes, and the option `decay` of causal mechanisms."""
+"""Positions in linear attention: rotary frequencies taken back from a feature map's inputs, and decay with distance.
+
+A feature map that sees rotary phases learns the phases of the trained length. A frequency that makes whole turns inside
+that length is met at every phase; a slower one meets new phases beyond it. So the option `rope` = `partial` leaves the
+fast frequencies in queries and keys and takes the slow ones back.
+
+Decay is ALiBi's, with fixed slopes, or learned: the option `decay` of causal mechanisms.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +21,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .mechanism import LayerShape
+from .mechanism import Rotary
 from .mechanism import Option
 
 
@@ -22,6 +33,83 @@ DECAY_OPTION = Option(
 )
 # softplus(-8) = 3.4e-4 a token: a converted model starts with a half-life of 2,000 tokens, nearly without.
 INITIAL_RATE = -8.0
+
+
+ROPE_OPTIONS: dict[str, Option] = {
+    "rope": Option(
+        str,
+        "before_map",
+        "which rotary frequencies the feature map sees; before_map: all; partial: those that turn within the trained "
+        "length; none: none (the window and the sinks of `hybrid` always see all)",
+        choices=("before_map", "partial", "none"),
+    ),
+    "rope_frequencies": Option(
+        int,
+        None,
+        "how many rotary frequencies, the fastest first, the feature map sees with `rope` = `partial`; by default "
+        "those whose wavelength is at most the trained length",
+        minimum=0,
+        is_per_layer=True,
+    ),
+}
+
+
+class RotaryShift:
+    """Moves queries or keys by a number of positions, in the rotary frequencies from `first` on.
+
+    A pure rotation: a factor on cos and sin (YaRN) stays in what is moved.
+    """
+
+    def __init__(self, rotary: Rotary, first: int = 0):
+        self.rotary, self.first = rotary, first
+
+    def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """`x [B, heads, N, D]` as if it stood `tokens` (`[B, N]`, integers, positive to the right) further on."""
+        half, first = len(self.rotary.inverse_frequencies), self.first
+        if first >= half:
+            return x
+        frequencies = _frequencies(self.rotary.inverse_frequencies[first:], x.device)
+        angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, slow ones]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        if self.rotary.is_interleaved:
+            kept, pairs, rest = x.tensor_split((2 * first, 2 * half), dim=-1)
+            a, b = pairs.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
+            moved = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+            return torch.cat((kept, moved.to(x.dtype), rest), dim=-1)
+        kept, a, kept_too, b, rest = x.tensor_split((first, half, half + first, 2 * half), dim=-1)
+        moved, moved_too = (y.to(x.dtype) for y in (a * cos - b * sin, a * sin + b * cos))
+        return torch.cat((kept, moved, kept_too, moved_too, rest), dim=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # may be needed for training later
+        return torch.tensor(frequencies, device=device)
+
+
+def rotary_of(module, model) -> Rotary | None:
+    for found in model.modules():
+        if type(found).__name__.endswith("RotaryEmbedding"):
+            with torch.device("cpu"):
+                return Rotary(tuple(type(found)(model.config).inv_freq.tolist()))
+    return None
+
+
+def kept_frequencies(shapes, num_layers: int, settings, config) -> list[int]:
+    longest = settings.get("trained_length") or config.max_position_embeddings
+
+    def count(shape):
+        return sum(2 * math.pi / f <= longest for f in shape.rotary.inverse_frequencies)
+
+    return [count(shapes[n]) if n in shapes else 0 for n in range(num_layers)]
+
+
+def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:
+    """What moves the frequencies that the feature map must not see; None with `rope` = `before_map`."""
+    if settings["rope"] == "before_map" or shape.rotary is None:
+        return None
+    return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
 
 
 class AlibiDecay(nn.Module):

@@ -198,8 +198,8 @@ def _choices(layer) -> list[list[str]]:
     if not getattr(layer, "holds_linear_state", False):
         return [[name for name, _ in _tensors(layer)]]
     state = [f"state.{place}" for place in range(len(layer.state))]
-    pending = [f"pending.{place}" for place in range(3)]
-    return [[*state, *pending[:count]] for count in (0, 2, 3)] + [pending[:2], pending]
+    pending = [f"pending.{place}" for place in range(4)]
+    return [[*state, *pending[:count]] for count in (0, 2, 3, 4)] + [pending[:2], pending[:3], pending]
 
 
 def _expected(layer, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], torch.dtype]]:
@@ -216,6 +216,7 @@ def _expected(layer, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], 
         "pending.0": ([_only(num_heads), tokens, _only(key_size)], key_dtype),
         "pending.1": ([_only(num_heads), tokens, _only(value_size)], value_dtype),
         "pending.2": ([tokens], torch.bool),
+        "pending.3": ([tokens], torch.int32),
     } | {
         f"state.{place}": ([_only(size) for size in tensor.shape[1:]], tensor.dtype)
         for place, tensor in enumerate(layer.state)
