@@ -247,10 +247,13 @@ def state_bytes(module: nn.Module) -> int | None:
     query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, device=device)
     key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device)
     value, is_causal = key, bool(module.linear_attention_is_causal)
-    if mechanism.settings.get("rope") == "none":
-        query, key = (mechanism.with_unrotated(x, x) for x in (query, key))
+    options: dict[str, Any] = {"attention_mask": None, "scaling": 1.0, "is_causal": is_causal, "state": None}
     with torch.no_grad():
-        _, state = mechanism(query, key, value, attention_mask=None, scaling=1.0, is_causal=is_causal, state=None)
+        if mechanism.needs_positions:
+            start = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            query, key, positions = mechanism.prepare(query, key, start)
+            options |= {} if positions is None else {"positions": positions}
+        _, state = mechanism(query, key, value, **options)
     return sum(tensor.numel() * tensor.element_size() for tensor in state or ())
 
 
