@@ -150,8 +150,8 @@ class LinearizedAttention:
     def _positions(self, position_ids, query) -> torch.Tensor:
         if position_ids is None:
             raise ValueError(
-                f"{type(self).__name__} got no `position_ids`, which `rope` = `{self.linear_attention.settings['rope']}` "
-                "needs; pass them, or convert with `rope` = `before_map`."
+                f"{type(self).__name__} got no `position_ids`, which its `rope` or `trained_length` needs; pass them, "
+                "or convert with `rope` = `before_map` and without `trained_length`."
             )
         return position_ids.to(torch.int32).expand(query.shape[0], -1)
 

@@ -12,6 +12,7 @@ from .mechanism_linformer import LinformerAttention
 from .mechanism_linformer_linear import LinformerLinearAttention
 from .mechanism_nystrom import NystromAttention
 from .mechanism_performer import PerformerAttention
+from .mechanism_window import WindowAttention
 
 
 MECHANISMS: dict[str, type[AttentionMechanism]] = {
@@ -23,4 +24,5 @@ MECHANISMS: dict[str, type[AttentionMechanism]] = {
     "linformer_linear": LinformerLinearAttention,
     "nystrom": NystromAttention,
     "performer": PerformerAttention,
+    "window": WindowAttention,
 }

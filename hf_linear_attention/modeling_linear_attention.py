@@ -199,7 +199,7 @@ def linearize(model: PreTrainedModel) -> None:
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
     if settings.get("rope", "before_map") != "before_map" or settings.get("trained_length"):
         shapes = {n: dataclasses.replace(shape, rotary=rotary_of(chosen[n], model)) for n, shape in shapes.items()}
-        if settings["rope"] == "partial" and settings["rope_frequencies"] is None:
+        if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
             settings["rope_frequencies"] = kept_frequencies(shapes, len(modules), settings, model.config)
     for layer, module in chosen.items():
         shape = shapes[layer]
