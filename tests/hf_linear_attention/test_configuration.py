@@ -24,6 +24,7 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
         "redraw_interval": 0,
         "uniform_mixing": 0.0,
         "rope": "before_map",
+        "rope_frequencies": None,
         "seed": 0,
         "layers": "all",
         "drop": [],

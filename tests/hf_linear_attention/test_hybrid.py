@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from matrix import build_mechanism
-from oracles import ORACLES
 
 from hf_linear_attention import reference
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
@@ -134,20 +133,3 @@ def test_two_denominators_mix_two_averages():
     expected = (value[:, :, 26:].mean(2) + value[:, :, :26].mean(2)) / 2
     torch.testing.assert_close(output[:, -1], expected.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output[:, 3], value[:, :, :4].mean(2).repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
-
-
-def test_without_rope_only_the_far_part_changes():
-    """Queries and keys come twice, rotated and not; the state goes on from any split."""
-    filled = LinearAttentionSettings({"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "rope": "none"})
-    mechanism = HybridAttention(filled, build_mechanism("hybrid").shape)
-    mechanism.reset_parameters()
-    (query, key, value), (plain_query, plain_key, _) = sample(30, 1.0), sample(30, 1.0)
-    queries, keys = torch.cat((query, plain_query), dim=-1), torch.cat((key, plain_key), dim=-1)
-    expected = ORACLES["hybrid"](mechanism, queries.double(), keys.double(), value.double(), None, True, 0.3)
-    whole, _ = run(mechanism, queries, keys, value)
-    torch.testing.assert_close(whole.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
-    state, outputs = None, []
-    for part in (slice(0, 11), slice(11, 12), slice(12, 30)):
-        output, state = run(mechanism, queries[:, :, part], keys[:, :, part], value[:, :, part], state=state)
-        outputs.append(output)
-    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 from hf_linear_attention import kernels_cpu
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.kernels_cpu import library
-from hf_linear_attention.mechanism import LayerShape
+from hf_linear_attention.mechanism import LayerShape, Rotary
 from hf_linear_attention.mechanism_hybrid import HybridAttention
 
 
@@ -18,18 +18,25 @@ SETTINGS = [
     {"window_size": 1, "num_sinks": 0, "decay": "learned"},
     {"window_size": 5, "feature_map": "hedgehog", "normalization": "separate"},
     {"window_size": 5, "normalization": "window_maximum", "rope": "none"},
-    {"window_size": 3, "num_sinks": 7, "decay": "learned", "rope": "none"},
+    {"window_size": 3, "num_sinks": 7, "decay": "learned", "rope": "partial", "rope_frequencies": 1},
+    {"window_size": 3, "num_sinks": 2, "trained_length": 5},
     {"window_size": 1, "num_sinks": 3, "feature_map": "hedgehog"},
 ]
 
 
 def hybrid(settings) -> HybridAttention:
     checked = LinearAttentionSettings({"mechanism": "hybrid", **settings}, is_causal=True, model_type="test")
-    mechanism = HybridAttention(checked, LayerShape(HEADS, KV_HEADS, DIM, 0, None)).eval()
+    mechanism = HybridAttention(checked, LayerShape(HEADS, KV_HEADS, DIM, 0, None, rotary=Rotary((1.0, 0.1)))).eval()
     mechanism.reset_parameters()
     if mechanism.decay is not None:
         torch.nn.init.constant_(mechanism.decay.rate, -1.0)  # from 0.3 nats a token
     return mechanism
+
+
+def at(mechanism, start, stop):
+    """The second row has no padding, and is one token ahead."""
+    positions = torch.arange(start, stop).expand(2, -1) + torch.tensor([[-1], [0]])
+    return {"positions": positions.clamp(min=0).int()} if mechanism.needs_positions else {}
 
 
 def decoded(mechanism, query, key, value):
@@ -37,10 +44,11 @@ def decoded(mechanism, query, key, value):
     mask = torch.tensor([[False, True], [True, True]])
     options = {"scaling": 0.25, "is_causal": True}
     outputs = []
-    _, state = mechanism(*(x[:, :, :2] for x in (query, key, value)), attention_mask=mask, state=None, **options)
+    first = (x[:, :, :2] for x in (query, key, value))
+    _, state = mechanism(*first, attention_mask=mask, state=None, **options, **at(mechanism, 0, 2))
     for t in range(2, LENGTH):
         token = (x[:, :, t : t + 1] for x in (query, key, value))
-        output, state = mechanism(*token, attention_mask=None, state=state, **options)
+        output, state = mechanism(*token, attention_mask=None, state=state, **options, **at(mechanism, t, t + 1))
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
 
@@ -55,18 +63,16 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
     if backend == "torch":
         monkeypatch.setattr(kernels_cpu, "library", lambda: None)
     mechanism = hybrid(settings)
-    stored = 2 * DIM if "rope" in settings else DIM
-    shapes = ((HEADS, stored), (KV_HEADS, stored), (KV_HEADS, DIM))
-    inputs = [torch.randn(2, heads, LENGTH, dim).to(dtype) for heads, dim in shapes]
+    inputs = [torch.randn(2, heads, LENGTH, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     calls = []
-    name = "_step" if backend == "c" else "_step_in_torch"
+    name = "_step_in_c" if backend == "c" else "_step_in_torch"
     step = getattr(HybridAttention, name)
     monkeypatch.setattr(HybridAttention, name, lambda *given: calls.append(1) or step(*given))
     output, state = decoded(mechanism, *inputs)
     # In torch a window that still holds a sink, or nothing, is left to the form of many tokens.
     sinks_leave = mechanism.num_sinks + mechanism.window_size - 1
     assert LENGTH - 2 - (0 if backend == "c" else sinks_leave) <= len(calls) <= LENGTH - 2
-    monkeypatch.setattr(HybridAttention, "_is_step", lambda *given: False)
+    monkeypatch.setattr(HybridAttention, "_step", lambda *given: None)
     expected, expected_state = decoded(mechanism, *inputs)
     # sums of 14 terms of the size of 1, which float32 rounds at 6e-8; bfloat16 rounds the outputs at 4e-3
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

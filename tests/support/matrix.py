@@ -48,6 +48,8 @@ MECHANISM_ROWS = {
         "feature_map": "hedgehog",
         "normalization": "window_maximum",
     },
+    "window": {"mechanism": "window", "window_size": 6, "num_sinks": 2},
+    "window-alibi": {"mechanism": "window", "window_size": 5, "num_sinks": 0},
     "linear-alibi": {"mechanism": "linear", "feature_map": "elu1"},
     "performer-alibi": {"mechanism": "performer", "num_features": 20},
     "hybrid-alibi": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 12},
@@ -80,7 +82,7 @@ MECHANISM_ROWS = {
 
 
 # Rows that serve a model with ALiBi, which none of transformers' encoders has.
-ALIBI_ROWS = {"linear-alibi", "performer-alibi", "hybrid-alibi", "hybrid-alibi-decay"}
+ALIBI_ROWS = {"linear-alibi", "performer-alibi", "hybrid-alibi", "hybrid-alibi-decay", "window-alibi"}
 
 # Rows that are ill-conditioned as functions beyond this standard deviation of q and k: no arithmetic can help there.
 MAX_STD = {

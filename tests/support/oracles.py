@@ -135,10 +135,7 @@ def log_decay(mechanism, name: str = "decay"):
 
 def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row without its padding, whose queries get 0."""
-    size = mechanism.shape.head_dim
-    plain = [x[..., -size:] for x in (query, key)]  # without rotary positions, where the row has both
-    query, key = (x[..., :size] for x in (query, key))
-    features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, *plain, scaling)
+    features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     options = {"log_decay": log_decay(mechanism), "alibi": log_decay(mechanism, "alibi"), "is_causal": is_causal}
     mix = {name: parameter.double() for name, parameter in mechanism.mix.named_parameters()}
     if "far_weight" in mix:
@@ -155,6 +152,27 @@ def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
             scale, weight = (mix[name][:, None, None] for name in ("far_log_scale", "query_norm_weight"))
             options["far_log_scale"] = scale - weight * norm
         result = reference.hybrid(*parts, scaling, mechanism.window_size, mechanism.num_sinks, **options)
+        rows.append(output[row : row + 1].index_copy(2, real, result))
+    return torch.cat(rows)
+
+
+def window(mechanism, query, key, value, mask, is_causal, scaling):
+    """Softmax with what lies outside the window hidden, row by row without its padding."""
+    heads = query.shape[1]
+    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
+    alibi = log_decay(mechanism, "alibi")
+    rows = []
+    for row in range(query.shape[0]):
+        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
+        q, k, v = (x[row : row + 1].index_select(2, real) for x in (query, key, value))
+        place = torch.arange(len(real))
+        distance, is_sink = (place[:, None] - place).abs(), place < mechanism.num_sinks
+        logits = scaling * q.double() @ reference.repeat_heads(k.double(), heads).transpose(-1, -2)
+        logits = logits if alibi is None else logits + distance * alibi[:, None, None]
+        seen = (distance < mechanism.window_size) | is_sink
+        seen = seen & (place <= place[:, None]) if is_causal else seen | is_sink[:, None]
+        weights = logits.masked_fill(~seen, -math.inf).softmax(dim=-1)
+        result = weights @ reference.repeat_heads(v.double(), heads)
         rows.append(output[row : row + 1].index_copy(2, real, result))
     return torch.cat(rows)
 
@@ -246,4 +264,5 @@ ORACLES = {
     "linformer_linear": linformer_linear,
     "latent": latent,
     "nystrom": nystrom,
+    "window": window,
 }

@@ -1,0 +1,247 @@
+"""Rotary positions in `hybrid`, `window` and `linear`: what the feature map sees, and how far away a sink may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linear_attention import kernels_cpu
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.features import half_squared_norm
+from hf_linear_attention.masks import attend_packed
+from hf_linear_attention.mechanism import LayerShape, Rotary
+from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.positions import RotaryShift
+
+
+HEADS, KV_HEADS, DIM, ROTATED, WINDOW, SINKS, TRAINED = 4, 2, 12, 8, 5, 2, 20
+# Wavelengths of 6, 21, 70 and 628 tokens.
+FREQUENCIES = (1.0, 0.3, 0.09, 0.01)
+KEPT = 2
+SCALING = 0.3
+SETTINGS = [
+    {"mechanism": "hybrid", "rope": "partial", "rope_frequencies": KEPT, "trained_length": TRAINED},
+    {"mechanism": "hybrid", "rope": "partial", "rope_frequencies": KEPT, "decay": "learned"},
+    {"mechanism": "hybrid", "rope": "none"},
+    {"mechanism": "hybrid", "trained_length": TRAINED},
+    {"mechanism": "window", "trained_length": TRAINED},
+]
+
+
+@pytest.fixture(params=["c", "torch"])
+def backend(request, monkeypatch):
+    if request.param == "c" and kernels_cpu.library() is None:
+        pytest.skip("the package was installed without its C kernels")
+    if request.param == "torch":
+        monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    return request.param
+
+
+def build(settings, is_interleaved=False, is_causal=True):
+    common = {"window_size": WINDOW, "num_sinks": SINKS} if settings["mechanism"] in ("hybrid", "window") else {}
+    filled = LinearAttentionSettings({**common, **settings}, is_causal=is_causal, model_type="test")
+    shape = LayerShape(HEADS, KV_HEADS, DIM, 0, None, rotary=Rotary(FREQUENCIES, is_interleaved))
+    mechanism = MECHANISMS[settings["mechanism"]](filled, shape).eval()
+    mechanism.reset_parameters()
+    if getattr(mechanism, "decay", None) is not None:
+        torch.nn.init.constant_(mechanism.decay.rate, -2.0)
+    return mechanism
+
+
+def sample(length: int, batch: int = 2):
+    return [torch.randn(batch, heads, length, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
+    """`x [B, heads, N, D]` in float64, its first channels turned as complex numbers; 0 turns a pair by nothing."""
+    x = x.double()
+    pairs = x[..., :ROTATED].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+    pairs = pairs if is_interleaved else pairs.transpose(-1, -2)
+    angle = positions.double()[:, None, :, None] * torch.tensor(frequencies, dtype=torch.float64)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    turned = turned if is_interleaved else turned.transpose(-1, -2)
+    return torch.cat((turned.flatten(-2), x[..., ROTATED:]), dim=-1)
+
+
+def run(mechanism, query, key, value, positions, mask=None, state=None, is_causal=True):
+    query, key, positions = mechanism.prepare(query, key, positions)
+    options = {} if positions is None else {"positions": positions}
+    return mechanism(
+        query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state, **options
+    )
+
+
+def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interleaved=False):
+    """From queries and keys before rotation, without padding, `[B, H, N, D]` in float64, every logit formed."""
+    settings, length = mechanism.settings, query.shape[2]
+    kept = {"before_map": 4, "partial": settings.get("rope_frequencies"), "none": 0}[settings.get("rope", "none")]
+    seen = FREQUENCIES[:kept] + (0.0,) * (4 - kept)
+    groups = HEADS // KV_HEADS
+    full, part = (
+        [rotated(x, positions, frequencies, is_interleaved) for x in (query, key)]
+        for frequencies in (FREQUENCIES, seen)
+    )
+    exact = SCALING * full[0] @ full[1].repeat_interleave(groups, dim=1).transpose(-1, -2)
+    if settings["trained_length"]:
+        near = rotated(query, positions.clamp(max=TRAINED - 1), FREQUENCIES, is_interleaved)
+        sinks = rotated(key, positions.clamp(max=TRAINED - 1), FREQUENCIES, is_interleaved)[:, :, :SINKS]
+        exact[..., :SINKS] = SCALING * near @ sinks.repeat_interleave(groups, dim=1).transpose(-1, -2)
+    place = torch.arange(length)
+    distance = (place[:, None] - place).abs()
+    is_near = (distance < WINDOW) | (place < SINKS)
+    if not is_causal and settings["trained_length"]:
+        moved = rotated(key, positions.clamp(max=TRAINED - 1), FREQUENCIES, is_interleaved)
+        exact[:, :, :SINKS] = SCALING * full[0][:, :, :SINKS] @ moved.repeat_interleave(groups, 1).transpose(-1, -2)
+    if not is_causal:
+        is_near = is_near | (place < SINKS)[:, None]
+    if settings["mechanism"] == "window":
+        far = torch.full_like(exact, -torch.inf)
+    else:
+        mechanism = mechanism.double()
+        features = (
+            mechanism.feature_map.forward_queries(part[0], SCALING),
+            mechanism.feature_map.forward_keys(part[1], SCALING).repeat_interleave(groups, dim=1),
+        )
+        far = (features[0].unsqueeze(-2) + features[1].unsqueeze(-3)).logsumexp(dim=-1)
+        if mechanism.decay is not None:
+            far = far + (distance - WINDOW) * mechanism.decay().repeat_interleave(groups)[:, None, None]
+        scale, weight = (p.view(-1, 1, 1) for p in (mechanism.mix.far_log_scale, mechanism.mix.query_norm_weight))
+        far = far + scale - weight * half_squared_norm(full[0], SCALING)
+        mechanism.float()
+    logits = torch.where(is_near, exact, far)
+    logits = logits.masked_fill(distance.new_ones(length, length).triu(1).bool(), -torch.inf) if is_causal else logits
+    return logits.softmax(dim=-1) @ value.double().repeat_interleave(groups, dim=1)
+
+
+# Sums of 40 terms of the size of 1 in float32, whose angles of up to 100 are rounded at 4e-6.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_many_tokens_and_every_split_are_the_oracle(backend, settings, is_interleaved):
+    mechanism = build(settings, is_interleaved)
+    query, key, value = sample(40)
+    positions = torch.stack((torch.arange(40), torch.arange(40) + 3)).int()
+    expected = oracle(mechanism, query, key, value, positions, is_interleaved=is_interleaved).transpose(1, 2)
+    queries, keys = (rotated(x, positions, is_interleaved=is_interleaved).float() for x in (query, key))
+    for sizes in ([40], [1] * 40, [3, 1, 1, 20, 1, 14], [25, 15]):
+        state, outputs = None, []
+        for q, k, v, p in zip(*(x.split(sizes, dim=2) for x in (queries, keys, value)), positions.split(sizes, dim=1)):
+            output, state = run(mechanism, q, k, v, p, state=state)
+            outputs.append(output)
+        torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_bidirectional_form_is_the_oracle(backend, settings):
+    if settings.get("decay"):
+        settings = {**settings, "decay": "none"}
+    mechanism = build(settings, is_causal=False)
+    query, key, value = sample(40)
+    positions = torch.arange(40).int().expand(2, -1)
+    expected = oracle(mechanism, query, key, value, positions, is_causal=False).transpose(1, 2)
+    queries, keys = (rotated(x, positions).float() for x in (query, key))
+    output, _ = run(mechanism, queries, keys, value, positions, is_causal=False)
+    torch.testing.assert_close(output.double(), expected, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_padding_moves_nothing(backend, settings):
+    """Left, right and in between; `position_ids` count the real tokens, as `generate` gives them."""
+    mechanism = build(settings)
+    mask = torch.ones(3, 40, dtype=torch.bool)
+    mask[0, :9], mask[1, 33:], mask[2, 10:17] = False, False, False
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0).int()
+    query, key, value = sample(40, batch=3)
+    queries, keys = (rotated(x, positions).float() for x in (query, key))
+    state, outputs = None, []
+    for part in (slice(0, 14), slice(14, 36), slice(36, 40)):
+        inputs = [x[:, :, part] for x in (queries, keys, value)]
+        output, state = run(mechanism, *inputs, positions[:, part], mask=mask[:, part], state=state)
+        outputs.append(output)
+    whole, _ = run(mechanism, queries, keys, value, positions, mask=mask)
+    torch.testing.assert_close(torch.cat(outputs, dim=1)[mask], whole[mask], **TOLERANCE)
+    for row in range(3):
+        real = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
+        expected = oracle(mechanism, *real, positions[row : row + 1, mask[row]]).transpose(1, 2)
+        torch.testing.assert_close(whole[row : row + 1, mask[row]].double(), expected, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_packed_sequences_are_apart(settings):
+    """In one call, as inside a graph, and sequence by sequence; the state goes on with the last one."""
+    mechanism = build(settings)
+    lengths = (23, 3, 14)
+    positions = torch.cat([torch.arange(n) for n in lengths]).int().expand(2, -1)
+    numbers = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(lengths)).expand(2, -1)
+    query, key, value = sample(40)
+    queries, keys = (rotated(x, positions).float() for x in (query, key))
+    packed, state = run(mechanism, queries, keys, value, positions, mask=numbers)
+
+    def attend(q, k, v, mask, positions=None):
+        options = {} if positions is None else {"positions": positions}
+        return mechanism(q, k, v, attention_mask=mask, scaling=SCALING, is_causal=True, state=None, **options)[0]
+
+    q, k, p = mechanism.prepare(queries, keys, positions)
+    apart = attend_packed(attend, q, k, value, None, numbers, p)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    for start, end in zip([0, *ends], ends):
+        parts = [x[:, :, start:end] for x in (query, key, value)]
+        expected = oracle(mechanism, *parts, positions[:, start:end]).transpose(1, 2)
+        for actual in (packed, apart):
+            torch.testing.assert_close(actual[:, start:end].double(), expected, **TOLERANCE)
+    _, expected_state = run(mechanism, *(x[:, :, ends[1] :] for x in (queries, keys, value)), positions[:, ends[1] :])
+    token = sample(1)
+    after = [run(mechanism, *token, torch.full((2, 1), 14).int(), state=s)[0] for s in (state, expected_state)]
+    torch.testing.assert_close(*after, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ["partial", "none"])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_linear_attention_sees_the_kept_frequencies(rope, is_interleaved):
+    """A feature map of what was never rotated, or rotated in the kept frequencies only."""
+    mechanism = build({"mechanism": "linear", "rope": rope, "rope_frequencies": KEPT}, is_interleaved)
+    plain = build({"mechanism": "linear"})
+    plain.load_state_dict(mechanism.state_dict())
+    query, key, value = sample(40)
+    positions = (torch.arange(40) + 7).int().expand(2, -1)
+    seen = FREQUENCIES[:KEPT] if rope == "partial" else ()
+    expected_inputs = [
+        rotated(x, positions, seen + (0.0,) * (4 - len(seen)), is_interleaved).float() for x in (query, key)
+    ]
+    expected, _ = run(plain, *expected_inputs, value, None)
+    queries, keys = (rotated(x, positions, is_interleaved=is_interleaved).float() for x in (query, key))
+    output, _ = run(mechanism, queries, keys, value, positions)
+    torch.testing.assert_close(output, expected, **TOLERANCE)
+
+
+def test_gradients_pass_through_what_is_taken_back():
+    mechanism = build(SETTINGS[0]).double()
+    query, key, value = (x.double().requires_grad_() for x in sample(25, batch=1))
+    positions = torch.arange(25).int()[None]
+
+    def output(query, key, value):
+        return run(mechanism, query, key, value, positions)[0]
+
+    assert torch.autograd.gradcheck(output, (query, key, value), fast_mode=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_key_comes_back_from_the_window(dtype):
+    """Rotated, stored, and taken back at position 60,000: bfloat16 loses what storing the key costs, and no more."""
+    shift = RotaryShift(Rotary(FREQUENCIES), 0)
+    key, position = torch.randn(1, 2, 64, DIM), (torch.arange(64) + 60_000).int()[None]
+    stored = shift(key, position).to(dtype)
+    back = shift(stored.float(), -position)
+    # float32 rounds angles of 60,000 alike there and back; bfloat16 keeps 8 bits: 2^-9 of what is stored
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    assert (back - key).norm() <= tolerance * key.norm()
+    if dtype == torch.bfloat16:
+        assert (shift(stored, -position).float() - key).norm() <= 2 * tolerance * key.norm()  # rounded twice
