@@ -28,11 +28,11 @@ from hf_linear_attention.conversion.preset_plan import CONVERTED, TRAINED, Train
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
-from hf_linear_attention.training.checkpointing import list_checkpoints
-from hf_linear_attention.training.presets import STAGES, stages_of
+from hf_linear_attention.training.checkpoints.checkpointing import list_checkpoints
+from hf_linear_attention.training.presets.preset import STAGES, stages_of
+from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse
-from hf_linear_attention.training.stages import run_stages
 
 
 logger = logging.getLogger(__name__)

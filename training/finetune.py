@@ -53,7 +53,7 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
-from hf_linear_attention.training.presets import Preset
+from hf_linear_attention.training.presets.preset import Preset
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse, parse_preset
 
@@ -83,8 +83,9 @@ def _run(job: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
-    from hf_linear_attention.training.run import disconnect, run
-    from hf_linear_attention.training.stages import run_stages
+    from hf_linear_attention.training.distributed.launching import disconnect
+    from hf_linear_attention.training.presets.stages import run_stages
+    from hf_linear_attention.training.run import run
 
     datasets.disable_progress_bars()  # one bar: the training's
     disable_progress_bar()

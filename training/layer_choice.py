@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import softmax_attention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.batches import Batch
-from hf_linear_attention.training.objectives import run_model
+from hf_linear_attention.training.data.batches import Batch
+from hf_linear_attention.training.losses.outputs import run_model
 
 
 @dataclass(frozen=True)

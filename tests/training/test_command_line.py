@@ -179,7 +179,7 @@ def test_help_shows_the_examples_as_they_can_be_pasted(capsys: pytest.CaptureFix
 
 def test_no_option_is_accepted_and_ignored() -> None:
     """Every option is read somewhere besides its declaration and its checks."""
-    sources = [p for p in (ROOT / "training").glob("*.py") if p.name not in ("recipe.py", "validation.py")]
+    sources = [p for p in (ROOT / "training").rglob("*.py") if p.name not in ("recipe.py", "validation.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for name in (name for group in GROUPS for name in group.__dataclass_fields__):
         read = rf"\.{name}\b" if not name.endswith("_weight") else r'f"\{name\}_weight"'
@@ -237,8 +237,8 @@ def test_what_only_reads_options_imports_nothing_that_trains(base: list[str]) ->
     code = (
         "import sys\nfrom hf_linear_attention.training.finetune import main\n"
         f"assert main({[*base, '--learning_rate', '-1']!r}) == 2\n"
-        "ours = {f'hf_linear_attention.training.{name}' for name in ('models', 'run')}\n"
-        "found = ({'datasets', 'evaluate', 'peft'} | ours) & set(sys.modules)\n"
+        "ours = {f'hf_linear_attention.training.{name}' for name in ('models', 'run', 'data.rows', 'losses.teacher')}\n"
+        "found = ({'accelerate', 'datasets', 'evaluate', 'peft'} | ours) & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
