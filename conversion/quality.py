@@ -15,7 +15,13 @@ from tqdm.auto import tqdm
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import head_of
-from hf_linear_attention._common.model_card import REPORT, training_facts, training_history, word, write_model_card
+from hf_linear_attention._common.model_card import (
+    REPORT,
+    format_value,
+    training_facts,
+    training_history,
+    write_model_card,
+)
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
 from hf_linear_attention.conversion.preset_plan import changed_options
 from hf_linear_attention.conversion.request import ConversionArguments, Request
@@ -187,4 +193,4 @@ def describe_quality(quality: Mapping[str, Any]) -> str:
     rows = quality_rows(quality)
     width = max(map(len, rows))
     lines = [f"On {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most):"]
-    return "\n".join([*lines, *(f"  {name:<{width}}  {word(value)}" for name, value in rows.items())])
+    return "\n".join([*lines, *(f"  {name:<{width}}  {format_value(value)}" for name, value in rows.items())])

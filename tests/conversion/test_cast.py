@@ -96,14 +96,14 @@ def test_files_that_do_not_have_the_dtype_of_their_configuration(is_pickled, tmp
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at the memory map of the process")
 def test_weights_that_were_cast_are_pages_of_files(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(cast, "FILE_BYTES", BY_FILES)
-    job = prepare(
+    conversion = prepare(
         parse(["--model_name_or_path", str(llama), "--output_dir", str(tmp_path / "out"), "--dtype", "bfloat16"])
     )
-    model = load_converted(job, tmp_path)
+    model = load_converted(conversion, tmp_path)
     assert not list(tmp_path.iterdir())
     maps = re.findall(rf"^(\w+)-(\w+) .*{re.escape(str(tmp_path))}/", Path("/proc/self/maps").read_text(), re.MULTILINE)
     spans = [range(int(start, 16), int(end, 16)) for start, end in maps]
     outside = {
         name for name, tensor in model.state_dict().items() if not any(tensor.data_ptr() in span for span in spans)
     }
-    assert outside == {tensor.target for tensor in job.plan.new}
+    assert outside == {tensor.target for tensor in conversion.plan.new}

@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
 def test_an_interruption_keeps_what_was_done_for_this_request_alone(words, tmp_path, monkeypatch):
     out, work = tmp_path / "out", tmp_path / "out.unfinished"
 
-    def interrupt(job, training):
+    def interrupt(conversion, training):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(preset_run, "_train", interrupt)

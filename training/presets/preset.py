@@ -78,7 +78,7 @@ def stages_of(preset: Preset, task: str) -> list[Stage]:
     return preset.stages[task]
 
 
-def stage_words(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
+def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
     """The command line of one stage: its own options, over which those in `given` win."""
     options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
     trainable, is_embedding = stage.options.get("trainable", "all"), given.get("task") == "embedding"
@@ -131,7 +131,7 @@ def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Pa
         stages = in_blocks(stages, TransferLayers(model_without_weights(given)).learning, size)
     for number, stage in enumerate(stages, 1):
         folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
-        words = stage_words(stage, shared, tokens)
+        words = stage_arguments(stage, shared, tokens)
         lines.append((stage, folder, [*words, f"--model_name_or_path={model}", f"--output_dir={folder}"]))
         model = folder
     return lines

@@ -22,7 +22,7 @@ from hf_linear_attention.training.recipe_parser import build_parser
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = sorted((ROOT / "training" / "launch").glob("*.yaml"))
 RECIPES = sorted((ROOT / "training" / "configs").glob("*.yaml"))
-PRESETS = sorted((ROOT / "training" / "preset_files").glob("*.yaml"))
+PRESETS = sorted((ROOT / "training" / "presets").glob("*.yaml"))
 
 
 def test_no_yaml_of_the_project_is_left_out() -> None:

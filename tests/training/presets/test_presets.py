@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training.presets import preset as presets
-from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_words
+from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe_parser import parse_preset
 
@@ -197,9 +197,9 @@ def test_a_task_without_stages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_the_command_line_wins_over_the_stages() -> None:
     (transfer, distil) = load_preset("default").stages["causal_lm"]
     given = {"task": "causal_lm", "teacher_name_or_path": "t", "learning_rate": 3.0, "logging_steps": 7}
-    assert "--learning_rate=3.0" in stage_words(distil, given, 100)
-    assert not any(word.startswith(("--learning_rate", "--teacher")) for word in stage_words(transfer, given, 100))
-    assert "--logging_steps=7" in stage_words(transfer, given, 100)
+    assert "--learning_rate=3.0" in stage_arguments(distil, given, 100)
+    assert not any(word.startswith(("--learning_rate", "--teacher")) for word in stage_arguments(transfer, given, 100))
+    assert "--logging_steps=7" in stage_arguments(transfer, given, 100)
 
 
 def test_presets_are_listed_in_the_package_data() -> None:

@@ -20,7 +20,7 @@ from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.report import _check_lines
 from hf_linear_attention.conversion.samples import TEXTS, text_samples
 from hf_linear_attention.conversion.source import open_source
-from hf_linear_attention.conversion.verify import compare_outputs, compare_tensors, verify
+from hf_linear_attention.conversion.verification import compare_outputs, compare_tensors, verify
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertModel, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.layer_choice import rank_layers, with_softmax_layers
+from hf_linear_attention.conversion.softmax_layers import rank_layers, with_softmax_layers
 
 
 def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
@@ -18,9 +18,14 @@ def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": part, "attention_mask": mask} for part in ids]
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.2}
+
+
 @pytest.fixture
-def teacher(llama_teacher: str) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(llama_teacher).eval()
+def teacher() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
 @pytest.mark.parametrize("spoilt", [0, 1])
@@ -52,8 +57,9 @@ def test_the_figures_are_those_of_models_converted_that_way(teacher) -> None:
         assert ranking[layer].divergence == pytest.approx(total / tokens, rel=1e-4)
 
 
-def test_an_encoder_without_logits_is_ranked_by_its_hidden_states(bert_teacher: str) -> None:
-    teacher = BertModel.from_pretrained(bert_teacher).eval()
+def test_an_encoder_without_logits_is_ranked_by_its_hidden_states() -> None:
+    torch.manual_seed(1)
+    teacher = BertModel(BertConfig(**SIZES)).eval()
     student = convert(teacher, mechanism="linear", feature_map="elu1")
     ranking = rank_layers(student, teacher, batches())
     assert {entry.layer for entry in ranking} == {0, 1}
