@@ -8,7 +8,7 @@ And of an embedding model, from unlabelled sentences, measured on scored pairs (
     python benchmarks/conversion_quality.py --task embedding --teacher SRC --train_file SENTENCES.jsonl \\
         --validation_file STSB_DEV.tsv --recipes default performer:preset=default,mechanism=performer
 
-Each recipe is a preset of training/preset_files. `--settings` are settings of `linear_attention` that all of them share
+Each recipe is a preset of training/presets. `--settings` are settings of `linear_attention` that all of them share
 (such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
 a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
 `stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
