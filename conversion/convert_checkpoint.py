@@ -80,7 +80,6 @@ def _answer(request: Request) -> str:
     from hf_linear_attention.conversion.diagnosis import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
     from hf_linear_attention.conversion.preset_plan import describe_stages
-    from hf_linear_attention.conversion.preset_run import run_training
     from hf_linear_attention.conversion.quality import evaluate
     from hf_linear_attention.conversion.report import describe, describe_result, describe_tensors
     from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
@@ -89,6 +88,8 @@ def _answer(request: Request) -> str:
         return evaluate(request)
     conversion = prepare(request)
     if conversion.is_written and conversion.training is not None:
+        from hf_linear_attention.conversion.preset_run import run_training  # which needs the extra `train`
+
         return run_training(conversion, conversion.training)
     if conversion.is_written:
         return describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from accelerate import init_empty_weights
+import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
@@ -107,7 +107,7 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
 
 
 def _empty(plan: Plan) -> PreTrainedModel:
-    with init_empty_weights():
+    with torch.device("meta"):
         return plan.linear_class(plan.config)
 
 

@@ -85,10 +85,8 @@ def known_classes(config: PreTrainedConfig) -> dict[str, int]:
 
 def empty_model(task: str, path: str, trust_remote_code: bool) -> PreTrainedModel:
     """The model of a folder or hub name without its weights (on the device `meta`)."""
-    from accelerate import init_empty_weights
-
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with init_empty_weights():
+    with torch.device("meta"):
         return AUTO_CLASSES[task].from_config(config, trust_remote_code=trust_remote_code)
 
 

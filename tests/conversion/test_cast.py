@@ -23,8 +23,9 @@ BY_FILES = 1000  # bytes; what of a tiny model is larger goes through files
 
 
 def convert_twice(source: Path, folder: Path, monkeypatch, *words: object) -> list[dict[str, torch.Tensor]]:
-    """The weights that a conversion writes with its cast in memory, and by files; all else must be the same."""
+    """The weights that a conversion writes without accelerate, cast in memory and by files; all else is the same."""
     written = []
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
     for name, size in (("memory", sys.maxsize), ("files", BY_FILES)):
         monkeypatch.setattr(cast, "FILE_BYTES", size)
         code, _, err = run("--model_name_or_path", source, "--output_dir", folder / name, *words)
