@@ -8,7 +8,7 @@ And of an embedding model, from unlabelled sentences, measured on scored pairs (
     python benchmarks/conversion_quality.py --task embedding --teacher SRC --train_file SENTENCES.jsonl \\
         --validation_file STSB_DEV.tsv --recipes default performer:preset=default,mechanism=performer
 
-Each recipe is a preset of training/preset_files. `--settings` are settings of `linear_attention` that all of them share
+Each recipe is a preset of training/presets. `--settings` are settings of `linear_attention` that all of them share
 (such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
 a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
 `stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
@@ -47,17 +47,17 @@ from hf_linear_attention.conversion.quality import measure as measure_folder
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader
-from hf_linear_attention.training.metrics_file import read_metrics
+from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
+from hf_linear_attention.training.data.packing import StreamWindows
+from hf_linear_attention.training.data.rows import load_rows
+from hf_linear_attention.training.evaluation.retention import compare
 from hf_linear_attention.training.models import AUTO_CLASSES
-from hf_linear_attention.training.packing import StreamWindows
-from hf_linear_attention.training.presets import STAGES, Preset, load_preset
+from hf_linear_attention.training.presets.preset import STAGES, Preset, load_preset
+from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import DataArguments
 from hf_linear_attention.training.recipe_parser import parse
-from hf_linear_attention.training.retention import compare
-from hf_linear_attention.training.rows import load_rows
 from hf_linear_attention.training.run import run
-from hf_linear_attention.training.stages import run_stages
+from hf_linear_attention.training.tracking import read_metrics
 
 
 @dataclass(frozen=True)

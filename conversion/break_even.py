@@ -33,7 +33,7 @@ class Backend:
     reason: str = ""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         if self.name == "torch":
             return "plain torch"
         return f"C kernels for {INSTRUCTION_SETS.get(str(self.instruction_set), self.instruction_set)}"
@@ -69,7 +69,7 @@ def faster_from(settings: Mapping[str, Any], is_causal: bool | None) -> str | No
     lengths = [_words(row[form], measured["longest"]) for form in forms if form in row]
     places = (" in the encoder", " in the decoder") if len(lengths) == 2 else ("",)
     found = ", ".join(length + place for length, place in zip(lengths, places))
-    machine = f"{Backend(**measured['backend']).words}, {measured['environment']['processor']}"
+    machine = f"{Backend(**measured['backend']).description}, {measured['environment']['processor']}"
     return f"{found} (measured: {row['name']}, {measured['conditions']}, {machine})" if found else None
 
 
@@ -79,10 +79,10 @@ def difference_here() -> str | None:
     if (measured.name, measured.instruction_set) == (here.name, here.instruction_set):
         return None
     if here.name == "torch":
-        return f"measured with the {measured.words}; here torch computes, which is slower. {here.reason}"
+        return f"measured with the {measured.description}; here torch computes, which is slower. {here.reason}"
     if measured.name == "torch":
-        return f"measured with plain torch; here the {here.words} compute, which are faster"
-    return f"measured with the {measured.words}; here the {here.words} compute, and the length is another"
+        return f"measured with plain torch; here the {here.description} compute, which are faster"
+    return f"measured with the {measured.description}; here the {here.description} compute, and the length is another"
 
 
 def _measured() -> dict[str, Any]:

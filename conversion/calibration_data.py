@@ -19,9 +19,9 @@ from hf_linear_attention.conversion.companions import load_image_processor, load
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.training.batches import Batch, pad
-from hf_linear_attention.training.models import pad_token_id, sequence_length
-from hf_linear_attention.training.packing import shorten
+from hf_linear_attention.training.data.batches import Batch, pad
+from hf_linear_attention.training.data.packing import shorten
+from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
 from hf_linear_attention.training.recipe import (
     DataArguments,
     ModelArguments,
@@ -97,7 +97,9 @@ def check_text_file(option: str, path: str) -> None:
 
 def check_pairs_file(path: str) -> None:
     """Raises `UsageError` unless `path` is a file of scored pairs."""
-    from hf_linear_attention.training.rows import load_rows  # imports `datasets`, which most conversions do without
+    from hf_linear_attention.training.data.rows import (
+        load_rows,  # imports `datasets`, which most conversions do without
+    )
 
     check_text_file("pairs_file", path)
     try:
@@ -154,7 +156,7 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int):
-        from hf_linear_attention.training.data import build_examples, usable_texts  # imports `datasets`
+        from hf_linear_attention.training.data.examples import build_examples, usable_texts  # imports `datasets`
 
         recipe, rows = self._recipe_and_rows()
         length = sequence_length(recipe, self.tokenizer, self.config)
@@ -172,7 +174,7 @@ class TextFile:
         return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
     def _recipe_and_rows(self):
-        from hf_linear_attention.training.rows import load_rows  # imports `datasets`
+        from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
 
         recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
         rows = load_rows(recipe.data, "train")

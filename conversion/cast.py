@@ -6,6 +6,7 @@ transformers maps weights that need no cast into memory as they lie in their fil
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from hf_linear_attention.conversion.plan import Plan
@@ -44,16 +46,23 @@ def cast_weights(source: Source, plan: Plan, dtype: str, beside: Path) -> Iterat
 
 
 def _loaded_dtypes(source: Source, plan: Plan, dtype: str) -> dict[str, torch.dtype]:
-    """By name in the source. Asked of the loader itself, on the meta device: some modules stay float32."""
-    model = plan.linear_class.from_pretrained(
-        source.folder,
-        config=plan.config,
-        dtype=getattr(torch, dtype),
-        use_safetensors=not source.is_pickled,
-        device_map="meta",
-    )
-    loaded = model.state_dict()
-    return {str(tensor.source): loaded[str(tensor.target)].dtype for tensor in plan.mapped}
+    """By name in the source, as transformers' loader decides; some modules stay float32.
+
+    Loading to the meta device would tell as well, but needs accelerate.
+    """
+    wanted = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = plan.linear_class._from_config(copy.deepcopy(plan.config), dtype=wanted)
+    kept = model._get_dtype_plan(wanted)
+    pattern, patterns_by_group, _ = build_glob_alternation(list(kept)) if kept else (None, {}, None)
+    state = model.state_dict()
+
+    def loaded(name: str) -> torch.dtype:
+        if pattern is not None and (found := pattern.search(name)) is not None:
+            return kept[patterns_by_group[str(found.lastgroup)]]
+        return state[name].dtype
+
+    return {str(tensor.source): loaded(str(tensor.target)) for tensor in plan.mapped}
 
 
 def _write(source: Source, dtypes: dict[str, torch.dtype], folder: Path) -> None:

@@ -77,31 +77,32 @@ def _convert(argv: Sequence[str]) -> None:
 
 def _answer(request: Request) -> str:
     """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
-    from hf_linear_attention.conversion.diagnose import describe_diagnosis
+    from hf_linear_attention.conversion.diagnosis import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
     from hf_linear_attention.conversion.preset_plan import describe_stages
-    from hf_linear_attention.conversion.preset_run import run_training
     from hf_linear_attention.conversion.quality import evaluate
     from hf_linear_attention.conversion.report import describe, describe_result, describe_tensors
     from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
 
     if request.arguments.evaluate:
         return evaluate(request)
-    job = prepare(request)
-    if job.is_written and job.training is not None:
-        return run_training(job, job.training)
-    if job.is_written:
-        return describe_result(job.plan, job.source, str(job.output_dir), run(job))
-    lines = [describe(job.plan, job.source)]
+    conversion = prepare(request)
+    if conversion.is_written and conversion.training is not None:
+        from hf_linear_attention.conversion.preset_run import run_training  # which needs the extra `train`
+
+        return run_training(conversion, conversion.training)
+    if conversion.is_written:
+        return describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
+    lines = [describe(conversion.plan, conversion.source)]
     if request.arguments.dry_run:
-        lines.append(describe_tensors(job.plan))
+        lines.append(describe_tensors(conversion.plan))
     if is_automatic(request.arguments):
         lines.append(f"  softmax     in {count_of(request.arguments)} of these layers, chosen on text")
-    if job.training is not None:
-        lines += describe_stages(job.training)
+    if conversion.training is not None:
+        lines += describe_stages(conversion.training)
     if request.arguments.spectrum:
-        diagnosis = calibrate_and_diagnose(job, load_converted(job))["diagnosis"]
-        lines += ["", describe_diagnosis(diagnosis, job.plan.settings["mechanism"]), ""]
+        diagnosis = calibrate_and_diagnose(conversion, load_converted(conversion))["diagnosis"]
+        lines += ["", describe_diagnosis(diagnosis, conversion.plan.settings["mechanism"]), ""]
     reason = "--dry_run" if request.arguments.dry_run else "no --output_dir"
     return "\n".join([*lines, f"Nothing was written ({reason})."])
 

@@ -16,11 +16,11 @@ from hf_linear_attention import supported_model_types
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
-from hf_linear_attention.conversion.calibrate import calibrate_on, check_options, needs_calibration
+from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.cast import cast_weights
 from hf_linear_attention.conversion.companions import copy_sentence_files, save_processors, save_tokenizer
-from hf_linear_attention.conversion.diagnose import diagnose_on
+from hf_linear_attention.conversion.diagnosis import diagnose_on
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.preset_plan import Training, check_training_options, plan_training, preset_settings
@@ -34,17 +34,17 @@ from hf_linear_attention.conversion.softmax_layers import (
     plan_without,
     rank,
     ranking_file,
+    with_softmax_layers,
 )
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verify import verify
-from hf_linear_attention.training.layer_choice import with_softmax_layers
+from hf_linear_attention.conversion.verification import verify
 
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Job:
+class Conversion:
     """Everything that is settled before the first weight is loaded. `output_dir` is None where nothing is written,
     `inputs` where nothing looks at them or there are none, `training` without a preset."""
 
@@ -60,7 +60,7 @@ class Job:
         return self.output_dir is not None and not self.request.arguments.dry_run
 
 
-def prepare(request: Request) -> Job:
+def prepare(request: Request) -> Conversion:
     """Check everything that can be checked without loading weights.
 
     Raises:
@@ -87,7 +87,7 @@ def prepare(request: Request) -> Job:
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("`%s` is not among the tested model types; look at the figures before you trust it", stock_type)
-    return Job(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+    return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
@@ -100,73 +100,82 @@ def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> 
     return inputs
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(conversion: Conversion) -> dict[str, Any]:
     """Convert, write and verify; returns the content of conversion_report.json.
 
     Raises:
         ConversionError, OSError: the result could not be made; nothing of it is left, and an older one is untouched.
     """
-    if job.output_dir is None:
+    if conversion.output_dir is None:
         raise UsageError("`--output_dir` is missing; name the folder to write")
-    arguments, plan = job.request.arguments, job.plan
-    with staging(job.output_dir) as folder:
-        logger.info("loading %s", job.source.name)
-        model = load_converted(job, folder)
-        measured = calibrate_and_diagnose(job, model)
-        if is_automatic(arguments) and job.training is None:
-            model, plan, measured[CHOICE] = _with_softmax_layers(job, model)
+    arguments, plan = conversion.request.arguments, conversion.plan
+    with staging(conversion.output_dir) as folder:
+        logger.info("loading %s", conversion.source.name)
+        model = load_converted(conversion, folder)
+        measured = calibrate_and_diagnose(conversion, model)
+        if is_automatic(arguments) and conversion.training is None:
+            model, plan, measured[CHOICE] = _with_softmax_layers(conversion, model)
         model.save_pretrained(folder)
         check_shipped(folder)
         share_permissions(folder)
         del model  # the check below reads it back from the files
-        tokenizer = save_tokenizer(job.source, folder, arguments.trust_remote_code)
-        save_processors(job.source, folder, arguments.trust_remote_code)
-        copy_sentence_files(job.source, folder)
+        tokenizer = save_tokenizer(conversion.source, folder, arguments.trust_remote_code)
+        save_processors(conversion.source, folder, arguments.trust_remote_code)
+        copy_sentence_files(conversion.source, folder)
         checks = None
         if not arguments.no_verify:
             logger.info("verifying")
-            checks = verify(folder, job.source, plan, tokenizer)
+            checks = verify(folder, conversion.source, plan, tokenizer)
         report = build_report(
-            job.source, plan, checks, **measured, dtype=arguments.dtype, card_metadata=source_metadata(job.source.root)
+            conversion.source,
+            plan,
+            checks,
+            **measured,
+            dtype=arguments.dtype,
+            card_metadata=source_metadata(conversion.source.root),
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         # The card's title is the folder's name, which must be the final one.
-        write_model_card(folder, {"base_model": job.source.name, "settings": plan.settings}, name=job.output_dir.name)
+        write_model_card(
+            folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name
+        )
     return report
 
 
-def _with_softmax_layers(job: Job, model: PreTrainedModel) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
+def _with_softmax_layers(
+    conversion: Conversion, model: PreTrainedModel
+) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
     """The model with softmax in the layers that gain most by it, its plan, and what the report says of the choice."""
-    arguments = job.request.arguments
-    if job.inputs is None:
+    arguments = conversion.request.arguments
+    if conversion.inputs is None:
         raise RuntimeError("the file to rank on has been checked before")
-    choice = rank(model, job.inputs, arguments)
-    plan = plan_without(job.plan, job.source, arguments, choice["layers"])
+    choice = rank(model, conversion.inputs, arguments)
+    plan = plan_without(conversion.plan, conversion.source, arguments, choice["layers"])
     return with_softmax_layers(model, choice["layers"]), plan, choice
 
 
-def calibrate_and_diagnose(job: Job, model: PreTrainedModel) -> dict[str, Any]:
+def calibrate_and_diagnose(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
     """What the report says of both, None where nothing was asked for or needed.
 
     Raises:
         UsageError: if the attention of this model cannot be observed, or the file holds nothing.
     """
-    arguments, inputs = job.request.arguments, job.inputs
+    arguments, inputs = conversion.request.arguments, conversion.inputs
     measured: dict[str, Any] = {"calibration": None, "diagnosis": None}
-    if needs_calibration(job.plan):
+    if needs_calibration(conversion.plan):
         measured["calibration"] = calibrate_on(model, inputs, arguments.calibration_tokens)
     if arguments.spectrum and inputs is not None:
         measured["diagnosis"] = diagnose_on(model, inputs)
     return measured
 
 
-def load_converted(job: Job, scratch: Path | None = None) -> PreTrainedModel:
+def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTrainedModel:
     """The converted model with the source's weights; what the source lacks is initialised from the seed.
 
     Args:
         scratch: an existing folder for the files of a cast; without one its result is in memory.
     """
-    arguments, plan, source = job.request.arguments, job.plan, job.source
+    arguments, plan, source = conversion.request.arguments, conversion.plan, conversion.source
     with contextlib.ExitStack() as stack:
         folder = source.folder
         if scratch is not None:

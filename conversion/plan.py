@@ -27,7 +27,7 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
-from hf_linear_attention.training.models import MECHANISM
+from hf_linear_attention.training.parameters import MECHANISM
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from accelerate import init_empty_weights
+import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
@@ -15,9 +15,8 @@ from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.request import ConversionArguments, parse_tokens
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.training.presets import Preset, load_preset, preset_names, stages_of
+from hf_linear_attention.training.presets.preset import Preset, fit_to, load_preset, preset_names, stages_of
 from hf_linear_attention.training.recipe_parser import parse_preset
-from hf_linear_attention.training.stages import fit_to
 
 
 CONVERTED, TRAINED = "converted", "trained"  # inside the work folder
@@ -108,7 +107,7 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
 
 
 def _empty(plan: Plan) -> PreTrainedModel:
-    with init_empty_weights():
+    with torch.device("meta"):
         return plan.linear_class(plan.config)
 
 

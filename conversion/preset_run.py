@@ -21,18 +21,18 @@ from hf_linear_attention._common import folders
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import to_stderr
-from hf_linear_attention._common.model_card import HISTORY, REPORT, training_history, word
+from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
 from hf_linear_attention.conversion.export import share_permissions
-from hf_linear_attention.conversion.pipeline import Job, run
+from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
-from hf_linear_attention.training.checkpointing import list_checkpoints
-from hf_linear_attention.training.presets import STAGES, stages_of
+from hf_linear_attention.training.checkpoints.checkpointing import list_checkpoints
+from hf_linear_attention.training.presets.preset import STAGES, stages_of
+from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse
-from hf_linear_attention.training.stages import run_stages
 
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ FREE_OPTIONS = {"overwrite", "dry_run", "trust_remote_code", "allow_pickle", "ch
 FILES = ("train_file", "validation_file", "pairs_file", "calibration_file", "output_dir")
 
 
-def run_training(job: Job, training: Training) -> str:
+def run_training(conversion: Conversion, training: Training) -> str:
     """Convert, train, measure and write; returns the text to print.
 
     Raises:
@@ -52,25 +52,25 @@ def run_training(job: Job, training: Training) -> str:
         ConversionError, TrainingError, OSError: it goes no further; what was done is kept.
     """
     work, final = training.work, training.work / FINAL
-    _open(job, training)
+    _open(conversion, training)
     try:
         if not (work / CONVERTED).is_dir():
-            run(replace(job, output_dir=work / CONVERTED))
+            run(replace(conversion, output_dir=work / CONVERTED))
         if not final.is_dir():
-            _train(job, training)
-            _finish(job, training)
+            _train(conversion, training)
+            _finish(conversion, training)
     except BaseException:
         logger.warning("stopped; the same command goes on where it was (%s)", work)
         raise
-    text = _describe(job, training)
+    text = _describe(conversion, training)
     folders.replace(final, training.output_dir)
     folders.discard(work)
     return text
 
 
-def _open(job: Job, training: Training) -> None:
+def _open(conversion: Conversion, training: Training) -> None:
     """Make the work folder, or make sure that it is this request's."""
-    work, request = training.work, _request(job, training)
+    work, request = training.work, _request(conversion, training)
     if work.exists():
         path = work / REQUEST
         if not path.is_file():
@@ -82,7 +82,7 @@ def _open(job: Job, training: Training) -> None:
         if not changed:
             logger.info("going on in %s (remove it to start over)", work)
             return
-        if not job.request.arguments.overwrite:
+        if not conversion.request.arguments.overwrite:
             raise UsageError(
                 f"{work} holds an unfinished run of another request ({'; '.join(changed)}): give the options of that "
                 "one to go on with it, or `--overwrite` to start over"
@@ -92,35 +92,37 @@ def _open(job: Job, training: Training) -> None:
         (folder / REQUEST).write_text(json.dumps(request, indent=1), encoding="utf-8")
 
 
-def _request(job: Job, training: Training) -> dict[str, Any]:
+def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
     """All that decides the result, as JSON reads it back."""
-    options = {name: value for name, value in asdict(job.request.arguments).items() if name not in FREE_OPTIONS}
+    options = {name: value for name, value in asdict(conversion.request.arguments).items() if name not in FREE_OPTIONS}
     paths = {name: str(Path(options[name]).resolve()) for name in FILES if options[name] is not None}
     decided = {
-        "model_name_or_path": str(job.source.folder),
+        "model_name_or_path": str(conversion.source.folder),
         "tokens": training.given["max_train_tokens"],
-        "settings": job.plan.settings,
+        "settings": conversion.plan.settings,
         "preset": asdict(training.preset),
     }
     return json.loads(json.dumps({**options, **paths, **decided}))
 
 
-def _choose_softmax_layers(job: Job, training: Training, folder: Path) -> None:
-    if job.inputs is None:
+def _choose_softmax_layers(conversion: Conversion, training: Training, folder: Path) -> None:
+    if conversion.inputs is None:
         raise RuntimeError("the file to rank on has been checked before")
     teacher = str(training.given["teacher_name_or_path"])
-    choose_in(folder, job.plan, job.source, job.request.arguments, job.inputs, teacher)
+    choose_in(folder, conversion.plan, conversion.source, conversion.request.arguments, conversion.inputs, teacher)
 
 
-def _train(job: Job, training: Training) -> None:
+def _train(conversion: Conversion, training: Training) -> None:
     """All stages that are not finished yet."""
     import datasets  # which most conversions do without, and so without what follows
 
     from hf_linear_attention.training.run import run as run_stage
 
     def run_and_tidy(recipe: Recipe) -> dict[str, float]:
-        if is_automatic(job.request.arguments) and recipe.output_dir == training.work / TRAINED:  # the last stage
-            _choose_softmax_layers(job, training, Path(recipe.model.model_name_or_path))
+        if (
+            is_automatic(conversion.request.arguments) and recipe.output_dir == training.work / TRAINED
+        ):  # the last stage
+            _choose_softmax_layers(conversion, training, Path(recipe.model.model_name_or_path))
         figures = run_stage(recipe)
         for checkpoint in list_checkpoints(recipe.output_dir):  # several times the size of the model
             shutil.rmtree(checkpoint)
@@ -131,18 +133,18 @@ def _train(job: Job, training: Training) -> None:
         run_stages(training.preset, training.given, parse, run_and_tidy)
 
 
-def _finish(job: Job, training: Training) -> None:
+def _finish(conversion: Conversion, training: Training) -> None:
     """The trained model with its figures, as the folder `final`."""
-    data, task = held_out(job.request.arguments), training.given["task"]
+    data, task = held_out(conversion.request.arguments), training.given["task"]
     trained = training.work / TRAINED
     with staging(training.work / FINAL) as folder:
         ignored = shutil.ignore_patterns("checkpoint-*", f"{folders.INCOMPLETE}*", STAGES)
         shutil.copytree(trained, folder, ignore=ignored, dirs_exist_ok=True)
         _name_runs(folder, training)
-        _cast(job, folder, training.work / CONVERTED)
+        _cast(conversion, folder, training.work / CONVERTED)
         share_permissions(folder)
-        quality = measure(folder, job.source, task, data) if data is not None and task in TASKS else None
-        record(folder, job.source, quality, training.output_dir.name)
+        quality = measure(folder, conversion.source, task, data) if data is not None and task in TASKS else None
+        record(folder, conversion.source, quality, training.output_dir.name)
 
 
 def _name_runs(folder: Path, training: Training) -> None:
@@ -156,30 +158,30 @@ def _name_runs(folder: Path, training: Training) -> None:
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
-def _cast(job: Job, folder: Path, converted: Path) -> None:
+def _cast(conversion: Conversion, folder: Path, converted: Path) -> None:
     """Training is in float32; the weights get the dtype that the conversion gave them."""
     dtype = json.loads((converted / "config.json").read_text(encoding="utf-8"))["dtype"]
     if dtype == "float32":
         return
-    model = job.plan.linear_class.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model = conversion.plan.linear_class.from_pretrained(folder, dtype=getattr(torch, dtype))
     for path in folder.glob("*.safetensors*"):  # in float32 there may be more of them
         path.unlink()
     model.save_pretrained(folder)
 
 
-def _describe(job: Job, training: Training) -> str:
-    final, plan = training.work / FINAL, job.plan
+def _describe(conversion: Conversion, training: Training) -> str:
+    final, plan = training.work / FINAL, conversion.plan
     report = json.loads((final / REPORT).read_text(encoding="utf-8"))
     if (choice := report.get(CHOICE)) is not None:
-        plan = plan_without(plan, job.source, job.request.arguments, choice["layers"])
+        plan = plan_without(plan, conversion.source, conversion.request.arguments, choice["layers"])
     lines = [f"Trained in {len(training_history(str(final)))} stages:"]
     for run_ in training_history(str(final)):
-        figures = "".join(f", {name} {word(value)}" for name, value in run_["metrics"].items())
+        figures = "".join(f", {name} {format_value(value)}" for name, value in run_["metrics"].items())
         lines.append(f"  {run_['training']['stage']}: {run_['training']['tokens']:,} tokens{figures}")
     if report["quality"] is not None:
         lines += ["", describe_quality(report["quality"])]
-    elif job.request.arguments.validation_file is None:
+    elif conversion.request.arguments.validation_file is None:
         lines.append(
             "No figures after training: give a `--validation_file` of held-out text, here or with `--evaluate`."
         )
-    return describe_result(plan, job.source, str(training.output_dir), report, lines)
+    return describe_result(plan, conversion.source, str(training.output_dir), report, lines)

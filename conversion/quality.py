@@ -15,13 +15,20 @@ from tqdm.auto import tqdm
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import head_of
-from hf_linear_attention._common.model_card import REPORT, training_facts, training_history, word, write_model_card
+from hf_linear_attention._common.model_card import (
+    REPORT,
+    format_value,
+    training_facts,
+    training_history,
+    write_model_card,
+)
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
 from hf_linear_attention.conversion.preset_plan import changed_options
 from hf_linear_attention.conversion.request import ConversionArguments, Request
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.training.batches import EvaluationBatches, Stream, loader
-from hf_linear_attention.training.models import load_student, load_teacher, load_tokenizer, pad_token_id
+from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
+from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
+from hf_linear_attention.training.models import load_student, load_teacher
 
 
 logger = logging.getLogger(__name__)
@@ -117,7 +124,7 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str,
     Everything is computed in float32, from the weights as they lie there.
     """
     # Here and not at the top: it imports `datasets`, which most conversions do without.
-    from hf_linear_attention.training.retention import compare, compare_embeddings, compare_pairs, embed
+    from hf_linear_attention.training.evaluation.retention import compare, compare_embeddings, compare_pairs, embed
 
     files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
     recipe, batches = _recipe_and_batches(folder, source, task, data.trust_remote_code, files)
@@ -138,7 +145,7 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str,
 
 
 def _recipe_and_batches(folder: Path, source: Source, task: str, trust_remote_code: bool, files: dict[str, Any]):
-    from hf_linear_attention.training.inputs import load_data  # imports `datasets`
+    from hf_linear_attention.training.data.splits import load_data  # imports `datasets`
 
     recipe = data_recipe(str(folder), task, source.loadable, trust_remote_code, **files)
     tokenizer = load_tokenizer(recipe)
@@ -186,4 +193,4 @@ def describe_quality(quality: Mapping[str, Any]) -> str:
     rows = quality_rows(quality)
     width = max(map(len, rows))
     lines = [f"On {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most):"]
-    return "\n".join([*lines, *(f"  {name:<{width}}  {word(value)}" for name, value in rows.items())])
+    return "\n".join([*lines, *(f"  {name:<{width}}  {format_value(value)}" for name, value in rows.items())])

@@ -12,7 +12,7 @@ import transformers
 
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
 from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
-from hf_linear_attention.conversion.diagnose import describe_diagnosis
+from hf_linear_attention.conversion.diagnosis import describe_diagnosis
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
 from hf_linear_attention.conversion.softmax_layers import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source

@@ -50,7 +50,7 @@ class ConversionArguments:
         False,
     )
     preset: str | None = option(
-        "convert and train: a recipe of training/preset_files, whose settings of the attention hold where none are "
+        "convert and train: a recipe of training/presets, whose settings of the attention hold where none are "
         "given. A killed run goes on when the same command is given again",
         None,
     )

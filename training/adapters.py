@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.offloading import SHARD_SIZE, is_offloaded
 from hf_linear_attention.training.recipe import ModelArguments
-from hf_linear_attention.training.sharding import is_sharded, whole, without_sharding_class
 
 
 ADAPTER = ".lora_"  # in the name of every parameter that an adapter has
@@ -61,33 +58,6 @@ def attention_projections(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """`save_pretrained`, with adapters merged into a copy of the weights that they belong to.
-
-    Args:
-        weights: where those of the model are in shards, the whole ones (`sharding.whole`).
-    """
-    if weights is not None:
-        with without_sharding_class(model):
-            model.save_pretrained(folder, state_dict=weights)
-    elif any(ADAPTER in name for name, _ in model.named_parameters()):
-        model.save_pretrained(folder, state_dict=merged_state_dict(model))
-    elif is_offloaded(model):
-        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-    else:
-        model.save_pretrained(folder)
-
-
-def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:
-    """`weights` for `save_model`; all processes call it together, and those that do not `keep` them get no tensors."""
-    if not is_sharded(model):
-        return None
-    # once gathered, tied parameters would be tensors of their own, and saved twice
-    state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 has lost its mark
-    own = {name: value for name, value in state.items() if name not in model.all_tied_weights_keys}
-    return whole(own, keep)
-
-
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict that `model` would have without adapters and with their effect; the model stays as it is."""
@@ -101,19 +71,3 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
             state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
             state |= {f"{name}.{key}": value for key, value in merged.get_base_layer().state_dict().items()}
     return state
-
-
-class TrainedParameters:
-    """What a checkpoint keeps beside the merged weights, from which adapters cannot be told apart again."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
-        for name, value in state.items():
-            parameters[name].copy_(value)

@@ -53,7 +53,7 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
-from hf_linear_attention.training.presets import Preset
+from hf_linear_attention.training.presets.preset import Preset
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse, parse_preset
 
@@ -72,23 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _finetune(argv: Sequence[str], speaks: bool) -> None:
     """Do what was asked."""
-    job = parse_preset(argv, __doc__) or parse(argv, __doc__)
+    asked = parse_preset(argv, __doc__) or parse(argv, __doc__)
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
-    logger.info("done: %s", _run(job))
+    logger.info("done: %s", _run(asked))
 
 
-def _run(job: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
+def _run(asked: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
     """Import what trains only now: `--help`, and the error of a wrong option, need none of it."""
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
-    from hf_linear_attention.training.run import disconnect, run
-    from hf_linear_attention.training.stages import run_stages
+    from hf_linear_attention.training.distributed.launching import disconnect
+    from hf_linear_attention.training.presets.stages import run_stages
+    from hf_linear_attention.training.run import run
 
     datasets.disable_progress_bars()  # one bar: the training's
     disable_progress_bar()
-    figures = run(job) if isinstance(job, Recipe) else run_stages(*job, parse, run)
+    figures = run(asked) if isinstance(asked, Recipe) else run_stages(*asked, parse, run)
     disconnect()
     return figures
 

@@ -4,110 +4,43 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import TerminatedError, TrainingError
-from hf_linear_attention.training import zero
-from hf_linear_attention.training.adapters import TrainedParameters
-from hf_linear_attention.training.averaging import WeightAverage
-from hf_linear_attention.training.batches import Batch, EvaluationBatches, Stream, loader
-from hf_linear_attention.training.checkpointing import Checkpointer, TrainingState
-from hf_linear_attention.training.evaluation import Evaluator
-from hf_linear_attention.training.inputs import TrainInputs
-from hf_linear_attention.training.layer_transfer import TransferLayers, layer_name
-from hf_linear_attention.training.metrics_file import MetricsFile
-from hf_linear_attention.training.models import Processor
-from hf_linear_attention.training.objectives import LOSS, Objective, count_units, weighted_sum
-from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.selection import Selection
-from hf_linear_attention.training.teacher import Teacher
-from hf_linear_attention.training.termination import Termination
-from hf_linear_attention.training.window_dropout import WindowDropout
+from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
+from hf_linear_attention.training.checkpoints.weights import TrainedParameters
+from hf_linear_attention.training.context import RunContext
+from hf_linear_attention.training.data.batches import Batch, count_units
+from hf_linear_attention.training.distributed import zero
+from hf_linear_attention.training.evaluation.evaluator import Selection
+from hf_linear_attention.training.losses.combined_loss import LOSS, weighted_sum
+from hf_linear_attention.training.losses.layer_transfer import layer_name
+from hf_linear_attention.training.training_plan import TrainingPlan
 
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Parts:
-    """What a run is made of; `run.py` builds it."""
-
-    recipe: Recipe
-    accelerator: Accelerator
-    processor: Processor
-    student: PreTrainedModel
-    teacher: Teacher | None
-    pad_token_id: int
-    validation: Stream | None
-    metrics: MetricsFile
-    average: WeightAverage | None = None
-
-    def final_weights(self) -> AbstractContextManager[None]:
-        """Inside, the student is what would be saved as the result: with `--ema_decay`, its average."""
-        return self.average.applied() if self.average is not None else nullcontext()
-
-    def evaluate(self, step: int, tokens: int) -> dict[str, float]:
-        """Figures on the validation data, also written to metrics.jsonl."""
-        if self.validation is None:
-            return {}
-        accelerator = self.accelerator
-        plan = EvaluationBatches(
-            len(self.validation),
-            self.recipe.optimization.per_device_eval_batch_size,
-            accelerator.process_index,
-            accelerator.num_processes,
-        )
-        evaluator = Evaluator(accelerator, self.recipe.model.task, self.teacher)
-        with self.final_weights():
-            figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
-        self.record({"step": step, self.recipe.unit: tokens, **figures})
-        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
-        return figures
-
-    def record(self, event: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, also for the trackers."""
-        self.metrics.write(event)
-        self.accelerator.log({name: value for name, value in event.items() if name != "step"}, step=event["step"])
-
-
-@dataclass
-class TrainingPlan:
-    """How far to train, and with what."""
-
-    inputs: TrainInputs
-    total_steps: int
-    optimizer: AcceleratedOptimizer
-    scheduler: LambdaLR
-    module: torch.nn.Module  # StudentWithObjectives; wrapped by accelerate, or around a student that is
-    synchronized: torch.nn.Module  # what accelerate has wrapped
-    objectives: dict[str, tuple[float, Objective]]
-    checkpointer: Checkpointer
-    window_dropout: WindowDropout
-    transfer: TransferLayers
-
-
 class TrainingLoop:
     """Runs `plan` from `state` on; a step is one optimizer step."""
 
-    def __init__(self, parts: Parts, plan: TrainingPlan, state: TrainingState) -> None:
-        self.parts, self.plan, self.state = parts, plan, state
-        self.accelerator, self.run = parts.accelerator, parts.recipe.run
+    def __init__(self, context: RunContext, plan: TrainingPlan, state: TrainingState) -> None:
+        self.context, self.plan, self.state = context, plan, state
+        self.accelerator, self.run = context.accelerator, context.recipe.run
         self.engine = zero.engine_of(self.accelerator)
-        self.objectives, self.selection, self.termination = plan.objectives, Selection(parts.recipe), Termination()
+        self.objectives, self.selection, self.termination = plan.objectives, Selection(context.recipe), Termination()
         self.is_terminated = False
         self.sums: dict[str, Tensor] = {}
         self.rates: dict[bool, float] = {}  # of the last step: in the mechanism or not -> learning rate
@@ -119,18 +52,18 @@ class TrainingLoop:
         found: dict[str, Any] = {"scheduler": self.plan.scheduler}
         if self.engine is None:
             found["optimizer"] = self.plan.optimizer
-        if self.parts.recipe.model.trains_beside:
-            found["trained"] = TrainedParameters(self.parts.student)
+        if self.context.recipe.model.trains_beside:
+            found["trained"] = TrainedParameters(self.context.student)
         if self.plan.transfer.patience is not None:
             found["transfer"] = self.plan.transfer
-        if self.parts.average is not None:
-            found["average"] = self.parts.average
+        if self.context.average is not None:
+            found["average"] = self.context.average
         return found if self.accelerator.scaler is None else {**found, "scaler": self.accelerator.scaler}
 
     def train(self) -> dict[str, float]:
         """Train to the end; returns the figures of the last evaluation."""
-        figures = self.parts.evaluate(0, 0) if self.state.step == 0 else {}
-        self.parts.student.train()
+        figures = self.context.evaluate(0, 0) if self.state.step == 0 else {}
+        self.context.student.train()
         self._restart_clock()
         quiet = not self.accelerator.is_main_process
         progress = tqdm(total=self.plan.total_steps, initial=self.state.step, disable=quiet, desc="training")
@@ -149,7 +82,7 @@ class TrainingLoop:
 
     def _windows(self) -> Iterator[list[Batch]]:
         """The batches of one optimizer step at a time, for this process."""
-        size = self.parts.recipe.optimization.gradient_accumulation_steps
+        size = self.context.recipe.optimization.gradient_accumulation_steps
         window: list[Batch] = []
         for batch in self.plan.inputs.batches(self.state.step, self.plan.total_steps):
             window.append(batch)
@@ -170,11 +103,11 @@ class TrainingLoop:
             last = number == len(window)
             synchronization = nullcontext() if last else self.accelerator.no_sync(self.plan.synchronized)
             with synchronization, self.plan.window_dropout.drawn(self.state.step):
-                targets = self.parts.teacher(batch) if self._uses_teacher() and self.parts.teacher else None
-                loss, parts = self.plan.module(batch, targets, scales)
+                targets = self.context.teacher(batch) if self._uses_teacher() and self.context.teacher else None
+                loss, figures = self.plan.module(batch, targets, scales)
                 self._backward(loss, last)
             losses.append(loss.detach())
-            self._add({name: value / self.accelerator.num_processes for name, value in parts.items()})
+            self._add({name: value / self.accelerator.num_processes for name, value in figures.items()})
         norm = self._clip()
         self._refuse_what_is_not_finite(window, torch.stack(losses), norm)
         self._update(norm)
@@ -206,7 +139,7 @@ class TrainingLoop:
         """Clip the gradients (DeepSpeed: and step with them); their norm before, the same on all processes."""
         if self.engine is not None:
             return zero.step(self.engine).to(self.accelerator.device)
-        limit = self.parts.recipe.optimization.max_grad_norm
+        limit = self.context.recipe.optimization.max_grad_norm
         parameters = [parameter for parameter in self.plan.module.parameters() if parameter.requires_grad]
         norm = self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -233,8 +166,8 @@ class TrainingLoop:
         self.plan.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:
             self.plan.scheduler.step()
-            if self.parts.average is not None:
-                self.parts.average.update()
+            if self.context.average is not None:
+                self.context.average.update()
         self.plan.optimizer.zero_grad()
 
     def _add(self, values: dict[str, Tensor]) -> None:
@@ -256,7 +189,7 @@ class TrainingLoop:
             self._log(progress)
         last = last or self.plan.transfer.is_over
         pause = time.perf_counter()
-        figures = self.parts.evaluate(step, self.state.tokens) if last or _due(step, run.eval_steps) else {}
+        figures = self.context.evaluate(step, self.state.tokens) if last or _due(step, run.eval_steps) else {}
         is_best = bool(figures) and self.selection.note(self.state, figures)
         if _due(step, run.checkpointing_steps) or self.is_terminated or (is_best and run.load_best_model_at_end):
             self._save()
@@ -265,7 +198,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._collect()
-        saved = self.plan.checkpointer.save(self.state, self.parts.student, self.parts.processor, self.stateful)
+        saved = self.plan.checkpointer.save(self.state, self.context.student, self.context.processor, self.stateful)
         if self.is_terminated:
             raise TerminatedError(f"SIGTERM: {saved} was written; `--resume_from_checkpoint latest` goes on from there")
 
@@ -273,7 +206,7 @@ class TrainingLoop:
         self._collect()
         means = {name: value / self.state.steps_in_sums for name, value in self.state.sums.items()}
         norm, loss = means.pop("grad_norm"), means.pop(LOSS)
-        unit = self.parts.recipe.unit
+        unit = self.context.recipe.unit
         event = {
             "step": self.state.step,
             unit: self.state.tokens,
@@ -284,7 +217,7 @@ class TrainingLoop:
             **({"mechanism_learning_rate": self.rates[True]} if len(self.rates) > 1 else {}),
             f"{unit}_per_second": (self.state.tokens - self.tokens_at_start) / (time.perf_counter() - self.started),
         }
-        self.parts.record(event)
+        self.context.record(event)
         speed = f"{unit}_per_second"
         progress.set_postfix({LOSS: f"{loss:.4g}", speed: f"{event[speed]:,.0f}"})
         self._note_layers(means)
@@ -305,3 +238,24 @@ class TrainingLoop:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+class Termination:
+    """Inside `with`, SIGTERM sets `requested`; outside it has the effect it had before."""
+
+    requested = False
+
+    def __enter__(self) -> Termination:
+        self._is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
+        if self._is_main:
+            self._previous: Any = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_main:
+            signal.signal(signal.SIGTERM, self._previous)

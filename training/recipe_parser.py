@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, given_names, value_of, words_of
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.training.presets import BLOCK_SIZE, Preset, command_lines, load_preset, preset_names
+from hf_linear_attention.training.presets.preset import BLOCK_SIZE, Preset, command_lines, load_preset, preset_names
 from hf_linear_attention.training.recipe import GROUPS, Recipe
 from hf_linear_attention.training.validation import fill_defaults, find_problems
 

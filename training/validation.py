@@ -17,7 +17,7 @@ from hf_linear_attention.training.recipe import (
     parse_layer_numbers,
     parse_rates,
 )
-from hf_linear_attention.training.trackers import tracker_problems
+from hf_linear_attention.training.tracking import tracker_problems
 
 
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")

@@ -21,7 +21,7 @@ from hf_linear_attention._common.errors import RunError, UsageError
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
 # What only training, its figures and data files need: the extra `train`.
-TRAINING_LIBRARIES = ("datasets", "evaluate")
+TRAINING_LIBRARIES = ("accelerate", "datasets", "evaluate")
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
 
 

@@ -161,10 +161,11 @@ def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            yield f"{prefix}{name}", word(value)
+            yield f"{prefix}{name}", format_value(value)
 
 
-def word(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """A figure or setting as a table of the card, or the terminal, shows it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_linear_attention.training.evaluation import Evaluator
+from hf_linear_attention.training.evaluation.evaluator import Evaluator
 
 
 pytest.importorskip("lm_eval", reason="needs the extra `clients`")

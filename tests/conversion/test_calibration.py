@@ -11,7 +11,7 @@ from matrix import stock_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_linear_attention import calibrate, convert
-from hf_linear_attention.conversion import calibrate as conversion_calibrate
+from hf_linear_attention.conversion import calibration
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -171,7 +171,7 @@ def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path):
 
 
 def test_only_what_needs_it_is_calibrated(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(conversion_calibrate, "calibrate", None)
+    monkeypatch.setattr(calibration, "calibrate", None)
     report = convert_folder(llama, tmp_path / "out", "--attention", "performer", "--num_features", 16, "--no_verify")
     assert report["calibration"] is report["figures"]["calibrated on"] is None
     assert "calibrated" not in (tmp_path / "out/README.md").read_text()

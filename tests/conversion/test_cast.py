@@ -23,8 +23,9 @@ BY_FILES = 1000  # bytes; what of a tiny model is larger goes through files
 
 
 def convert_twice(source: Path, folder: Path, monkeypatch, *words: object) -> list[dict[str, torch.Tensor]]:
-    """The weights that a conversion writes with its cast in memory, and by files; all else must be the same."""
+    """The weights that a conversion writes without accelerate, cast in memory and by files; all else is the same."""
     written = []
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
     for name, size in (("memory", sys.maxsize), ("files", BY_FILES)):
         monkeypatch.setattr(cast, "FILE_BYTES", size)
         code, _, err = run("--model_name_or_path", source, "--output_dir", folder / name, *words)
@@ -96,14 +97,14 @@ def test_files_that_do_not_have_the_dtype_of_their_configuration(is_pickled, tmp
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at the memory map of the process")
 def test_weights_that_were_cast_are_pages_of_files(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(cast, "FILE_BYTES", BY_FILES)
-    job = prepare(
+    conversion = prepare(
         parse(["--model_name_or_path", str(llama), "--output_dir", str(tmp_path / "out"), "--dtype", "bfloat16"])
     )
-    model = load_converted(job, tmp_path)
+    model = load_converted(conversion, tmp_path)
     assert not list(tmp_path.iterdir())
     maps = re.findall(rf"^(\w+)-(\w+) .*{re.escape(str(tmp_path))}/", Path("/proc/self/maps").read_text(), re.MULTILINE)
     spans = [range(int(start, 16), int(end, 16)) for start, end in maps]
     outside = {
         name for name, tensor in model.state_dict().items() if not any(tensor.data_ptr() in span for span in spans)
     }
-    assert outside == {tensor.target for tensor in job.plan.new}
+    assert outside == {tensor.target for tensor in conversion.plan.new}

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_linear_attention import calibrate, convert
 from hf_linear_attention.conversion.calibration_data import token_windows
-from hf_linear_attention.conversion.diagnose import diagnose
+from hf_linear_attention.conversion.diagnosis import diagnose
 from hf_linear_attention.conversion.samples import TEXTS
 
 

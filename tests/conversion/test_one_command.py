@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline, preset_run
 from hf_linear_attention.conversion.request import parse, parse_tokens
-from hf_linear_attention.training.presets import load_preset
+from hf_linear_attention.training.presets.preset import load_preset
 
 
 SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
 def test_an_interruption_keeps_what_was_done_for_this_request_alone(words, tmp_path, monkeypatch):
     out, work = tmp_path / "out", tmp_path / "out.unfinished"
 
-    def interrupt(job, training):
+    def interrupt(conversion, training):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(preset_run, "_train", interrupt)
@@ -327,7 +327,7 @@ def test_a_plain_conversion_imports_nothing_for_training(llama):
     code = (
         "import sys, conversion.convert_checkpoint as script\n"
         f"script.main(['--model_name_or_path', {str(llama)!r}, '--dry_run'])\n"
-        "ours = {f'hf_linear_attention.training.{name}' for name in ('data', 'retention', 'rows', 'run')}\n"
+        "ours = {f'hf_linear_attention.training.{name}' for name in ('data.rows', 'evaluation.retention', 'run')}\n"
         "found = ({'datasets', 'evaluate', 'peft'} | ours) & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )

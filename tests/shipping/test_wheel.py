@@ -60,10 +60,15 @@ def command(wheel: Path, folder: Path, *words: str, missing: str = ""):
 def test_without_the_extra_for_training_it_converts_and_says_what_training_needs(wheel, tmp_path):
     save_twin(tmp_path / "source", "llama")
     convert = ("hf_linear_attention.conversion.convert_checkpoint", "--model_name_or_path", str(tmp_path / "source"))
-    missing = "datasets,evaluate"
+    missing = "accelerate,datasets,evaluate"
     done = command(wheel, tmp_path, *convert, "--output_dir", str(tmp_path / "out"), missing=missing)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    (tmp_path / "load.py").write_text(
+        "import hf_linear_attention, transformers\n"
+        "print(type(transformers.AutoModelForCausalLM.from_pretrained('out')).__name__)\n"
+    )
+    done = command(wheel, tmp_path, "load", missing=missing)
+    assert done.stdout == "LinearLlamaForCausalLM\n", done.stderr
     (tmp_path / "text.txt").write_text("some text\n" * 50)
     heal = ("--task", "causal_lm", "--train_file", "text.txt", "--output_dir", str(tmp_path / "healed"))
     for words in (
@@ -72,6 +77,7 @@ def test_without_the_extra_for_training_it_converts_and_says_what_training_needs
     ):
         done = command(wheel, tmp_path, *words, missing=missing)
         assert done.returncode == 2, done.stderr
+        assert len(done.stderr.splitlines()) == 1
         assert 'pip install "hf-linear-attention[train]"' in done.stderr.splitlines()[-1]
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.metrics_file import read_metrics
+from hf_linear_attention.training.tracking import read_metrics
 
 
 def shard_and_train(folder: str, results: Path) -> None:
@@ -92,7 +92,7 @@ def sharded_finetune(cache: Path, options: list[Any]) -> int:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
-    from hf_linear_attention.training import launching
+    from hf_linear_attention.training.distributed import launching
 
     def accelerator(**keywords: Any) -> Accelerator:
         made = Accelerator(**keywords)
@@ -140,7 +140,7 @@ def zero_finetune(cache: Path, stage: int, options: list[Any]) -> int:
     """`finetune.py` under DeepSpeed on two CPU processes, as `accelerate launch` starts them."""
     launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
     os.environ.update(launch | {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "DS_ACCELERATOR": "cpu"})
-    from hf_linear_attention.training import launching, zero
+    from hf_linear_attention.training.distributed import launching, zero
 
     def configure(accelerator: Any, recipe: Any) -> None:
         zero_configure(accelerator, recipe)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from hf_linear_attention.training.finetune import main
-from hf_linear_attention.training.metrics_file import read_metrics
+from hf_linear_attention.training.tracking import read_metrics
 
 
 VOCABULARY = 300

@@ -179,7 +179,7 @@ def test_help_shows_the_examples_as_they_can_be_pasted(capsys: pytest.CaptureFix
 
 def test_no_option_is_accepted_and_ignored() -> None:
     """Every option is read somewhere besides its declaration and its checks."""
-    sources = [p for p in (ROOT / "training").glob("*.py") if p.name not in ("recipe.py", "validation.py")]
+    sources = [p for p in (ROOT / "training").rglob("*.py") if p.name not in ("recipe.py", "validation.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for name in (name for group in GROUPS for name in group.__dataclass_fields__):
         read = rf"\.{name}\b" if not name.endswith("_weight") else r'f"\{name\}_weight"'
@@ -223,7 +223,7 @@ def test_a_signal_before_the_training_is_one_line(
     number: int, word: str, base: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(finetune, "_run", lambda job: signal.raise_signal(number))
+    monkeypatch.setattr(finetune, "_run", lambda asked: signal.raise_signal(number))
     assert main(base) == 128 + number
     error = capsys.readouterr().err
     assert error.startswith(f"finetune.py: {word}; ")
@@ -237,7 +237,7 @@ def test_what_only_reads_options_imports_nothing_that_trains(base: list[str]) ->
     code = (
         "import sys\nfrom hf_linear_attention.training.finetune import main\n"
         f"assert main({[*base, '--learning_rate', '-1']!r}) == 2\n"
-        "ours = {f'hf_linear_attention.training.{name}' for name in ('models', 'run')}\n"
+        "ours = {f'hf_linear_attention.training.{name}' for name in ('models', 'run', 'data.rows', 'losses.teacher')}\n"
         "found = ({'datasets', 'evaluate', 'peft'} | ours) & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 
 from hf_linear_attention import convert
 from hf_linear_attention.training import run as run_module
-from hf_linear_attention.training.averaging import WeightAverage
-from hf_linear_attention.training.objectives import AttentionTransfer
+from hf_linear_attention.training.losses.attention_transfer import AttentionTransfer
+from hf_linear_attention.training.parameters import WeightAverage
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_the_average_of_the_best_step(
 ) -> None:
     values = iter([9.0, 3.0, 1.0, 2.0, 2.0])  # the best is step 2
     compute = lambda *_, **__: {"nats_per_token": next(values)}  # noqa: E731
-    monkeypatch.setattr("hf_linear_attention.training.evaluation.TokenLoss._compute", compute)
+    monkeypatch.setattr("hf_linear_attention.training.evaluation.evaluator.TokenLoss._compute", compute)
     evaluate = ["--validation_file", files / "valid.txt", "--max_eval_samples", 2, "--eval_steps", 1]
     finetune(*causal, *evaluate, "--ema_decay", 0.5, "--load_best_model_at_end")
     best = torch.load(tmp_path / "out" / "checkpoint-2" / "optimizer.pt", weights_only=True)["average"]
@@ -157,13 +157,12 @@ class Recorder(GeneralTracker):
 
 
 def test_trackers(finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr("hf_linear_attention.training.trackers.get_available_trackers", list)
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", list)
     finetune(*causal, "--report_to", "tensorboard,paper", expect=2)
     error = capsys.readouterr().err.splitlines()[-1]
     assert "`--report_to tensorboard` needs a package that is not installed: `pip install tensorboard`" in error
     assert "`--report_to paper`: allowed are" in error
-    for place in ("hf_linear_attention.training.trackers", "accelerate.tracking"):
-        monkeypatch.setattr(f"{place}.get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [LoggerType.TENSORBOARD])
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Recorder)
     events = finetune(*causal, "--report_to", "tensorboard")
     assert Recorder.events == events
@@ -180,8 +179,7 @@ def test_trackio(finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytes
     )
     module.init = lambda project: runs.append(project) or run
     monkeypatch.setitem(sys.modules, "trackio", module)
-    for place in ("hf_linear_attention.training.trackers", "accelerate.tracking"):
-        monkeypatch.setattr(f"{place}.get_available_trackers", lambda: [LoggerType.TRACKIO])
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [LoggerType.TRACKIO])
     events = finetune(*causal, "--report_to", "trackio")
     assert logged == events
     assert (runs, finished, settings["max_length"]) == (["out"], [True], 32)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.metrics_file import read_metrics
+from hf_linear_attention.training.tracking import read_metrics
 
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "training" / "configs").glob("*.yaml"))

@@ -1,0 +1,175 @@
+"""The result against its source: tensors in the files, and outputs with linear against softmax attention.
+
+The teacher is the converted model itself with its original attention switched on (`softmax_attention`): once the base
+tensors are shown to be equal, that is the source, without a second model in memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_linear_attention import softmax_attention
+from hf_linear_attention._common.errors import ConversionError
+from hf_linear_attention.configuration_linear_attention import is_causal_config
+from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.conversion.samples import pixel_samples, sound_samples, text_samples
+from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.training.parameters import MECHANISM
+
+
+LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+LOGITS = ("logits", "prediction_logits", "start_logits")
+
+
+def verify(folder: Path, source: Source, plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Reload the result on the CPU and measure it.
+
+    Returns:
+        `tensors` (how many were compared and equal) and `student_against_teacher` (errors relative to the norm of the
+        teacher's output, KL in nats per token).
+
+    Raises:
+        ConversionError: if a tensor of the source changed on the way, or the result computes no finite numbers.
+    """
+    tensors = compare_tensors(folder, source, plan)
+    model = plan.linear_class.from_pretrained(folder).eval()
+    return {"tensors": tensors, "student_against_teacher": compare_outputs(model, tokenizer)}
+
+
+def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
+    """Every mapped tensor as it lies in both folders; a cast that was asked for is applied to the source's side.
+
+    Returns:
+        How many were `compared`, are `equal` and were `not_compared`, and how many tensors the `mechanism` has.
+
+    Raises:
+        ConversionError: if a tensor changed, or none could be compared.
+    """
+    result = open_source(str(folder))
+    compared, not_compared, changed = 0, 0, []
+    for tensor in plan.mapped:
+        # Saving restores the names that the checkpoint format uses, which may differ from those in the model.
+        names = [name for name in (tensor.source, tensor.target) if name in result.tensors]
+        if tensor.source is None or not names:
+            not_compared += tensor.source is not None
+            continue  # made of several tensors, or tied to another and not stored
+        ours, theirs = result.read(names[0]), source.read(tensor.source)
+        compared += 1
+        if not torch.equal(ours, theirs.to(ours.dtype)):
+            changed.append(names[0])
+    if not compared:
+        raise ConversionError(
+            f"none of the {not_compared} tensors that come from {source.name} could be compared: the result holds none "
+            "by its name; if `--dry_run` shows tensors as mapped, report this, and convert with `--no_verify` only if "
+            "you compare the weights yourself"
+        )
+    if changed:
+        raise ConversionError(f"{len(changed)} tensors of the source changed on the way, first `{changed[0]}`")
+    new = sum(MECHANISM in name for name in result.tensors)
+    return {"compared": compared, "equal": compared, "not_compared": not_compared, "mechanism": new}
+
+
+@torch.no_grad()
+def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, float]:
+    """Student and teacher on the built-in samples, one by one; then a padded batch of them."""
+    samples = _samples(model, tokenizer)
+    is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    student, logits = zip(*(_outputs(model, sample) for sample in samples))
+    with softmax_attention(model):
+        teacher, teacher_logits = zip(*(_outputs(model, sample) for sample in samples))
+    if not all(torch.isfinite(output).all() for output in student):
+        raise ConversionError("the converted model computes numbers that are not finite on the built-in samples")
+    figures = {"hidden_state_error": _relative_error(student, teacher)}
+    if is_text and not _is_causal(model):
+        means = zip(student, teacher)
+        cosines = [F.cosine_similarity(a.mean(1), b.mean(1)).item() for a, b in means]
+        figures["mean_embedding_cosine"] = sum(cosines) / len(cosines)
+    if logits[0] is not None:
+        figures["logits_error"] = _relative_error(logits, teacher_logits)
+        if type(model).__name__.endswith(LM_HEADS):
+            figures["kl_to_teacher"], figures["top1_agreement"] = _distribution_figures(logits, teacher_logits)
+    if is_text:
+        figures["padding_difference"] = _padding_difference(model, samples, student)
+    return figures
+
+
+def _samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
+    if model.main_input_name == "input_ids":
+        return text_samples(model.config, tokenizer)
+    if model.main_input_name == "pixel_values":
+        return pixel_samples(model.config)
+    return sound_samples(model.config, model.main_input_name)
+
+
+def _inputs(model: PreTrainedModel, sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """An encoder-decoder reads a text on both sides; of sound, the decoder writes a few tokens."""
+    inputs = {model.main_input_name: sample}
+    if model.config.is_encoder_decoder:
+        start = getattr(model.config, "decoder_start_token_id", None) or 0
+        inputs["decoder_input_ids"] = sample if sample.dtype == torch.long else torch.full((1, 4), start)
+    return inputs
+
+
+def _outputs(model: PreTrainedModel, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The last hidden state `[1, N, hidden]` of the base model and the logits of its head, if any, in float32."""
+    inputs = _inputs(model, sample)
+    choices = {model.main_input_name: sample.unsqueeze(1)} if type(model).__name__.endswith("ForMultipleChoice") else {}
+    seen: list[Any] = []
+    with model.base_model.register_forward_hook(lambda module, args, output: seen.append(output)):
+        output = model(**{**inputs, **choices}, output_hidden_states=True)
+    if len(seen) != 1:  # the head calls parts of it (OPT, BART's decoder)
+        seen = [model.base_model(**inputs, output_hidden_states=True)]
+    logits = next((output[name].float() for name in LOGITS if output.get(name) is not None), None)
+    if "last_hidden_state" in seen[0]:
+        return seen[0].last_hidden_state.float(), logits
+    return seen[0].decoder_hidden_states[-1].float(), logits  # T5's model with a head has no base model inside
+
+
+def _distribution_figures(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Mean over all tokens of KL(teacher || student), and the share with the same most likely token."""
+    divergence, same, count = 0.0, 0.0, 0
+    for ours, theirs in zip(student, teacher):
+        log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
+        divergence += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
+        same += (ours.argmax(-1) == theirs.argmax(-1)).sum().item()
+        count += ours.shape[:-1].numel()
+    return divergence / count, same / count
+
+
+def _relative_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> float:
+    """|student - teacher| / |teacher| over all samples; 0.0 exactly where nothing differs."""
+    difference = sum((a - b).square().sum().item() for a, b in zip(student, teacher))
+    return math.sqrt(difference / max(sum(b.square().sum().item() for b in teacher), 1e-30))
+
+
+def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alone: Sequence[torch.Tensor]) -> float:
+    """How far a padded batch moves the real tokens, relative to their norm.
+
+    Causal models that take position_ids are padded on the left, as for generation; right padding proves nothing there.
+    """
+    pad = getattr(model.config, "pad_token_id", None) or 0
+    left = _is_causal(model) and "position_ids" in inspect.signature(model.base_model.forward).parameters
+    width = max(sample.shape[1] for sample in samples)
+    ids = torch.full((len(samples), width), pad)
+    mask = torch.zeros_like(ids)
+    places = []
+    for row, sample in enumerate(samples):
+        size = sample.shape[1]
+        place = slice(width - size, width) if left else slice(0, size)
+        ids[row, place], mask[row, place] = sample[0], 1
+        places.append(place)
+    positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if left else {}
+    output = model.base_model(input_ids=ids, attention_mask=mask, **positions).last_hidden_state.float()
+    return _relative_error([output[row : row + 1, place] for row, place in enumerate(places)], alone)
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    return is_causal_config(model.config, model.config.stock_model_type)

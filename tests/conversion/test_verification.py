@@ -1,0 +1,158 @@
+"""The figures of the report, computed again from two models, and damage that must be noticed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import tiny_model
+from checkpoints import tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention._common.errors import ConversionError
+from hf_linear_attention.conversion.plan import make_plan
+from hf_linear_attention.conversion.report import _check_lines
+from hf_linear_attention.conversion.samples import TEXTS, text_samples
+from hf_linear_attention.conversion.source import open_source
+from hf_linear_attention.conversion.verification import compare_outputs, compare_tensors, verify
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+SETTINGS = {"mechanism": "linear", "num_features": 16}
+
+
+def test_the_figures_are_those_of_two_separate_models(llama, linear_llama):
+    figures = json.loads((linear_llama / "conversion_report.json").read_text())["checks"]["student_against_teacher"]
+    teacher = AutoModelForCausalLM.from_pretrained(llama)
+    student = AutoModelForCausalLM.from_pretrained(linear_llama)
+    tokenizer = tiny_tokenizer()
+    errors, norms, divergence, same, tokens = 0.0, 0.0, 0.0, 0, 0
+    for text in TEXTS:
+        ids = tokenizer(text, truncation=True, return_tensors="pt").input_ids
+        with torch.no_grad():
+            p, q = teacher(ids).logits, student(ids).logits
+        errors += (p - q).square().sum().item()
+        norms += p.square().sum().item()
+        divergence += (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum().item()
+        same += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        tokens += ids.numel()
+    assert figures["logits_error"] == pytest.approx((errors / norms) ** 0.5, rel=1e-3)
+    assert figures["kl_to_teacher"] == pytest.approx(divergence / tokens, rel=1e-3)
+    assert figures["top1_agreement"] == pytest.approx(same / tokens)
+    assert "mean_embedding_cosine" not in figures
+
+
+def test_a_changed_base_tensor_is_noticed(llama, linear_llama, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    source = open_source(str(llama))
+    plan = make_plan(source, SETTINGS)
+    counts = compare_tensors(folder, source, plan)
+    assert counts["equal"] == len(plan.mapped)
+    assert counts["mechanism"] == len(plan.new)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"1 tensors .* `model.norm.weight`"):
+        compare_tensors(folder, source, plan)
+
+
+def test_a_comparison_of_nothing_is_no_success(llama, linear_llama, tmp_path):
+    """No tensor of the source is in the result: whatever it holds, it is not the source's."""
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    weights = {f"other.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(llama))
+    plan = make_plan(source, SETTINGS)
+    with pytest.raises(ConversionError, match=rf"none of the {len(plan.mapped)} tensors .* could be compared"):
+        compare_tensors(folder, source, plan)
+    plan.mapped.clear()
+    with pytest.raises(ConversionError, match=r"none of the 0 tensors .* could be compared"):
+        compare_tensors(linear_llama, source, plan)
+
+
+def test_tensors_that_were_not_compared_are_counted_and_named(llama, linear_llama, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(llama))
+    plan = make_plan(source, SETTINGS)
+    counts = compare_tensors(folder, source, plan)
+    assert (counts["equal"], counts["not_compared"]) == (len(plan.mapped) - 1, 1)
+    checks = {"tensors": counts, "student_against_teacher": {"hidden_state_error": 0.5}}
+    (line, *_) = _check_lines(checks, has_layers=True)
+    assert f"{len(plan.mapped) - 1} of {len(plan.mapped) - 1} base tensors are equal, 1 not compared" in line
+
+
+def test_numbers_that_are_not_finite_are_noticed(llama, linear_llama, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(linear_llama, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(key for key in weights if ".linear_attention." in key)
+    weights[name].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(llama))
+    with pytest.raises(ConversionError, match="not finite"):
+        verify(folder, source, make_plan(source, SETTINGS), None)
+
+
+def test_padding_that_leaks_shows_in_the_figure(linear_llama, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(linear_llama)
+    assert compare_outputs(model, tiny_tokenizer())["padding_difference"] < 1e-5
+    stock = type(model.base_model).forward
+
+    @functools.wraps(stock)  # its signature decides on which side the padding goes
+    def without_mask(self, *args, attention_mask=None, **kwargs):
+        return stock(self, *args, attention_mask=None, **kwargs)
+
+    monkeypatch.setattr(type(model.base_model), "forward", without_mask)
+    assert compare_outputs(model, tiny_tokenizer())["padding_difference"] > 1e-3
+
+
+def test_an_encoder_is_measured_by_its_embeddings(bert, tmp_path):
+    model = convert(str(bert), mechanism="linformer", projection_size=8)
+    figures = compare_outputs(model, None)
+    assert -1 < figures["mean_embedding_cosine"] < 0.9999
+    assert F.relu(torch.tensor(figures["kl_to_teacher"])) > 1e-3
+    identical = compare_outputs(convert(str(bert), layers="none"), None)
+    assert identical["mean_embedding_cosine"] == pytest.approx(1.0)
+    assert identical["kl_to_teacher"] == identical["hidden_state_error"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "passes"),
+    [
+        ("llama", "AutoModelForCausalLM", 2 * 4 + 1),  # student and teacher on four samples, and the padded batch
+        ("bart", "AutoModelForSeq2SeqLM", 2 * 4),
+        ("t5", "AutoModelForSeq2SeqLM", 2 * 4),
+        ("opt", "AutoModelForCausalLM", 4 * 4 + 1),  # its head goes round the base model, which runs by itself then
+    ],
+)
+def test_one_forward_pass_gives_hidden_states_and_logits(model_type, auto_class, passes, tmp_path):
+    tiny_model(model_type, auto_class).save_pretrained(tmp_path)
+    drop = {"drop": ["position_bias"]} if model_type == "t5" else {}
+    model = convert(str(tmp_path), **SETTINGS, **drop)
+    calls = []
+    last = list(linear_attention_modules(model).values())[-1]
+    last.register_forward_hook(lambda module, args, output: calls.append(module))
+    figures = compare_outputs(model, None)
+    assert len(calls) == passes
+    inputs = [{"input_ids": sample} for sample in text_samples(model.config, None)]
+    if model.config.is_encoder_decoder:
+        inputs = [{**texts, "decoder_input_ids": texts["input_ids"]} for texts in inputs]
+    with torch.no_grad():
+        student = torch.cat([model(**texts).logits for texts in inputs], dim=1)
+        with softmax_attention(model):
+            teacher = torch.cat([model(**texts).logits for texts in inputs], dim=1)
+    # The same sums of squares in float32, taken text by text there.
+    assert figures["logits_error"] == pytest.approx(((student - teacher).norm() / teacher.norm()).item(), rel=1e-4)
+    assert figures["hidden_state_error"] != figures["logits_error"]

@@ -1,0 +1,347 @@
+"""What goes wrong on long runs: kills, full disks, damaged files, losses that are no numbers. Each leaves a run that
+can go on, and the resumed run ends with the very weights of the one that nothing happened to."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_linear_attention._common.folders import find_damage
+from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention.training.checkpoints.checkpointing import (
+    latest_checkpoint,
+    list_checkpoints,
+    newest_intact_checkpoint,
+)
+from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.losses.objectives import TaskLoss
+from hf_linear_attention.training.tracking import MetricsFile, read_metrics
+
+
+STEPS = 8
+Run = Callable[..., Path]
+
+
+def same_weights(mine: Path, yours: Path) -> bool:
+    a, b = load_file(mine / "model.safetensors"), load_file(yours / "model.safetensors")
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(event["step"], event["loss"]) for event in read_metrics(folder / "metrics.jsonl") if "loss" in event]
+
+
+@pytest.fixture(scope="module")
+def options(named_classifier: str, files: Path) -> list[Any]:
+    model = ["--model_name_or_path", named_classifier, "--task", "sequence_classification"]
+    data = ["--train_file", files / "train.tsv", "--max_length", 32, "--learning_rate", "1e-3"]
+    steps = ["--max_train_steps", STEPS, "--checkpointing_steps", 2, "--logging_steps", 1]
+    return [*model, *data, *steps, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2]
+
+
+def command(options: list[Any], *more: Any, folder: Path) -> list[str]:
+    return [str(option) for option in (*options, *more, "--output_dir", folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(options: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert main(command(options, folder=folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def begun(whole: Path, tmp_path: Path) -> Path:
+    """The same run, killed while it wrote the last checkpoint."""
+    folder = tmp_path / "begun"
+    shutil.copytree(whole, folder)
+    (folder / "checkpoint-8").rename(folder / ".incomplete-checkpoint-8")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "word"),
+    [
+        (truncate, "model.safetensors", "bytes"),
+        (flip_a_bit, "optimizer.pt", "other content"),
+        (Path.unlink, "rng-0.pt", "missing"),
+        (truncate, "checksums.json", "cannot be read"),
+    ],
+)
+def test_latest_goes_back_to_the_newest_intact_checkpoint(
+    damage, name: str, word: str, begun: Path, whole: Path, options: list[Any], caplog, capsys
+) -> None:
+    damage(begun / "checkpoint-6" / name)
+    explicit = command(options, "--resume_from_checkpoint", begun / "checkpoint-6", folder=begun)
+    assert main(explicit) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert name in error
+    assert word in error
+    with caplog.at_level(logging.WARNING):
+        assert main(command(options, "--resume_from_checkpoint", "latest", folder=begun)) == 0
+    assert "checkpoint-6 is damaged" in caplog.text
+    assert same_weights(begun, whole)
+    assert losses(begun) == losses(whole)
+    assert not list(begun.glob(".incomplete*"))
+    assert all(find_damage(path) is None for path in list_checkpoints(begun))
+
+
+def test_the_best_model_is_kept_and_restored(
+    options: list[Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures are replaced, the weights are the run's own: the best evaluation is the one after step 4 of 8."""
+    figures = iter([0.9, 0.5, 0.7, 0.6, 0.7])  # before training, which does not count, and after steps 2, 4, 6, 8
+    monkeypatch.setattr(
+        "hf_linear_attention.training.evaluation.evaluator.Classification._compute",
+        lambda *_, **__: {"accuracy": next(figures)},
+    )
+    best = ["--validation_file", files / "valid.tsv", "--eval_steps", 2, "--load_best_model_at_end"]
+    folder = tmp_path / "out"
+    assert main(command(options, *best, "--save_total_limit", 1, folder=folder)) == 0
+    assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-8"]
+    assert same_weights(folder, folder / "checkpoint-4")
+    assert not same_weights(folder, folder / "checkpoint-8")
+    report = json.loads((folder / "training_report.json").read_text(encoding="utf-8"))
+    assert report["runs"][-1]["metrics"] == {"eval_accuracy": 0.7}
+
+
+def test_early_stopping(options: list[Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience is counted in evaluations without a new best, also across a resumption: step 4 was the first of two."""
+    patience = ["--validation_file", files / "valid.tsv", "--eval_steps", 1, "--early_stopping_patience", 2]
+    folder = tmp_path / "out"
+    for values, more in [
+        ([0.9, 0.5, 0.4, 0.6, 0.6, 0.5], []),
+        ([0.6], ["--resume_from_checkpoint", folder / "checkpoint-4"]),
+    ]:
+        figures = iter(values)
+        monkeypatch.setattr(
+            "hf_linear_attention.training.evaluation.evaluator.Classification._compute",
+            lambda *_, f=figures, **__: {"accuracy": next(f)},
+        )
+        assert main(command(options, *patience, *more, folder=folder)) == 0
+        assert max(event["step"] for event in read_metrics(folder / "metrics.jsonl")) == 5
+
+
+def test_every_random_generator_goes_on_where_it_was(
+    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Python, of numpy and of torch: a resumed run draws what the uninterrupted one does."""
+    total, drawn = TaskLoss.total, []
+
+    def drawing(self: TaskLoss, *inputs: Any) -> torch.Tensor:
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        return total(self, *inputs)
+
+    monkeypatch.setattr(TaskLoss, "total", drawing)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert main(command(options, folder=whole)) == 0
+    expected = list(drawn)
+    assert len(set(expected)) == 2 * STEPS
+    shutil.copytree(whole / "checkpoint-4", parted / "checkpoint-4")
+    drawn.clear()
+    assert main(command(options, "--resume_from_checkpoint", "latest", folder=parted)) == 0
+    assert drawn == expected[2 * 4 :]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to write more (EFBIG; Python ignores the signal): to a program, a disk quota."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_file_that_cannot_be_written_keeps_the_last_good_checkpoint(
+    file: str, begun: Path, whole: Path, options: list[Any], capsys, caplog
+) -> None:
+    """A limit below the size of the weights, then one between it and that of the optimizer, which is twice as large."""
+    shutil.rmtree(begun / "checkpoint-6")
+    size = (whole / "checkpoint-6" / file).stat().st_size
+    again = command(options, "--resume_from_checkpoint", "latest", folder=begun)
+    with largest_file(size - 1):
+        assert main(again) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("finetune.py: failed: checkpoint-6 could not be written")
+    assert str(begun / "checkpoint-4") in error
+    assert not list(begun.glob(".incomplete*"))
+    assert newest_intact_checkpoint(begun) == begun / "checkpoint-4"
+    assert main(again) == 0
+    assert same_weights(begun, whole)
+
+
+def test_a_full_disk_is_one_line(options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    assert main(command(options, folder=tmp_path / "out")) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint-2 could not be written: [Errno 28] No space left on device" in error
+    assert "no checkpoint to go on from" in error
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(options: list[Any], capsys) -> None:
+    assert main(command(options, folder=Path("/proc/nowhere"))) == 1  # not even root can
+    assert "/proc/nowhere" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_loss_that_is_no_number_names_the_examples(
+    options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """It is noticed before it reaches the weights, even where no line is logged at this step."""
+    total, seen = TaskLoss.total, []
+
+    def poisoned(self: TaskLoss, batch: Any, *outputs: Any) -> torch.Tensor:
+        seen.append(batch["index"].tolist())
+        return total(self, batch, *outputs) * (torch.nan if len(seen) == 10 else 1)  # step 5, its second batch
+
+    monkeypatch.setattr(TaskLoss, "total", poisoned)
+    folder = tmp_path / "out"
+    assert main(command(options, "--logging_steps", 100, folder=folder)) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"the loss of step 5 is not finite (training examples {sorted(seen[9])})" in error
+    assert f"last good checkpoint is {folder / 'checkpoint-4'}" in error
+    assert same_weights(folder / "checkpoint-4", whole / "checkpoint-4")
+
+
+def test_sigterm_saves_and_the_run_goes_on(
+    options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    write = MetricsFile.write
+
+    def terminated(self: MetricsFile, event: dict[str, Any]) -> None:
+        write(self, event)
+        if event["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    folder = tmp_path / "out"
+    monkeypatch.setattr(MetricsFile, "write", terminated)
+    assert main(command(options, folder=folder)) == 143
+    assert "checkpoint-5 was written" in capsys.readouterr().err.splitlines()[-1]
+    assert signal.getsignal(signal.SIGTERM) == before
+    monkeypatch.setattr(MetricsFile, "write", write)
+    assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 0
+    assert same_weights(folder, whole)
+
+
+def test_kill_9_at_any_moment(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:
+    """Loses at most the 2 steps since the last checkpoint, and nothing of the result."""
+    whole, folder = tmp_path / "whole", tmp_path / "out"
+    longer = [*options, "--max_train_steps", 36, "--save_total_limit", 2]
+    assert main(command(longer, folder=whole)) == 0
+    again = command(longer, "--resume_from_checkpoint", "latest", folder=folder)
+    kills = 0
+    for delay in (random.uniform(0, 0.4) for _ in range(3)):
+        before = newest_intact_checkpoint(folder)
+        run = processes.start(processes.finetune, dataset_cache, again)
+        while latest_checkpoint(folder) == before and run[0].is_alive():
+            time.sleep(0.01)
+        time.sleep(delay)
+        run[0].kill()
+        kills += processes.finish(run) == [-signal.SIGKILL]
+        reached, newest = max(step for step, _ in losses(folder)), newest_intact_checkpoint(folder)
+        assert newest is not None
+        assert int(newest.name.split("-")[1]) >= reached - 2, f"killed {delay} s after {before}"
+        damaged = [path for path in list_checkpoints(folder) if find_damage(path) is not None]
+        assert not damaged, f"killed {delay} s after {before}"
+    assert processes.finish(processes.start(processes.finetune, dataset_cache, again)) == [0]
+    assert kills >= 2
+    assert same_weights(folder, whole)
+    assert losses(folder) == losses(whole)
+
+
+def test_a_model_is_finished_only_with_its_last_file(
+    options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between any two files, the folder has no report, by which a stage of a preset counts as done; also where
+    the report of an earlier run was there."""
+    replace, moved = Path.replace, [0]
+    # a file that the alphabet puts behind the report, as other tokenizers have
+    monkeypatch.setattr(
+        "hf_linear_attention.training.checkpoints.final_model.copy_sidecars",
+        lambda _, folder: (folder / "vocab.txt").write_text("a"),
+    )
+    total = sum(path.is_file() for path in whole.iterdir()) - 1 + 1  # without metrics.jsonl, with vocab.txt
+    assert total > 5
+    for count in range(total):
+        folder = tmp_path / str(count)
+        shutil.copytree(whole / "checkpoint-8", folder / "checkpoint-8")
+        shutil.copyfile(whole / "metrics.jsonl", folder / "metrics.jsonl")
+        if count % 2:
+            shutil.copyfile(whole / HISTORY, folder / HISTORY)
+
+        def killed(self: Path, target: Path, limit: int = count) -> Path:
+            if self.parent.name == ".incomplete-model":
+                if moved[0] == limit:
+                    raise KeyboardInterrupt
+                moved[0] += 1
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", killed)
+        moved[0] = 0
+        assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 130
+        assert not (folder / HISTORY).exists(), count
+        monkeypatch.setattr(Path, "replace", replace)
+    assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 0
+    assert same_weights(folder, whole)
+    assert (folder / HISTORY).read_bytes() == (whole / HISTORY).read_bytes()
+
+
+def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:
+    """SIGTERM to one of two: both stop after the same step, and go on bit-exactly, each with its own dropout."""
+    folders = [tmp_path / "whole", tmp_path / "parted"]
+    two = [*options, "--per_device_train_batch_size", 1, "--max_train_steps", 100, "--checkpointing_steps", 50]
+    run = processes.start(processes.finetune, dataset_cache, command(two, folder=folders[0]), ranks=2)
+    assert processes.finish(run) == [0, 0]
+    log = tmp_path / "stderr"
+    run = processes.start(processes.finetune, dataset_cache, command(two, folder=folders[1]), ranks=2, stderr=log)
+    while not (folders[1] / "metrics.jsonl").exists() and all(process.is_alive() for process in run):
+        time.sleep(0.01)
+    run[1].terminate()
+    assert processes.finish(run) == [143, 143], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]
+    saved = latest_checkpoint(folders[1])
+    assert saved is not None
+    assert 0 < int(saved.name.split("-")[1]) < 100
+    again = command(two, "--resume_from_checkpoint", "latest", folder=folders[1])
+    assert processes.finish(processes.start(processes.finetune, dataset_cache, again, ranks=2)) == [0, 0]
+    assert same_weights(*folders)
+    assert losses(folders[0]) == losses(folders[1])
+    # the test can fail: each process has its own random state
+    states = [
+        torch.load(folders[0] / "checkpoint-50" / f"rng-{rank}.pt", weights_only=True)["torch"] for rank in (0, 1)
+    ]
+    assert not torch.equal(*states)

@@ -1,0 +1,205 @@
+"""What files become."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from recipes import recipe_of
+from transformers import BertConfig, PreTrainedTokenizerFast
+
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.data import tokenization
+from hf_linear_attention.training.data.batches import pad
+from hf_linear_attention.training.data.examples import build_examples, usable_texts
+from hf_linear_attention.training.data.labels import label_names
+from hf_linear_attention.training.data.packing import Examples
+from hf_linear_attention.training.data.rows import load_rows
+from hf_linear_attention.training.data.tokenization import paragraphs
+from hf_linear_attention.training.models import class_mapping
+from hf_linear_attention.training.recipe import DataArguments
+
+
+@pytest.fixture
+def build(tokenizer: PreTrainedTokenizerFast):
+    def examples(task: str, split: str, max_length: int = 16, classes: Any = None, **data: Any) -> Examples:
+        recipe = recipe_of(task, task_loss_weight=1.0, **data)
+        rows = load_rows(recipe.data, split)
+        assert rows is not None
+        return build_examples(recipe, usable_texts(recipe, rows, split), tokenizer, max_length, classes, split)
+
+    return examples
+
+
+def tokens_of(examples: Examples) -> list[list[int]]:
+    return [examples[index]["input_ids"].tolist() for index in range(len(examples))]
+
+
+def test_running_text_is_one_stream_after_one_bos(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    blocks = tokens_of(build("causal_lm", "train", train_file=str(files / "train.txt")))
+    text = (files / "train.txt").read_text(encoding="utf-8")
+    expected = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
+    joined = [token for block in blocks for token in block]
+    assert joined == expected[: len(joined)]
+    assert len(expected) - len(joined) <= 1
+    assert {len(block) for block in blocks[:-1]} == {16}
+
+
+def test_every_json_document_starts_with_bos(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = files / "train.jsonl"
+    joined = [token for block in tokens_of(build("causal_lm", "train", train_file=str(path))) for token in block]
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = [t for text in texts for t in [tokenizer.bos_token_id, *tokenizer(text).input_ids]]
+    assert joined == expected[: len(joined)]
+    assert len(expected) - len(joined) <= 1
+
+
+def test_documents_are_evaluated_one_by_one(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = files / "valid.jsonl"
+    documents = tokens_of(build("causal_lm", "validation", validation_file=str(path)))
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert documents == [[tokenizer.bos_token_id, *tokenizer(text).input_ids][:16] for text in texts]
+
+
+def test_paragraphs_of_a_text_file_are_documents(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    documents = tokens_of(build("embedding", "train", train_file=str(files / "train.txt")))
+    pieces = paragraphs((files / "train.txt").read_text(encoding="utf-8"))
+    assert documents == [tokenizer(piece).input_ids[:16] for piece in pieces]
+    assert paragraphs("a\nb\n\n\nc\n \nd\n") == ["a\nb", "c", "d"]
+    assert paragraphs("a\nb\nc\n") == ["a", "b", "c"]
+
+
+def test_first_characters_of_the_evaluation_text(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = str(files / "valid.txt")
+    windows = build("causal_lm", "validation", validation_file=path, max_eval_chars=100)
+    text = Path(path).read_text(encoding="utf-8")[:100]
+    assert windows.lengths.sum() == len(tokenizer(text, add_special_tokens=False).input_ids)
+    limited = build("causal_lm", "validation", validation_file=path, max_eval_tokens=40, max_eval_samples=9)
+    assert 40 <= limited.lengths.sum() < 40 + 16
+    assert len(limited) <= 9
+
+
+def test_tables(build, tmp_path: Path) -> None:
+    """Quotes in a .tsv are characters; the text "null" is a text."""
+    (tmp_path / "t.tsv").write_text('text\tlabel\n"open quote\ta\nnull\tb\nthree\ta\n', encoding="utf-8")
+    rows = load_rows(DataArguments(train_file=str(tmp_path / "t.tsv")), "train")
+    assert rows is not None
+    assert rows["text"][:] == ['"open quote', "null", "three"]
+    assert label_names(rows, "label") == ["a", "b", "a"]
+    examples = build("sequence_classification", "train", classes={"a": 1, "b": 0}, train_file=str(tmp_path / "t.tsv"))
+    assert [examples[index]["labels"] for index in range(3)] == [1, 0, 1]
+    with pytest.raises(TrainingError, match=r"unknown classes.*'b'"):
+        build("sequence_classification", "train", classes={"a": 1}, train_file=str(tmp_path / "t.tsv"))
+    with pytest.raises(TrainingError, match=r"nothere.*text, label"):
+        build("embedding", "train", train_file=str(tmp_path / "t.tsv"), text_column_name="nothere")
+
+
+BAD_FILES = {
+    "t.jsonl": ('{"text": "a"}\n\n{"text": null}\n{"text": "b"}\n', ["line 3: `text` is None"]),
+    "u.jsonl": ('{"text": "a"}\n{"text": \n{"text": 5}\n{"text": "b"}\n', ["line 2: is no", "line 3: `text` is 5"]),
+    "t.csv": ('text,label\n"a\nb",x\n,y\nb,\n', ["line 4: `text` is empty, with a label"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_rows_are_refused_or_left_out(name: str, build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content, places = BAD_FILES[name]
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    labelled = name.endswith(".csv")
+    arguments = {"task": "sequence_classification" if labelled else "causal_lm", "split": "train"}
+    options = {"train_file": str(tmp_path / name), "classes": {"x": 0, "": 1} if labelled else None}
+    with pytest.raises(TrainingError, match=r"bad row\(s\) in .*--on_bad_rows skip") as error:
+        build(**arguments, **options)
+    assert all(place in str(error.value) for place in places)
+    examples = build(**arguments, **options, on_bad_rows="skip")
+    assert f"left out {len(places)} bad row(s)" in caplog.text
+    assert len(examples if labelled else examples.unpacked()) == 2
+
+
+def test_pairs_of_texts(
+    build, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "model_input_names", ["input_ids", "token_type_ids", "attention_mask"])  # as BERT's
+    lines = [{"text": "one", "other": "first text", "label": "a"}, {"text": "two", "other": "it", "label": "b"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    options = {"train_file": str(tmp_path / "t.jsonl"), "text_pair_column_name": "other", "classes": {"a": 0, "b": 1}}
+    examples = build("sequence_classification", "train", **options)
+    expected = [tokenizer(line["text"], line["other"]) for line in lines]
+    assert tokens_of(examples) == [found.input_ids for found in expected]
+    assert [examples[index]["labels"] for index in range(2)] == [0, 1]
+    types = [examples[index]["token_type_ids"].tolist() for index in range(2)]
+    assert types == [found.token_type_ids for found in expected]
+    batch = pad([{**examples[index], "index": index} for index in range(2)], 0)
+    assert batch["token_type_ids"].shape == batch["input_ids"].shape
+    assert batch["token_type_ids"].sum() == sum(map(sum, types)) > 0
+
+
+def test_dataset_folder(build, files: Path, tmp_path: Path) -> None:
+    for split, name in (("train", "train"), ("validation", "valid")):
+        (tmp_path / f"{split}.jsonl").write_bytes((files / f"{name}.jsonl").read_bytes())
+    for split, name in (("train", "train"), ("validation", "valid")):
+        expected = build("embedding", split, **{f"{split}_file": str(files / f"{name}.jsonl")})
+        assert tokens_of(build("embedding", split, dataset_name=str(tmp_path))) == tokens_of(expected)
+
+
+def test_class_mapping() -> None:
+    assert class_mapping(BertConfig(num_labels=2), ["1", "0", "1"]) == {"0": 0, "1": 1}
+    assert class_mapping(BertConfig(num_labels=2), [str(n) for n in range(11)])["10"] == 10
+    named = BertConfig(id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1})
+    assert class_mapping(named, ["yes"]) == {"no": 0, "yes": 1}
+    assert class_mapping(BertConfig(num_labels=2), ["b", "a", "c"]) == {"a": 0, "b": 1, "c": 2}
+    trained = BertConfig(num_labels=2, architectures=["BertForSequenceClassification"])
+    with pytest.raises(TrainingError, match=r"\['0', '1', '2'\].*LABEL_0, LABEL_1"):
+        class_mapping(trained, ["0", "1", "2"])
+
+
+def test_class_names_of_a_class_label_column() -> None:
+    features = datasets.Features({"label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = datasets.Dataset.from_dict({"label": [1, 0]}, features=features)
+    assert label_names(rows, "label") == ["yes", "no"]
+
+
+def test_tokens_are_kept_between_runs(
+    build, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Another text, another option or another tokenizer is tokenised anew; a half-written entry too."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    calls: list[int] = []
+    ids = tokenization._fields
+    monkeypatch.setattr(tokenization, "_fields", lambda *arguments: calls.append(1) or ids(*arguments))
+    train, valid = str(files / "train.jsonl"), str(files / "valid.jsonl")
+    first = tokens_of(build("embedding", "train", train_file=train))
+    assert calls == [1]
+    assert tokens_of(build("embedding", "train", train_file=train)) == first
+    assert calls == [1]
+    build("embedding", "train", train_file=valid)
+    build("embedding", "train", train_file=train, max_length=15)
+    assert len(calls) == 3
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["the"])
+    text = ["what the tokenizer knows"]
+    assert (
+        tokenization.tokenize_texts(text, tokenizer)[0].tolist() != tokenization.tokenize_texts(text, other)[0].tolist()
+    )
+    for path in (tmp_path / "cache" / "hf_linear_attention_tokens").glob("*.lengths.npy"):
+        path.unlink()
+    assert tokens_of(build("embedding", "train", train_file=train)) == first
+
+
+def test_joined_documents_are_one_stream_without_boundaries(build, files: Path) -> None:
+    blocks = {
+        join: build("causal_lm", "train", 64, train_file=f"{files}/train.jsonl", join_documents=join)
+        for join in (True, False)
+    }
+    count = len(blocks[True])
+    assert count == len(blocks[False])
+    assert any("position_ids" in blocks[False][number] for number in range(count))
+    for number in range(count):
+        joined = blocks[True][number]
+        assert joined.keys() == {"input_ids", "labels"}
+        assert (joined["labels"] == joined["input_ids"]).all()
+        assert (joined["input_ids"] == blocks[False][number]["input_ids"]).all()

@@ -1,0 +1,185 @@
+"""Image classifiers: what files become, what is learned from a softmax original, and what is saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from hf_linear_attention import convert
+from hf_linear_attention.training.data.packing import Examples
+from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.recipe_parser import parse
+
+
+TASK = ["--task", "image_classification"]
+
+
+@pytest.fixture(scope="module")
+def converted(vision_teacher: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    convert(vision_teacher, mechanism="linear", feature_map="exp").save_pretrained(folder)
+    AutoImageProcessor.from_pretrained(vision_teacher).save_pretrained(folder)
+    return folder
+
+
+def inputs_of(split: str, pictures: Path, processor: Any) -> dict[str, torch.Tensor]:
+    """A split as one batch, made without this project."""
+    rows = [json.loads(line) for line in (pictures / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+    images = [Image.open(pictures / row["image"]).convert("RGB") for row in rows]
+    pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+    return {"pixel_values": pixels, "labels": torch.tensor([row["label"] == "dark" for row in rows]).long()}
+
+
+@torch.no_grad()
+def expected(converted: Path, original: str, pixels: torch.Tensor) -> tuple[float, float]:
+    """KL at temperature 3, times 9, and the relative error of all hidden states."""
+    student, teacher = (
+        AutoModelForImageClassification.from_pretrained(folder)(pixel_values=pixels, output_hidden_states=True)
+        for folder in (converted, original)
+    )
+    p, q = (outputs.logits.div(3).log_softmax(-1) for outputs in (teacher, student))
+    pairs = list(zip(student.hidden_states, teacher.hidden_states, strict=True))[1:]
+    errors = torch.stack([((a - b).square().sum(-1) / b.square().sum(-1)).mean() for a, b in pairs])
+    return 9 * F.kl_div(q, p, log_target=True, reduction="batchmean").item(), errors.mean().item()
+
+
+def test_distillation_from_the_softmax_original(
+    finetune, converted: Path, vision_teacher: str, pictures: Path, tmp_path: Path
+) -> None:
+    """The first loss is the formulas', computed here from stock classes; what is saved stands alone.
+
+    Tolerance: float32 sums in another order.
+    """
+    data = ["--train_file", pictures / "train.jsonl", "--validation_file", pictures / "valid.jsonl"]
+    objective = [
+        "--logits_kl_weight",
+        2,
+        "--temperature",
+        3,
+        "--hidden_state_weight",
+        1,
+        "--hidden_state_layers",
+        "all",
+    ]
+    steps = [
+        "--max_train_steps",
+        8,
+        "--logging_steps",
+        1,
+        "--learning_rate",
+        "3e-3",
+        "--mechanism_learning_rate",
+        "1e-2",
+    ]
+    split = ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 3, "--per_device_eval_batch_size", 3]
+    models = ["--model_name_or_path", converted, "--teacher_name_or_path", vision_teacher]
+    events = finetune(*models, *TASK, *data, *objective, *steps, *split)
+    losses = [event["loss"] for event in events if "loss" in event]
+    assert losses[-1] < 0.8 * losses[0]
+
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    kl, error = expected(converted, vision_teacher, inputs_of("train", pictures, processor)["pixel_values"])
+    first = next(event for event in events if "loss" in event)
+    assert first["images"] == 12
+    assert first["logits_kl"] == pytest.approx(kl, rel=1e-4)
+    assert first["hidden_state"] == pytest.approx(error, rel=1e-4)
+    assert first["loss"] == pytest.approx(2 * first["logits_kl"] + first["hidden_state"], rel=1e-6)
+
+    valid = inputs_of("valid", pictures, processor)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    guess = loaded(pixel_values=valid["pixel_values"]).logits.detach().argmax(-1)
+    assert events[-1]["eval_accuracy"] == (guess == valid["labels"]).double().mean().item()
+    assert (events[-1]["eval_samples"], events[-1]["images"]) == (7, 96)
+    assert loaded.config.id2label == {0: "bright", 1: "dark"}
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: image-classification" in card
+    assert "AutoImageProcessor" in card
+
+
+def test_attention_transfer(finetune, converted: Path, pictures: Path) -> None:
+    learned = ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--learning_rate", "1e-2"]
+    steps = ["--train_file", pictures / "train.jsonl", "--max_train_steps", 6, "--logging_steps", 1]
+    losses = [event["loss"] for event in finetune("--model_name_or_path", converted, *TASK, *learned, *steps)]
+    assert 0 < losses[-1] < losses[0] < 2  # a relative error; a sum over positions would be some ten times as large
+
+
+def test_checkpoints_resume_bit_by_bit(finetune, converted: Path, pictures: Path, tmp_path: Path) -> None:
+    options = ["--model_name_or_path", converted, *TASK, "--train_file", pictures / "train.jsonl"]
+    options += ["--max_train_steps", 4, "--checkpointing_steps", 2, "--logging_steps", 1]
+    whole = finetune(*options, output_dir=tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "parted" / "checkpoint-2")
+    parted = finetune(*options, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "parted")
+    assert [event["loss"] for event in parted] == [event["loss"] for event in whole][2:]
+    assert (tmp_path / "whole" / "checkpoint-2" / "preprocessor_config.json").is_file()
+
+
+def examples_of(folder: str, *words: Any) -> Examples:
+    recipe = parse([str(word) for word in ("--model_name_or_path", folder, *TASK, *words, "--output_dir", "unused")])
+    found = load_data(recipe, AutoImageProcessor.from_pretrained(folder)).train
+    assert found is not None
+    return found
+
+
+def test_a_folder_of_classes_a_parquet_and_a_list_of_paths_are_the_same(
+    vision_teacher: str, pictures: Path, tmp_path: Path
+) -> None:
+    paths = examples_of(vision_teacher, "--train_file", pictures / "train.jsonl")
+    folder = examples_of(vision_teacher, "--dataset_name", pictures / "train")
+    rows = datasets.load_dataset(str(pictures / "train"), split="train").rename_column("image", "picture")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    column = ["--image_column_name", "picture"]
+    parquet = examples_of(vision_teacher, "--train_file", tmp_path / "rows.parquet", *column)
+    for other in (folder, parquet):  # both by class, then by name
+        order = sorted(range(12), key=lambda number: (number % 2, str(number)))
+        assert len(other) == len(paths) == 12
+        for mine, yours in enumerate(order):
+            assert other[mine]["labels"] == paths[yours]["labels"] == yours % 2
+            assert torch.equal(other[mine]["pixel_values"], paths[yours]["pixel_values"])
+
+
+def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_path: Path, finetune, capsys, caplog):
+    lines = (pictures / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    shutil.copytree(pictures / "train", tmp_path / "train")
+    (tmp_path / "train" / "dark" / "1.png").write_text("not an image", encoding="utf-8")
+    lines[2] = json.dumps({"image": "train/nowhere.png", "label": "dark"})
+    lines[3] = json.dumps({"image": None, "label": "dark"})
+    lines[4] = json.dumps({**json.loads(lines[4]), "label": None})
+    (tmp_path / "some.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = ["--model_name_or_path", vision_teacher, *TASK, "--train_file", tmp_path / "some.jsonl"]
+    finetune(*options, "--max_train_steps", 1, expect=1)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "4 bad row(s)" in error
+    for line, what in ((2, "cannot identify"), (3, "No such file"), (4, "`image` cannot be opened"), (5, "`label` is")):
+        assert f"line {line}: " in error
+        assert what in error
+    with caplog.at_level(logging.WARNING):
+        found = examples_of(*options[1:2], *options[4:], "--on_bad_rows", "skip")
+    assert len(found) == 8
+    assert "left out 4 bad row(s)" in caplog.text
+
+
+def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Path, pictures: Path, capsys) -> None:
+    text = ["--max_length", 8, "--max_train_tokens", 5, "--streaming", "--embedding_weight", 1]
+    options = ["--model_name_or_path", vision_teacher, *TASK, "--train_file", files / "train.txt", *text]
+    finetune(*options, expect=2)
+    error = capsys.readouterr().err.splitlines()[-1]
+    for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
+        assert f"`{word}` is about text" in error
+    assert "a .txt has no classes" in error
+    assert "`--streaming` reads unlabelled text" in error
+    other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]
+    finetune("--model_name_or_path", vision_teacher, *other, expect=2)
+    assert "`--image_column_name` does nothing for `--task causal_lm`" in capsys.readouterr().err
+    columns = ["--train_file", pictures / "train.jsonl", "--image_column_name", "x"]
+    finetune("--model_name_or_path", vision_teacher, *TASK, *columns, expect=1)
+    assert "`--image_column_name x` is not a column; the data has image, label" in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""Attention transfer by layer: blocks of layers, layers that stop by themselves, and models that stay on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from hf_linear_attention import convert
+from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+
+
+TRANSFER = ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--logging_steps", 1, "--max_grad_norm", 0]
+
+
+@pytest.fixture
+def converted(llama_teacher: str, tmp_path: Path) -> Path:
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="linear", feature_map="exp")
+    model.save_pretrained(tmp_path / "converted")
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "converted")
+    return tmp_path / "converted"
+
+
+@pytest.fixture
+def options(converted: Path, files: Path) -> list[Any]:
+    data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--mechanism_learning_rate", "1e-2"]
+    return ["--model_name_or_path", converted, "--task", "causal_lm", *data]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for part in sorted(folder.glob("*.safetensors")) for name, value in load_file(part).items()}
+
+
+def changed(folder: Path, source: Path) -> set[str]:
+    """`layers.<number>` of everything that differs."""
+    before = weights(source)
+    names = [name for name, value in weights(folder).items() if not torch.equal(value, before[name])]
+    assert all(".linear_attention." in name for name in names)
+    return {".".join(name.split(".")[1:3]) for name in names}
+
+
+def test_only_the_chosen_layer_learns_and_those_behind_are_not_computed(
+    finetune, options: list[Any], converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda *a: calls.append(1) or forward(*a))
+    steps = finetune(*options, *TRANSFER, "--join_documents", "--max_train_steps", 3, "--transfer_layers", "0")
+    assert changed(tmp_path / "out", converted) == {"layers.0"}
+    assert not calls  # the first attention comes before the first MLP
+    assert {name for name in steps[0] if "layer_" in name} == {"attention_transfer.layer_0"}
+    finetune(*options, *TRANSFER, "--max_train_steps", 3, "--transfer_layers", "1", output_dir=tmp_path / "other")
+    assert changed(tmp_path / "other", converted) == {"layers.1"}
+
+
+def test_block_by_block_is_all_at_once(finetune, options: list[Any], llama_teacher: str, tmp_path: Path) -> None:
+    """Adam's steps do not depend on the loss' scale, which is twice as large for one of two layers, but for its epsilon
+    of 1e-8 beside gradients of about 1e-4: 1e-4 of steps of 1e-2."""
+    stages = ["--preset", "default", "--teacher_name_or_path", llama_teacher, "--max_train_tokens", 800]
+    options = [*options, *stages, "--max_grad_norm", 0]
+    finetune(*options, output_dir=tmp_path / "joint")
+    finetune(*options, "--layers_per_block", 1, output_dir=tmp_path / "blocks")
+    names = sorted(path.name for path in (tmp_path / "blocks" / "stages").iterdir())
+    assert names == ["1-transfer-0-0", "2-transfer-1-1"]
+    joint, blocks = (weights(tmp_path / name) for name in ("joint/stages/1-transfer", f"blocks/stages/{names[-1]}"))
+    for name, value in joint.items():
+        torch.testing.assert_close(blocks[name], value, rtol=0, atol=1e-4)
+
+
+def test_without_a_lower_error_a_layer_stops(caplog: pytest.LogCaptureFixture, converted: Path) -> None:
+    layers = TransferLayers(AutoModelForCausalLM.from_pretrained(converted), patience=2)
+    for errors in ({0: 1.0, 1: 1.0}, {0: 0.9, 1: 1.1}, {0: 0.8, 1: 1.0}):
+        layers.note(errors)
+    assert layers.learning == [0]
+    again = TransferLayers(AutoModelForCausalLM.from_pretrained(converted), patience=2)
+    again.load_state_dict(layers.state_dict())
+    for restored in (layers, again):
+        restored.note({0: 0.85})
+        assert not restored.is_over
+        restored.note({0: 0.8})
+        assert restored.is_over
+
+
+def test_a_run_ends_when_no_layer_learns_and_resumes_exactly(finetune, options: list[Any], tmp_path: Path) -> None:
+    """The batches differ by more than the layers learn, so none gets better for long."""
+    options = [*options, *TRANSFER, "--max_train_steps", 40, "--layer_patience", 3]
+    out, options = tmp_path / "whole", [*options, "--checkpointing_steps", 2]
+    steps = [event for event in finetune(*options, output_dir=out) if "loss" in event]
+    assert 3 <= len(steps) < 40
+    one_stopped = [event["step"] for event in steps if sum("layer_" in name for name in event) == 1]
+    assert one_stopped
+    checkpoint = max(2, one_stopped[0] // 2 * 2)
+    shutil.copytree(out, tmp_path / "resumed")
+    resume = ["--resume_from_checkpoint", tmp_path / "resumed" / f"checkpoint-{checkpoint}"]
+    again = [event for event in finetune(*options, *resume, output_dir=tmp_path / "resumed") if "loss" in event]
+    assert again[-1] | {"tokens_per_second": 0} == steps[-1] | {"tokens_per_second": 0}
+    mine, yours = weights(out), weights(tmp_path / "resumed")
+    assert all(torch.equal(mine[name], yours[name]) for name in mine)
+
+
+def test_a_model_on_disk_learns_the_same(finetune, options: list[Any], files: Path, tmp_path: Path) -> None:
+    options = [*options, *TRANSFER, "--max_train_steps", 4, "--checkpointing_steps", 2]
+    options += ["--validation_file", files / "valid.txt", "--max_eval_tokens", 200]
+    whole = finetune(*options, output_dir=tmp_path / "whole")
+    options += ["--offload_folder", tmp_path / "weights"]
+    lean = finetune(*options, output_dir=tmp_path / "lean")
+    for mine, yours in zip(lean, whole, strict=True):
+        assert mine | {"tokens_per_second": 0} == yours | {"tokens_per_second": 0}
+    resume = ["--resume_from_checkpoint", tmp_path / "lean" / "checkpoint-2"]
+    finetune(*options, *resume, output_dir=tmp_path / "lean")
+    mine, yours = weights(tmp_path / "whole"), weights(tmp_path / "lean")
+    assert all(torch.equal(mine[name], yours[name]) for name in mine)
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "lean").num_parameters()
+    used = json.loads((tmp_path / "lean" / "training_report.json").read_text())["runs"][-1]["training"]
+    assert used["offload_folder"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "expect", "message"),
+    [
+        (["--transfer_layers", "all"], 2, "such as 0,2,4-7"),
+        (["--transfer_layers", "0,5"], 1, "not converted are 5; allowed are 0, 1"),
+        (["--layer_patience", 0], 2, "allowed is 1 or more"),
+        (["--layers_per_block", 2], 2, "needs `--preset`"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    extra: list[Any], expect: int, message: str, finetune, options: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(*options, *TRANSFER, "--max_train_steps", 1, *extra, expect=expect)
+    assert message in capsys.readouterr().err
+
+
+def test_without_transfer_the_options_are_refused(finetune, options: list[Any], capsys) -> None:
+    finetune(*options, "--layer_patience", 3, "--transfer_layers", "0", expect=2)
+    error = capsys.readouterr().err
+    assert "--layer_patience` belongs to" in error
+    assert "--transfer_layers` belongs to" in error

@@ -1,0 +1,137 @@
+"""The weights of the objectives: what is minimised, what is stepped with and what is logged are one weighted sum."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes import recipe_of
+from torch import Tensor, nn
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from hf_linear_attention import convert
+from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
+from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+from hf_linear_attention.training.losses.teacher import Teacher
+
+
+DISTILLING = ("task_loss", "logits_kl", "hidden_state", "embedding")
+OBSERVING = ("attention_transfer", "attention_map")
+# Every objective with each other that it can be combined with.
+PAIRS = [(a, b) for kind in (DISTILLING, OBSERVING) for a in kind for b in kind if a < b]
+
+
+def test_every_objective_is_in_a_pair() -> None:
+    assert {name for pair in PAIRS for name in pair} == set(OBJECTIVES)
+
+
+def batch_of_text() -> dict[str, Tensor]:
+    ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def gradient_of(student: nn.Module, teacher: Teacher, weights: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of all parameters, flat and in float64."""
+    every = {f"{name}_weight": weights.get(name, 0.0) for name in OBJECTIVES}
+    objectives = build_objectives(recipe_of("causal_lm", hidden_state_layers="all", **every))
+    assert set(objectives) == set(weights)
+    batch = batch_of_text()
+    scales = {name: 1 / objective.units(batch) for name, (_, objective) in objectives.items()}
+    student.zero_grad()
+    loss, _ = StudentWithObjectives(student, objectives, "all")(batch, teacher(batch), scales)
+    loss.backward()
+    flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in student.parameters()]
+    return loss.detach().double(), torch.cat([gradient.flatten().double() for gradient in flat])
+
+
+@pytest.fixture(scope="module")
+def teacher(llama_teacher: str) -> Teacher:
+    model = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
+    return Teacher(model, nullcontext, needs_logits=True, layers="all")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_the_gradient_is_the_weighted_sum_of_the_gradients(pair: tuple[str, str], teacher: Teacher, llama: str) -> None:
+    student = LlamaForCausalLM.from_pretrained(llama).eval()
+    if pair[0] in OBSERVING:
+        student = convert(LlamaForCausalLM.from_pretrained(llama).eval(), mechanism="linear")
+    apart = [gradient_of(student, teacher, {name: 1.0}) for name in pair]
+    assert all(gradient.norm() > 1e-4 for _, gradient in apart)
+    loss, gradient = gradient_of(student, teacher, {pair[0]: 0.25, pair[1]: 30.0})
+    torch.testing.assert_close(loss, 0.25 * apart[0][0] + 30 * apart[1][0], rtol=1e-5, atol=0)
+    expected = 0.25 * apart[0][1] + 30 * apart[1][1]
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()  # float32 sums in another order
+    # the test can fail: each weight moves the sum by more than that
+    for weight, (_, own) in zip((0.25, 30.0), apart, strict=True):
+        assert (weight - 1) ** 2 * own.norm() ** 2 > (1e-4 * expected.norm()) ** 2
+
+
+@pytest.fixture(scope="module")
+def converted(llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("converted")
+    convert(llama, mechanism="linear", feature_map="exp").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_the_weight_reaches_optimizer_and_log(
+    name: str, finetune, converted: str, bert: str, bert_teacher: str, llama_teacher: str, files: Path, tmp_path: Path
+) -> None:
+    """The norm of the gradients of the first step, before clipping, and the logged loss grow with the weight."""
+    is_embedding = name == "embedding"
+    task, model, original = (
+        ("embedding", bert, bert_teacher) if is_embedding else ("causal_lm", converted, llama_teacher)
+    )
+    options: list[Any] = ["--model_name_or_path", model, "--task", task, "--train_file", files / "train.txt"]
+    options += ["--max_length", 32, "--max_train_steps", 1, "--logging_steps", 1, "--gradient_accumulation_steps", 2]
+    if name in OBSERVING:
+        options += ["--trainable", "mechanism"]
+    elif name != "task_loss":
+        options += ["--teacher_name_or_path", original, "--task_loss_weight", 0]
+        others = {"hidden_state", "embedding"} if is_embedding else {"logits_kl"}
+        options += [word for other in others - {name} for word in (f"--{other}_weight", 0)]
+    events = [
+        finetune(*options, f"--{name}_weight", weight, output_dir=tmp_path / str(weight))[-1] for weight in (1, 12)
+    ]
+    assert events[0]["loss"] == pytest.approx(events[0][name], rel=1e-6)
+    for figure, factor in (("loss", 12), ("grad_norm", 12), (name, 1)):
+        assert events[1][figure] == pytest.approx(factor * events[0][figure], rel=1e-4), figure
+
+
+def test_the_logged_loss_is_the_mean_of_what_was_minimised(
+    finetune, converted: str, llama_teacher: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two objectives, three steps in a line: the mean of the losses whose gradients were taken."""
+    minimised: list[float] = []
+    forward = StudentWithObjectives.forward
+
+    def recorded(self: StudentWithObjectives, *inputs: Any) -> Any:
+        loss, parts = forward(self, *inputs)
+        minimised.append(loss.item())
+        return loss, parts
+
+    monkeypatch.setattr(StudentWithObjectives, "forward", recorded)
+    models = ["--model_name_or_path", converted, "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
+    steps = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", 3, "--logging_steps", 3]
+    (event,) = finetune(*models, *steps, "--task_loss_weight", 0.25, "--logits_kl_weight", 7)
+    assert len(minimised) == 3
+    assert event["loss"] == pytest.approx(sum(minimised) / 3, rel=1e-6)
+    assert event["loss"] == pytest.approx(0.25 * event["task_loss"] + 7 * event["logits_kl"], rel=1e-5)
+
+
+def test_the_error_by_which_a_layer_stops_is_weighted_like_the_loss(
+    finetune, converted: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[dict[int, float]] = []
+    monkeypatch.setattr(TransferLayers, "note", lambda self, errors: noted.append(dict(errors)))
+    options = ["--model_name_or_path", converted, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
+    options += ["--max_length", 32, "--max_train_steps", 1, "--trainable", "mechanism", "--layer_patience", 1]
+    (event,) = finetune(*options, "--attention_transfer_weight", 0.25, "--attention_map_weight", 7)
+    own = {n: 0.25 * event[f"attention_transfer.layer_{n}"] + 7 * event[f"attention_map.layer_{n}"] for n in (0, 1)}
+    assert noted == [pytest.approx(own, rel=1e-6)]

@@ -1,0 +1,189 @@
+"""Padding is in no loss, and the losses are what their names say."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import recipe_of
+from torch import Tensor
+from transformers import BertForMaskedLM, LlamaForCausalLM
+
+from hf_linear_attention import convert
+from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.training.losses.attention_transfer import absolute_head_error, map_cross_entropy
+from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
+from hf_linear_attention.training.losses.teacher import Teacher
+from hf_linear_attention.training.recipe import ObjectiveArguments, Recipe
+
+
+def recipe(task: str, **objective: object) -> Recipe:
+    weights = {f"{name}_weight": 1.0 for name in OBJECTIVES} | {"hidden_state_layers": "all"} | objective
+    return recipe_of(task, **weights)
+
+
+def ragged_batch(task: str, extra: int, fill: int) -> dict[str, Tensor]:
+    """Two texts of 9 and 5 tokens, padded by `extra` further columns of the token `fill`."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 300, (2, 9), generator=generator)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    chosen = mask.bool() if task == "causal_lm" else mask.bool() & (torch.arange(9) % 3 == 1)
+    labels = ids.masked_fill(~chosen, -100)
+    ids = ids.masked_fill(mask == 0, fill)
+    padded = {"input_ids": (ids, fill), "attention_mask": (mask, 0), "labels": (labels, -100)}
+    return {name: F.pad(value, (0, extra), value=default) for name, (value, default) in padded.items()}
+
+
+@pytest.mark.parametrize("task", ["masked_lm", "causal_lm"])
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -> None:
+    model_class, fixtures = {
+        "masked_lm": (BertForMaskedLM, ("masked", "masked_teacher")),
+        "causal_lm": (LlamaForCausalLM, ("llama", "llama_teacher")),
+    }[task]
+    student, teacher = (model_class.from_pretrained(request.getfixturevalue(f)).eval() for f in fixtures)
+    if name.startswith("attention_"):
+        student = convert(teacher, mechanism="linear")
+    weights = {f"{other}_weight": float(other == name) for other in OBJECTIVES}
+    objectives = build_objectives(recipe(task, **weights))
+    module = StudentWithObjectives(student, objectives, "all")
+    watcher = Teacher(teacher, nullcontext, needs_logits=True, layers="all")
+    results = []
+    for extra, fill in [(0, 0), (6, 0), (6, 77)]:
+        batch = ragged_batch(task, extra, fill)
+        units = objectives[name][1].units(batch)
+        loss, _ = module(batch, watcher(batch), {name: torch.tensor(1.0)})
+        student.zero_grad()
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+        results.append((units, loss.detach(), gradient))
+    assert results[0][1] > 0.01
+    for units, loss, gradient in results[1:]:
+        assert units == results[0][0]
+        torch.testing.assert_close(loss, results[0][1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, results[0][2], rtol=1e-3, atol=1e-5)
+
+
+def test_task_loss_is_the_loss_of_transformers(llama: str) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama).eval()
+    batch = ragged_batch("causal_lm", 3, 0)
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "task_loss"}
+    objectives = build_objectives(recipe("causal_lm", **others))
+    units = objectives["task_loss"][1].units(batch)
+    loss, _ = StudentWithObjectives(model, objectives, None)(batch, None, {"task_loss": 1 / units})
+    torch.testing.assert_close(loss, model(**batch).loss)
+
+
+def test_hidden_state_loss_is_relative(masked: str, masked_teacher: str) -> None:
+    """Independent form: mean over layers and real tokens of |s - t|^2 / |t|^2."""
+    student, teacher = (BertForMaskedLM.from_pretrained(path).eval() for path in (masked, masked_teacher))
+    batch = ragged_batch("masked_lm", 2, 0)
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "hidden_state"}
+    objectives = build_objectives(recipe("masked_lm", **others))
+    units = objectives["hidden_state"][1].units(batch)
+    watcher = Teacher(teacher, nullcontext, needs_logits=False, layers="all")
+    loss, _ = StudentWithObjectives(student, objectives, "all")(batch, watcher(batch), {"hidden_state": 1 / units})
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "output_hidden_states": True}
+    errors = []
+    with torch.no_grad():
+        pairs = zip(student(**inputs).hidden_states[1:], teacher(**inputs).hidden_states[1:], strict=True)
+        for mine, yours in pairs:
+            for row, column in batch["attention_mask"].nonzero().tolist():
+                s, t = mine[row, column].double(), yours[row, column].double()
+                errors.append((((s - t) ** 2).sum() / (t**2).sum()).item())
+    assert loss.item() == pytest.approx(sum(errors) / len(errors), rel=1e-5)
+
+
+def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teacher: str) -> None:
+    """Independent form, from hooks on the stock model: mean over layers, heads, and texts by their tokens."""
+    stock = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
+    student = convert(stock, mechanism="linear", feature_map="elu1")
+    batch = ragged_batch("causal_lm", 2, 0)
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "attention_transfer"}
+    objectives = build_objectives(recipe("causal_lm", **others))
+    units = objectives["attention_transfer"][1].units(batch)
+    loss, _ = StudentWithObjectives(student, objectives, None)(batch, None, {"attention_transfer": 1 / units})
+    errors = []
+    for stock_layer, layer in zip(stock.model.layers, student.model.layers):
+        inputs: list = []
+        hook = stock_layer.self_attn.register_forward_pre_hook(lambda m, a, k: inputs.append(k), with_kwargs=True)  # noqa: B023
+        outputs: list = []
+        other = stock_layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a: outputs.append(a[0]))  # noqa: B023
+        stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        hook.remove()
+        other.remove()
+        mine: list = []
+        other = layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a: mine.append(a[0]))  # noqa: B023
+        layer.self_attn(**{**inputs[0], "past_key_values": None})
+        other.remove()
+        for row in range(2):
+            real = batch["attention_mask"][row].bool()
+            s, t = (x[0][row, real].double().unflatten(-1, (4, 8)) for x in (mine, outputs))
+            errors.append((((s - t) ** 2).sum((0, 2)) / (t**2).sum((0, 2))).mean() * real.sum())
+    expected = sum(errors) / len(stock.model.layers) / units
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)  # float32
+
+
+def test_attention_transfer_teaches_each_layer_by_itself(llama_teacher: str) -> None:
+    """The gradient of a layer's mechanism does not depend on the mechanisms before it."""
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="linear").eval()
+    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "attention_transfer"}
+    module = StudentWithObjectives(model, build_objectives(recipe("causal_lm", **others)), None)
+    model.requires_grad_(False)
+    mechanisms = [layer.self_attn.linear_attention for layer in model.model.layers]
+    gradients = []
+    for shift in (0.0, 0.5):
+        with torch.no_grad():
+            mechanisms[0].feature_map.query_projection += shift
+        model.zero_grad()
+        mechanisms[1].requires_grad_(True)
+        module(ragged_batch("causal_lm", 0, 0), None, {"attention_transfer": torch.tensor(1.0)})[0].backward()
+        gradients.append(mechanisms[1].feature_map.query_projection.grad.clone())
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(*gradients)
+
+
+def observed(llama_teacher: str, batch, **settings) -> list[ObservedAttention]:
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), **settings).eval()
+    model.set_attn_implementation("eager")
+    seen: list[ObservedAttention] = []
+    with observe_attention(model, seen.append), torch.no_grad():
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return seen
+
+
+def test_the_absolute_error_is_the_mean_of_squares(llama_teacher: str) -> None:
+    batch = ragged_batch("causal_lm", 2, 0)
+    mask = batch["attention_mask"].bool()
+    for seen in observed(llama_teacher, batch, mechanism="linear", feature_map="hedgehog"):
+        errors = absolute_head_error(seen, mask)
+        difference = (seen.output - seen.softmax_output).double()
+        for row, length in enumerate(mask.sum(-1).tolist()):
+            expected = difference[row, :length].square().mean(dim=(0, 2))
+            torch.testing.assert_close(errors[row].double(), expected, rtol=1e-5, atol=0)  # float32
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "hybrid"])
+def test_the_map_loss_is_the_cross_entropy_of_the_weights(llama_teacher: str, mechanism: str) -> None:
+    batch = ragged_batch("causal_lm", 2, 0)
+    mask = batch["attention_mask"].bool()
+    for seen in observed(llama_teacher, batch, mechanism=mechanism):
+        assert seen.softmax_weights is not None
+        mine, yours = seen.weights().double(), seen.softmax_weights.double()
+        groups = mine.shape[1] // seen.value.shape[1]
+        again = (mine.float() @ seen.value.repeat_interleave(groups, dim=1)).transpose(1, 2)
+        torch.testing.assert_close(again[mask], seen.output[mask], rtol=1e-4, atol=1e-5)  # float32 sums of up to N
+        total = 0.0
+        for row, length in enumerate(mask.sum(-1).tolist()):
+            for query in range(length):
+                pair = yours[row, :, query, : query + 1], mine[row, :, query, : query + 1].clamp(min=1e-8).log()
+                total -= (pair[0] * pair[1]).sum(-1).mean().item()
+        assert map_cross_entropy(seen, mask).item() == pytest.approx(total, rel=1e-5)
+
+
+def test_every_objective_has_its_weight_option() -> None:
+    fields = {name for name in ObjectiveArguments.__dataclass_fields__ if name.endswith("_weight")}
+    assert fields == {f"{name}_weight" for name in OBJECTIVES}

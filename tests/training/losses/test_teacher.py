@@ -1,0 +1,74 @@
+"""The teacher's logits, asked for by row, are the teacher's logits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from hf_linear_attention.training.losses.teacher import Teacher
+
+
+def batch_of_two() -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    return {"input_ids": torch.randint(5, 290, (2, 9)), "attention_mask": mask}
+
+
+def check(model: PreTrainedModel, separable: bool) -> None:
+    teacher = Teacher(model, nullcontext, needs_logits=True, layers="all")
+    batch = batch_of_two()
+    with torch.no_grad():
+        expected = model(**batch, output_hidden_states=True)
+    outputs = teacher(batch)
+    rows = torch.tensor([7, 0, 3, 1]) if expected.logits.dim() == 3 else torch.tensor([1, 0])
+    assert outputs.logits is not None
+    torch.testing.assert_close(outputs.logits(rows), expected.logits.flatten(0, -2)[rows])
+    assert (teacher.head is not None) == separable
+    for mine, yours in zip(outputs.hidden_states, expected.hidden_states[1:], strict=True):
+        torch.testing.assert_close(mine, yours)
+    torch.testing.assert_close(model(**batch).logits, expected.logits)  # no hook is left behind
+
+
+@pytest.mark.parametrize(
+    ("model_class", "fixture", "separable"),
+    [
+        (LlamaForCausalLM, "llama_teacher", True),
+        (BertForMaskedLM, "masked_teacher", True),
+        (BertForSequenceClassification, "classifier", False),
+    ],
+)
+def test_logits_by_row(model_class: type[PreTrainedModel], fixture: str, separable: bool, request) -> None:
+    check(model_class.from_pretrained(request.getfixturevalue(fixture)).eval(), separable)
+
+
+def test_capped_logits_are_taken_from_the_model() -> None:
+    """Gemma 2 caps its logits after the output layer: applying the layer alone would be wrong."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = Gemma2Config(vocab_size=300, num_key_value_heads=2, initializer_range=0.5, **sizes)
+    check(Gemma2ForCausalLM(config).eval(), separable=False)
+
+
+def test_teacher_never_trains(llama_teacher: str) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama_teacher).train()
+    teacher = Teacher(model, nullcontext, needs_logits=True, layers=None)
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    outputs = teacher(batch_of_two())
+    assert outputs.logits is not None
+    assert not outputs.logits(torch.tensor([0])).requires_grad

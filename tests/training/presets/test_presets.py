@@ -1,0 +1,224 @@
+"""Recipes of several stages: what they run, in which order, and how a killed one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from processes import finetune as finetune_process
+from processes import finish, start
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
+
+from hf_linear_attention import convert
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.training.presets import preset as presets
+from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
+from hf_linear_attention.training.presets.stages import run_stages
+from hf_linear_attention.training.recipe_parser import parse_preset
+
+
+@pytest.fixture
+def converted(llama_teacher: str, tmp_path: Path) -> list[str]:
+    """A converted model and its original, as options."""
+    folder = tmp_path / "converted"
+    convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="hybrid", window_size=4).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(folder)
+    return ["--model_name_or_path", str(folder), "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
+
+
+@pytest.fixture
+def data(files: Path) -> list[str]:
+    return ["--train_file", f"{files}/train.jsonl", "--max_length", "32", "--max_train_tokens", "800"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_whole(name: str) -> None:
+    preset = load_preset(name)
+    assert preset.version >= 1
+    directions = {"causal" if task == "causal_lm" else "bidirectional" for task in preset.stages}
+    assert directions == set(preset.settings)
+    for stages in preset.stages.values():
+        assert sum(stage.share for stage in stages) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, files: Path, tmp_path: Path) -> None:
+    for task in load_preset(name).stages:
+        words = [f"--preset={name}", f"--task={task}", "--model_name_or_path=m", "--teacher_name_or_path=t"]
+        kind = "tsv" if task == "sequence_classification" else "jsonl"
+        assert parse_preset([*words, f"--train_file={files}/train.{kind}", f"--output_dir={tmp_path / 'o'}"])
+
+
+def test_both_stages_are_run_and_told(finetune, converted: list[str], data: list[str], tmp_path: Path) -> None:
+    finetune("--preset", "default", *converted, *data)
+    out = tmp_path / "out"
+    runs = json.loads((out / "training_report.json").read_text())["runs"]
+    assert [run["training"].get("attention_transfer_weight") for run in runs] == [1.0, None]
+    assert [run["training"].get("logits_kl_weight") for run in runs] == [None, 1.0]
+    shares = [stage.share for stage in load_preset("default").stages["causal_lm"]]
+    for run, share in zip(runs, shares):
+        assert 800 * share <= run["training"]["tokens"] < 800 * share + 64
+    card = (out / "README.md").read_text()
+    assert "Run 1 of 1 before it" in card
+    assert "attention_transfer_weight" in card
+    assert (out / "stages" / "1-transfer" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
+def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), **load_preset(name).settings["causal"])
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
+    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
+    finetune("--preset", name, *models, "--task", "causal_lm", *data)
+    runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert len(runs) == len(load_preset(name).stages["causal_lm"])
+
+
+def test_the_linformer_preset_runs(finetune, masked_teacher: str, files: Path, tmp_path: Path) -> None:
+    settings = load_preset("cald-linformer").settings["bidirectional"]
+    model = convert(BertForMaskedLM.from_pretrained(masked_teacher), **settings, projection_size=16)
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(tmp_path / "student")
+    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", masked_teacher]
+    data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_tokens", 800]
+    finetune("--preset", "cald-linformer", *models, "--task", "masked_lm", *data)
+    (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert run["training"]["hidden_state_layers"] == "all"
+
+
+def test_a_killed_run_goes_on_with_the_stage_it_was_in(
+    finetune, converted: list[str], data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended between the stages: the first is not repeated, and the result is that of the uninterrupted run."""
+    finetune("--preset", "default", *converted, *data, output_dir=tmp_path / "whole")
+    started: list[Path] = []
+
+    def run(recipe):
+        started.append(recipe.output_dir)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return original(recipe)
+
+    from hf_linear_attention.training import run as module
+
+    original = module.run
+    monkeypatch.setattr(module, "run", run)
+    finetune("--preset", "default", *converted, *data, output_dir=tmp_path / "killed", expect=130)
+    finetune(
+        *("--preset", "default", *converted, *data, "--resume_from_checkpoint", "latest"),
+        output_dir=tmp_path / "killed",
+    )
+    assert [path.name for path in started] == ["1-transfer", "killed", "killed"]
+    names = ("whole", "killed")
+    assert (tmp_path / names[0] / "model.safetensors").read_bytes() == (
+        tmp_path / names[1] / "model.safetensors"
+    ).read_bytes()
+
+
+def launched(store: int, cache: Path, options: list[Any]) -> int:
+    """`finetune.py` in a process of torchrun, whose store stays when the connection through it is closed."""
+    os.environ.update(MASTER_PORT=str(store), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
+    return finetune_process(cache, options)
+
+
+def test_two_processes_go_through_all_stages(
+    converted: list[str], data: list[str], tmp_path: Path, dataset_cache: Path
+) -> None:
+    """One output, and every stage starts from the one before it."""
+    out = tmp_path / "out"
+    options = ["--preset", "default", *converted, *data, "--output_dir", out]
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert finish(start(launched, store.port, dataset_cache, options, ranks=2), timeout=100) == [0, 0]
+    first, second = (run["training"] for run in json.loads((out / "training_report.json").read_text())["runs"])
+    assert (first["processes"], second["processes"]) == (2, 2)
+    assert second["model_name_or_path"] == str(out / "stages" / "1-transfer")
+    names = [path.parent.name for path in sorted(out.rglob("model.safetensors"))]
+    assert names == ["out", "1-transfer"]
+    start_, middle, end = (
+        load_file(folder / "model.safetensors") for folder in (Path(converted[1]), out / "stages" / "1-transfer", out)
+    )
+    projection = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(start_[projection], middle[projection])
+    assert not torch.equal(middle[projection], end[projection])
+
+
+def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str], converted: list[str]) -> None:
+    """Started anew in a used folder and killed in the first stage: resuming begins with the first stage."""
+    out = tmp_path / "out"
+    for folder in (out, out / "stages" / "1-transfer"):
+        folder.mkdir(parents=True)
+        (folder / "training_report.json").write_text('{"runs": [{"metrics": {}}]}')
+    words = ["--preset=default", *converted, *data, f"--output_dir={out}"]
+    preset, given = parse_preset([*words, "--overwrite_output_dir=true"])
+
+    def killed(recipe):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_stages(preset, given, lambda words: words, killed)
+    started = []
+    resumed = {**given, "resume_from_checkpoint": "latest"}
+    del resumed["overwrite_output_dir"]
+    run_stages(preset, resumed, lambda words: words, lambda words: started.append(words) or {"figure": 1.0})
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--preset", "best"], ["--preset best", "default"]),
+        (["--preset", "default", "--learning_rate", "-1"], ["--learning_rate -1.0", "above 0"]),
+        (["--preset", "default", "--output_dir", "."], ["is not empty"]),
+    ],
+)
+def test_refusals(options: list[str], words: list[str], converted, data, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_preset([*converted, *data, "--output_dir", str(tmp_path / "o"), *options])
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_task_without_stages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = yaml.safe_load((FOLDER / "default.yaml").read_text(encoding="utf-8"))
+    del content["tasks"]["masked_lm"]
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    monkeypatch.setattr(presets, "FOLDER", tmp_path)
+    with pytest.raises(UsageError, match=r"no stages for `--task masked_lm`.*causal_lm"):
+        parse_preset(["--preset=small", "--task=masked_lm", "--model_name_or_path=m", "--output_dir=o"])
+
+
+def test_the_command_line_wins_over_the_stages() -> None:
+    (transfer, distil) = load_preset("default").stages["causal_lm"]
+    given = {"task": "causal_lm", "teacher_name_or_path": "t", "learning_rate": 3.0, "logging_steps": 7}
+    assert "--learning_rate=3.0" in stage_arguments(distil, given, 100)
+    assert not any(word.startswith(("--learning_rate", "--teacher")) for word in stage_arguments(transfer, given, 100))
+    assert "--logging_steps=7" in stage_arguments(transfer, given, 100)
+
+
+def test_presets_are_listed_in_the_package_data() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(presets.__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "*.yaml" in project["tool"]["setuptools"]["package-data"]["hf_linear_attention.training.presets"]
+    for path in FOLDER.glob("*.yaml"):
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))["version"]
+
+
+def test_what_learns_nothing_from_transfer_goes_without(
+    finetune, llama_teacher: str, data: list[str], tmp_path
+) -> None:
+    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="performer", num_features=16)
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
+    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
+    finetune("--preset", "default", *models, "--task", "causal_lm", *data)
+    (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert run["training"]["logits_kl_weight"] == 1
+    assert run["training"]["tokens"] >= 800

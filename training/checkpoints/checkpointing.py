@@ -1,0 +1,284 @@
+"""Folders `checkpoint-<step>`: written under another name, then renamed (`folders.py`), so one that exists is complete.
+
+    config.json, weights, code, tokenizer or the like  what `save_pretrained` writes: the folder loads with AutoModel
+    optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
+    deepspeed/                                         with DeepSpeed, what each process has of the optimizer
+    rng-<process>.pt                                   random state of each process
+    trainer_state.json                                 step, tokens, running means, best evaluation, and the recipe
+    checksums.json                                     size and SHA-256 of each of these
+
+The data position needs no file: it is the number of the step (`batches.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from hf_linear_attention._common import folders
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention.training.checkpoints.weights import save_model, whole_weights
+from hf_linear_attention.training.data.processors import Processor
+from hf_linear_attention.training.distributed import zero
+from hf_linear_attention.training.distributed.sharding import shard_optimizer_state, whole
+from hf_linear_attention.training.tracking import METRICS
+
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+MODEL_FOLDER = "model"  # the name of the finished model while it is written
+# A run cannot go on as the same run when one of these changes.
+FIXED = (
+    *("task", "model_name_or_path", "tokenizer_name", "train_file", "dataset_name", "dataset_config_name"),
+    *("text_column_name", "text_pair_column_name", "label_column_name", "image_column_name", "on_bad_rows"),
+    *("max_length", "mlm_probability", "join_documents", "streaming_processes", "sequences_per_step"),
+    *("train_examples", "seed", "mixed_precision", "zero_stage"),
+    *("trainable", "freeze_pattern", "ema_decay", "transfer_layers", "untie_embeddings"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
+)
+# It may when one of these does, but is not the run it would have been.
+WATCHED = (
+    *("teacher_name_or_path", "attention_transfer_weight", "task_loss_weight", "logits_kl_weight"),
+    *("hidden_state_weight", "embedding_weight", "disable_dropout", "attention_transfer_error"),
+    *("attention_map_weight", "lora_dropout", "window_dropout", "layer_patience"),
+    *("hidden_state_layers", "temperature", "learning_rate", "mechanism_learning_rate", "weight_decay"),
+    *("max_grad_norm", "num_train_epochs", "max_train_steps", "max_train_tokens", "lr_scheduler_type"),
+    *("warmup_ratio", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),
+)
+# Watched where `layer_patience` counts log lines.
+COUNTED_IN_LOG_LINES = ("logging_steps",)
+# Evaluations before and after a change of these cannot be compared.
+EVALUATED = ("validation_file", "max_eval_tokens", "max_eval_samples", "max_eval_chars", "metric_for_best_model")
+
+
+@dataclass
+class TrainingState:
+    """Where a run is. `sums` are the running sums since the last log line, over all processes.
+
+    `best` is the step and the figures of the best evaluation, `evaluations_since_best` counts those after it.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    steps_in_sums: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    evaluations_since_best: int = 0
+
+
+def latest_checkpoint(output_dir: Path) -> Path | None:
+    found = list_checkpoints(output_dir)
+    return found[-1] if found else None
+
+
+def newest_intact_checkpoint(output_dir: Path) -> Path | None:
+    """The newest checkpoint that can be read; warns of damaged ones. Reads all of it."""
+    for checkpoint in reversed(list_checkpoints(output_dir)):
+        damage = folders.find_damage(checkpoint)
+        if damage is None:
+            return checkpoint
+        logger.warning("%s is damaged (%s); going back to the one before it", checkpoint, damage)
+    return None
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    folders = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    complete = [path for path in folders if (path / STATE_FILE).is_file()]
+    return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
+
+
+def clear_output(output_dir: Path, everything: bool) -> None:
+    """Remove half-written folders; with `everything` also checkpoints, metrics and report of an earlier run."""
+    folders.clean(output_dir, rf"checkpoint-\d+|{MODEL_FOLDER}")
+    if everything:
+        for path in list_checkpoints(output_dir):
+            folders.discard(path)
+        for name in (METRICS, HISTORY):
+            (output_dir / name).unlink(missing_ok=True)
+
+
+class Checkpointer:
+    """Saves and restores everything that decides how a run goes on."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        output_dir: Path,
+        recipe: dict[str, Any],
+        save_total_limit: int | None,
+        keep_best: bool,
+    ) -> None:
+        self.accelerator, self.output_dir = accelerator, output_dir
+        self.recipe, self.save_total_limit, self.keep_best = recipe, save_total_limit, keep_best
+
+    def save(
+        self,
+        state: TrainingState,
+        model: PreTrainedModel,
+        processor: Processor,
+        parts: dict[str, Any],
+    ) -> Path:
+        """Write `checkpoint-<step>`; `parts` are the objects with a state_dict. Called by all processes.
+
+        Raises:
+            TrainingError: on all processes, if one of them cannot write; the checkpoints before it stay.
+        """
+        final = self.output_dir / f"checkpoint-{state.step}"
+        folder = folders.incomplete(final)
+        rng, keep = folder / f"rng-{self.accelerator.process_index}.pt", self.accelerator.is_main_process
+        weights = whole_weights(model, keep)
+        states = whole({name: part.state_dict() for name, part in parts.items()}, keep)
+
+        def write() -> None:
+            folder.mkdir(parents=True)
+            save_model(model, folder, weights)
+            processor.save_pretrained(folder)
+            folders.save_tensors(states, folder / "optimizer.pt")
+            text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
+            (folder / STATE_FILE).write_text(text, encoding="utf-8")
+
+        self._do(write, folder)
+        self._do(lambda: folders.save_tensors(random_state(), rng), folder, everywhere=True)
+        if (engine := zero.engine_of(self.accelerator)) is not None:
+            self._do(lambda: zero.save_states(engine, folder), folder, everywhere=True)
+        self._do(lambda: self._finish(folder, final, state), folder)
+        return final
+
+    def _do(self, action: Callable[[], None], folder: Path, everywhere: bool = False) -> None:
+        """Run it on the main process or everywhere; where it fails on one, it fails on all, and `folder` goes.
+
+        Raises:
+            TrainingError: if a file cannot be written.
+        """
+        problem = None
+        if everywhere or self.accelerator.is_main_process:
+            try:
+                action()
+            except (OSError, SafetensorError) as error:
+                problem = str(error)
+        problems = [found for found in gather_object([problem]) if found is not None]
+        if problems:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise TrainingError(
+                f"{folder.name.removeprefix(folders.INCOMPLETE)} could not be written: {problems[0]}; "
+                f"{self.last_good()}"
+            )
+
+    def last_good(self) -> str:
+        """Which checkpoint there is to go on from, as half a sentence."""
+        last = latest_checkpoint(self.output_dir)
+        if last is None:
+            return "there is no checkpoint to go on from"
+        return f"the last good checkpoint is {last}; `--resume_from_checkpoint latest` goes on from there"
+
+    def _finish(self, folder: Path, final: Path, state: TrainingState) -> None:
+        """Give it its name, then remove the oldest ones beyond the limit, but never the best."""
+        folders.commit(folder, final)
+        if self.save_total_limit is not None:
+            for path in list_checkpoints(self.output_dir)[: -self.save_total_limit]:
+                if not (self.keep_best and path.name == f"checkpoint-{state.best.get('step')}"):
+                    folders.discard(path)
+
+    def read_state(self, checkpoint: Path) -> TrainingState:
+        """Step and sums of a checkpoint; refuses one of another run. Of another evaluation, the best is forgotten."""
+        content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
+        state = TrainingState(**content["state"])
+        if changed.evaluation and state.best:
+            logger.warning(
+                "the best evaluation so far (step %d) cannot be compared with those to come (%s): the best is chosen "
+                "among these, and patience is counted from here",
+                *(state.best["step"], "; ".join(changed.evaluation)),
+            )
+            state.best, state.evaluations_since_best = {}, 0
+        return state
+
+    def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
+        """Load optimizer, schedule, scaler and random state. (The weights were loaded from the folder as a model.)"""
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        if (engine := zero.engine_of(self.accelerator)) is not None:
+            zero.load_states(engine, checkpoint)
+        else:
+            saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        path = checkpoint / f"rng-{self.accelerator.process_index}.pt"
+        if path.is_file():
+            set_random_state(torch.load(path, weights_only=True))
+        else:
+            logger.warning("%s is missing (more processes than before): dropout will differ", path)
+
+
+@dataclass(frozen=True)
+class ChangedSettings:
+    """`name: old -> new` of what makes another run (`fixed`), of what makes it go on differently (`watched`), and of
+    what makes its evaluations incomparable (`evaluation`)."""
+
+    fixed: list[str]
+    watched: list[str]
+    evaluation: list[str]
+
+
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
+    """What differs between the recipe of a checkpoint and that of the run that goes on with it."""
+    changed = {name: f"{name}: {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)}
+    # what a process has of a DeepSpeed optimizer is of no use to another number of them
+    fixed = (*FIXED, "world_size") if new.get("zero_stage") else FIXED
+    watched = (*WATCHED, *COUNTED_IN_LOG_LINES) if new.get("layer_patience") else WATCHED
+    evaluation = (*EVALUATED, "teacher_name_or_path") if new.get("task") == "embedding" else EVALUATED
+    return ChangedSettings(
+        *([changed[name] for name in names if name in changed] for names in (fixed, watched, evaluation))
+    )
+
+
+def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> ChangedSettings:
+    """Refuse to resume what would be another run; warn where the run goes on, but differently."""
+    changed = changed_settings(old, new)
+    if changed.fixed:
+        raise TrainingError(
+            f"cannot resume from {checkpoint}, these decide data order or model: {'; '.join(changed.fixed)}; "
+            "give the old values, or start a new run in another --output_dir"
+        )
+    if changed.watched:
+        text = "; ".join(changed.watched)
+        logger.warning("resuming with changed settings, so not as the uninterrupted run: %s", text)
+    return changed
+
+
+def random_state() -> dict[str, Any]:
+    """State of every random generator of this process, in types that torch.load accepts with weights_only."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,64 @@
+"""What all of a run needs: recipe, processes, models, validation data, and where its figures go."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
+from hf_linear_attention.training.data.processors import Processor
+from hf_linear_attention.training.evaluation.evaluator import Evaluator
+from hf_linear_attention.training.losses.teacher import Teacher
+from hf_linear_attention.training.parameters import WeightAverage
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tracking import MetricsFile
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunContext:
+    """What a run works with; `run.py` builds it."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    processor: Processor
+    student: PreTrainedModel
+    teacher: Teacher | None
+    pad_token_id: int
+    validation: Stream | None
+    metrics: MetricsFile
+    average: WeightAverage | None = None
+
+    def final_weights(self) -> AbstractContextManager[None]:
+        """Inside, the student is what would be saved as the result: with `--ema_decay`, its average."""
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    def evaluate(self, step: int, tokens: int) -> dict[str, float]:
+        """Figures on the validation data, also written to metrics.jsonl."""
+        if self.validation is None:
+            return {}
+        accelerator = self.accelerator
+        plan = EvaluationBatches(
+            len(self.validation),
+            self.recipe.optimization.per_device_eval_batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        evaluator = Evaluator(accelerator, self.recipe.model.task, self.teacher)
+        with self.final_weights():
+            figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
+        self.record({"step": step, self.recipe.unit: tokens, **figures})
+        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
+        return figures
+
+    def record(self, event: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, also for the trackers."""
+        self.metrics.write(event)
+        self.accelerator.log({name: value for name, value in event.items() if name != "step"}, step=event["step"])

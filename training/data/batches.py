@@ -1,0 +1,190 @@
+"""Which examples each process sees, in which order, and how they become padded tensors.
+
+The order is a pure function of the seed: position p of the endless training stream is example
+`permutation(seed + p // n)[p % n]` of n examples. Optimizer step s takes the E positions [s E, (s + 1) E), E =
+batch size x accumulation x processes, so the same examples meet in the same step whatever that split is, and a resumed
+run needs nothing but the number of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, Tokens
+
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Masking:
+    """BERT's corruption: of the chosen tokens 80 % become [MASK], 10 % a random token, 10 % stay."""
+
+    probability: float
+    mask_token_id: int
+    vocab_size: int
+    special_ids: tuple[int, ...]
+
+    def __call__(self, example: Example, seed: int, position: int) -> Example:
+        """The masks depend on seed and position alone: resuming and more processes change nothing."""
+        random = np.random.default_rng([seed, position])
+        tokens: Tokens = np.array(example["input_ids"])
+        chosen = (random.random(len(tokens)) < self.probability) & ~np.isin(tokens, self.special_ids)
+        kind = random.random(len(tokens))
+        corrupted = np.where(chosen & (kind < 0.8), self.mask_token_id, tokens)
+        replacement = random.integers(0, self.vocab_size, len(tokens))
+        corrupted = np.where(chosen & (kind >= 0.9), replacement, corrupted)
+        return {"input_ids": corrupted, "labels": np.where(chosen, tokens, IGNORED)}
+
+
+class Stream(Dataset[Example]):
+    """Examples by position. Training streams are endless and reshuffled every epoch, evaluation runs once in order."""
+
+    def __init__(self, examples: Examples, seed: int, shuffle: bool, masking: Masking | None = None) -> None:
+        self.examples, self.seed, self.shuffle, self.masking = examples, seed, shuffle, masking
+        self._epoch, self._order = -1, np.arange(len(examples))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def indices(self, start: int, stop: int) -> Tokens:
+        """Example of each position in [start, stop)."""
+        return np.array([self._index(position) for position in range(start, stop)], dtype=np.int64)
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self.examples))
+        if self.shuffle and epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._order = torch.randperm(len(self.examples), generator=generator).numpy()
+            self._epoch = epoch
+        return int(self._order[offset])
+
+    def __getitem__(self, position: int) -> Example:
+        index = self._index(position)
+        example = {**self.examples[index], "index": index}
+        if self.masking is None:
+            return example
+        return {**example, **self.masking(example, self.seed, position)}
+
+
+def pad(examples: list[Example], pad_token_id: int) -> Batch:
+    """Right-padded tensors: input_ids, attention_mask, labels [B, N] (classes [B]) and index [B].
+
+    For pairs of texts also token_type_ids. Where documents are packed also position_ids, which count the padding as one
+    more document.
+    """
+    length = max(len(example["input_ids"]) for example in examples)
+    batch = {
+        "input_ids": _rows([example["input_ids"] for example in examples], length, pad_token_id),
+        "attention_mask": _rows([np.ones(len(example["input_ids"]), np.int64) for example in examples], length, 0),
+        "index": torch.tensor([example["index"] for example in examples]),
+    }
+    if "token_type_ids" in examples[0]:
+        batch["token_type_ids"] = _rows([example["token_type_ids"] for example in examples], length, 0)
+    if any("position_ids" in example for example in examples):
+        batch["position_ids"] = torch.stack([_positions(example, length) for example in examples])
+    if all("labels" in example for example in examples):
+        labels = [example["labels"] for example in examples]
+        scalar = np.ndim(labels[0]) == 0
+        batch["labels"] = torch.tensor(labels) if scalar else _rows(labels, length, IGNORED)
+    return batch
+
+
+def stack(examples: list[Example]) -> Batch:
+    """Images of one size: pixel_values [B, C, H, W], index [B] and, where there are classes, labels [B]."""
+    batch = {"pixel_values": torch.stack([example["pixel_values"] for example in examples])}
+    names = [name for name in ("index", "labels") if name in examples[0]]
+    return batch | {name: torch.tensor([example[name] for example in examples]) for name in names}
+
+
+def _positions(example: Example, length: int) -> Tensor:
+    count = len(example["input_ids"])
+    own = example.get("position_ids", np.arange(count))
+    return torch.from_numpy(np.concatenate([own, np.arange(length - count)]))
+
+
+def _rows(values: list[Tokens], length: int, fill: int) -> Tensor:
+    return torch.tensor(np.stack([np.pad(row, (0, length - len(row)), constant_values=fill) for row in values]))
+
+
+class TrainBatches:
+    """Positions of the batches that one process sees, from optimizer step `start` to `stop`."""
+
+    def __init__(self, start: int, stop: int, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
+        self.batches = range(start * accumulation, stop * accumulation)
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            first = (batch * self.world_size + self.rank) * self.batch_size
+            yield list(range(first, first + self.batch_size))
+
+
+class EvaluationBatches:
+    """Every `world_size`-th example belongs to one process.
+
+    All processes have as many batches as the first, because one with shards of a model cannot compute alone: instead
+    of none they take example 0, which the evaluator counts once.
+    """
+
+    def __init__(self, count: int, batch_size: int, rank: int, world_size: int) -> None:
+        self.mine, self.batch_size = range(rank, count, world_size), batch_size
+        self.most = len(range(0, count, world_size))
+
+    def __len__(self) -> int:
+        return -(-self.most // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, self.most, self.batch_size):
+            yield list(self.mine[start : start + self.batch_size]) or [0]
+
+
+def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_id: int) -> DataLoader[Batch]:
+    """A loader with a generator of its own: iterating it must not move the global one, or dropout would change."""
+    return DataLoader(
+        stream,
+        batch_sampler=batches,
+        collate_fn=lambda examples: stack(examples) if "pixel_values" in examples[0] else pad(examples, pad_token_id),
+        generator=torch.Generator().manual_seed(stream.seed),
+    )
+
+
+def steps_for_tokens(stream: Stream, sequences_per_step: int, max_tokens: int, most: int) -> int:
+    """Optimizer steps, at most `most`, after which the stream has passed `max_tokens` tokens."""
+    lengths, seen = stream.examples.lengths, 0
+    for step in range(most):
+        seen += int(lengths[stream.indices(step * sequences_per_step, (step + 1) * sequences_per_step)].sum())
+        if seen >= max_tokens:
+            return step + 1
+    return most
+
+
+def aligned_labels(batch: Batch, task: str) -> Tensor:
+    """Labels at the position of the logits that predict them: [B, N], or [B] for classes."""
+    labels = batch["labels"]
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if task == "causal_lm" else labels
+
+
+def count_units(batch: Batch) -> Tensor:
+    """Real tokens of a batch, or its images: a long scalar."""
+    if "pixel_values" in batch:
+        return torch.tensor(len(batch["pixel_values"]), device=batch["pixel_values"].device)
+    return batch["attention_mask"].sum()
+
+
+def token_weights(batch: Batch, length: int) -> Tensor:
+    """What each of the N positions of a batch counts, [B, N]: a token 1, padding 0; those of an image share 1."""
+    if "pixel_values" in batch:
+        images = batch["pixel_values"]
+        return torch.full((len(images), length), 1 / length, device=images.device)
+    return batch["attention_mask"].float()

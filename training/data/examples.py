@@ -1,0 +1,136 @@
+"""Files and `datasets` data sets to examples of token ids (`packing.py`).
+
+| task                    | .txt                                        | a file of rows, or --dataset_name   |
+| causal_lm, training     | one document, cut into blocks               | BOS + text of a row, packed         |
+| causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
+| masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
+| sequence_classification | refused                                     | a row is a text with class, cut     |
+| image_classification    | refused                                     | a row is an image with class        |
+
+"Cut" is to max_length tokens; "packed" documents share a block of as many and do not see each other (`packing.py`), but
+for `--join_documents`.
+Paragraphs are what blank lines separate; in a .txt without blank lines every line is a text.
+A tokenizer without BOS gets its EOS after each text instead. Everything is tokenised at the start, and kept for later
+runs (`tokenization.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.data.images import Images
+from hf_linear_attention.training.data.labels import class_labels, pair_scores
+from hf_linear_attention.training.data.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
+from hf_linear_attention.training.data.rows import path_of, usable_rows
+from hf_linear_attention.training.data.tokenization import document_ends, joined, paragraphs, tokenize_texts
+from hf_linear_attention.training.recipe import DataArguments, Recipe
+
+
+logger = logging.getLogger(__name__)
+
+
+def usable_texts(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+    """The rows that `build_examples` takes: a .txt as it is, of others those that are not bad (`rows.usable_rows`)."""
+    if _is_running_text(recipe, split):
+        return rows
+    column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
+    return usable_rows(rows, recipe.data, split, labelled and column in rows.column_names)
+
+
+def _is_running_text(recipe: Recipe, split: str) -> bool:
+    return (path_of(recipe.data, split) or "").endswith(".txt")
+
+
+def build_examples(
+    recipe: Recipe,
+    rows: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    classes: dict[str, int] | None,
+    split: str,
+) -> Examples:
+    """Examples of usable rows of one split; `classes` maps their labels to class indices (classification only)."""
+    data, task, running_text = recipe.data, recipe.model.task, _is_running_text(recipe, split)
+    texts = _texts(rows, data, running_text, data.max_eval_chars if split == "validation" else None)
+    if task == "causal_lm":
+        is_training = split == "train"
+        examples = _causal_examples(texts, tokenizer, max_length, running_text, is_training, data.join_documents)
+    else:
+        texts = paragraphs(texts[0]) if running_text else texts
+        pairs = list(rows[data.text_pair_column_name]) if data.text_pair_column_name else None
+        scores = None
+        if task == "embedding" and pairs is not None:
+            texts, scores, pairs = [*_interleaved(texts, pairs)], pair_scores(rows, data, split), None
+        cut: dict[str, Any] = {"add_special_tokens": True, "truncation": True, "max_length": max_length}
+        documents = tokenize_texts(texts, tokenizer, pairs=pairs, **cut)
+        labels = class_labels(rows, recipe, classes, split) if task == "sequence_classification" else scores
+        if pairs is None:
+            examples = Documents(_without_empty(documents, keep=labels is not None), labels)
+        else:
+            has_types = "token_type_ids" in tokenizer.model_input_names
+            types = tokenize_texts(texts, tokenizer, "token_type_ids", pairs=pairs, **cut) if has_types else None
+            examples = Documents(documents, labels, types)
+    if split == "validation":
+        examples = shorten(examples, data.max_eval_samples, data.max_eval_tokens)
+    if len(examples) == 0:
+        raise TrainingError(f"the {split} data holds no text")
+    logger.info("%s: %d examples, %d tokens", split, len(examples), examples.lengths.sum())
+    return examples
+
+
+def image_examples(
+    recipe: Recipe, rows: datasets.Dataset, processor: BaseImageProcessor, classes: dict[str, int] | None, split: str
+) -> Examples:
+    """Images of one split, of `rows` that are usable."""
+    labels = class_labels(rows, recipe, classes, split)
+    examples: Examples = Images(rows, recipe.data, split, processor, labels)
+    if split == "validation":
+        examples = shorten(examples, recipe.data.max_eval_samples, None)
+    if len(examples) == 0:
+        raise TrainingError(f"the {split} data holds no image")
+    logger.info("%s: %d images", split, len(examples))
+    return examples
+
+
+def _causal_examples(
+    texts: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    running_text: bool,
+    training: bool,
+    join: bool,
+) -> Examples:
+    bos, end = document_ends(tokenizer)
+    if running_text:
+        stream = tokenize_texts(["".join(texts)], tokenizer, add_special_tokens=False)[0]
+        return PackedBlocks([joined(bos, stream)], max_length) if training else StreamWindows(stream, max_length, bos)
+    documents = [joined(bos, tokens, end) for tokens in tokenize_texts(texts, tokenizer, add_special_tokens=False)]
+    if training:
+        return PackedBlocks([np.concatenate(documents)] if join else documents, max_length)
+    return Documents([document[:max_length] for document in documents], "tokens")
+
+
+def _texts(rows: datasets.Dataset, data: DataArguments, running_text: bool, max_chars: int | None) -> list[str]:
+    """The texts of `rows`; a running text is one string."""
+    if running_text:
+        return ["".join(rows["text"])[:max_chars]]
+    return list(rows[data.text_column_name])
+
+
+def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
+    """Texts without a token teach nothing; a labelled one must not vanish silently from the accuracy."""
+    empty = [number for number, document in enumerate(documents) if len(document) == 0]
+    if empty and keep:
+        raise TrainingError(f"row {empty[0]} has a label but no text ({len(empty)} such rows); remove them")
+    return [document for document in documents if len(document)]
+
+
+def _interleaved(texts: list[str], pairs: list[str]) -> list[str]:
+    """Both texts of every pair, one after the other: each is embedded by itself."""
+    return [text for pair in zip(texts, pairs, strict=True) for text in pair]

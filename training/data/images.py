@@ -1,0 +1,95 @@
+"""Images with classes (`--task image_classification`), read and processed when they are needed.
+
+A folder for `--dataset_name` (`datasets`' imagefolder: train/<class>/<file>), a .parquet or data set with an image
+column, or a .jsonl, .csv, .tsv of paths, which count from the folder of that file. What becomes of an image is up to
+the model's image processor; nothing is augmented.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import BaseImageProcessor
+
+from hf_linear_attention.training.data.packing import Example, Tokens
+from hf_linear_attention.training.data.rows import path_of, require_column, without_bad
+from hf_linear_attention.training.recipe import DataArguments
+
+
+class Images:
+    """One example an image: pixel values [C, H, W], and its class where there are labels."""
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        data: DataArguments,
+        split: str,
+        processor: BaseImageProcessor,
+        labels: list[int] | None,
+    ) -> None:
+        self.images, self.root, self.processor = _undecoded(rows, data), _root(data, split), processor
+        self.labels = labels
+
+    @property
+    def lengths(self) -> Tokens:
+        return np.ones(len(self.images), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Example:
+        with _opened(self.images[int(index)], self.root) as image:
+            pixels = self.processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        return {"pixel_values": pixels, **({} if self.labels is None else {"labels": self.labels[index]})}
+
+
+def usable_images(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> datasets.Dataset:
+    """`rows` without the bad ones: no image that can be opened or (`labelled`) no label.
+
+    Raises:
+        TrainingError: if there are bad ones and they may not be skipped; if there is no column with the images.
+    """
+    require_column(rows, "image_column_name", data.image_column_name)
+    root, bad = _root(data, split), {}
+    for number, value in enumerate(_undecoded(rows, data)):
+        if (problem := _problem(value, root)) is not None:
+            bad[number] = f"`{data.image_column_name}` {problem}"
+    for number, label in enumerate(rows[data.label_column_name] if labelled else ()):
+        if label is None:
+            bad.setdefault(number, f"`{data.label_column_name}` is missing")
+    return without_bad(rows, bad, data, split)
+
+
+def _problem(value: Any, root: Path) -> str | None:
+    """What is wrong with an image, of which only the beginning is read."""
+    try:
+        with _opened(value, root):
+            return None
+    except (OSError, ValueError, TypeError) as error:
+        return f"cannot be opened ({error})"
+
+
+def _opened(value: Any, root: Path) -> Any:
+    """An image of a cell: a path, or what `datasets` keeps of an image."""
+    from PIL import Image
+
+    if isinstance(value, dict):
+        return Image.open(BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"])
+    return Image.open(root / value)
+
+
+def _undecoded(rows: datasets.Dataset, data: DataArguments) -> Any:
+    """The column of images as paths or bytes: decoded, they would all be in memory."""
+    name = data.image_column_name
+    if isinstance(rows.features[name], datasets.Image):
+        rows = rows.cast_column(name, datasets.Image(decode=False))
+    return rows[name]
+
+
+def _root(data: DataArguments, split: str) -> Path:
+    path = path_of(data, split)
+    return Path(path).parent if path is not None else Path()

@@ -1,0 +1,57 @@
+"""Classes and scores of rows."""
+
+from __future__ import annotations
+
+import logging
+
+import datasets
+
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.recipe import DataArguments, Recipe
+
+
+logger = logging.getLogger(__name__)
+
+
+def pair_scores(rows: datasets.Dataset, data: DataArguments, split: str) -> list[float] | None:
+    """The score of every pair, for both of its texts; None in training, which imitates a teacher."""
+    name = data.label_column_name
+    if split == "train":
+        return None
+    if name not in rows.column_names:
+        raise TrainingError(
+            f"`--label_column_name {name}`, the score of each pair, is not a column of the {split} data"
+        )
+    wrong = [value for value in rows[name] if isinstance(value, bool) or not isinstance(value, (int, float))]
+    if wrong:
+        raise TrainingError(f"column `{name}` holds {wrong[0]!r}; allowed are scores: numbers")
+    return [float(value) for value in rows[name] for _ in range(2)]
+
+
+def class_labels(
+    rows: datasets.Dataset, recipe: Recipe, classes: dict[str, int] | None, split: str
+) -> list[int] | None:
+    """Class index of every row; None when training only imitates a teacher and the data is unlabelled."""
+    name = recipe.data.label_column_name
+    if name not in rows.column_names:
+        if split == "train" and not recipe.objective.task_loss_weight:
+            return None
+        columns = ", ".join(rows.column_names)
+        raise TrainingError(f"`--label_column_name {name}` is not a column of the {split} data; it has {columns}")
+    values = label_names(rows, name)
+    unknown = sorted({value for value in values if value not in (classes or {})})
+    if unknown:
+        raise TrainingError(f"unknown classes in the {split} data: {unknown[:10]}; known are {sorted(classes or {})}")
+    return [classes[value] for value in values] if classes else None
+
+
+def label_names(rows: datasets.Dataset, name: str) -> list[str]:
+    """The label of every row as text: its name for a `ClassLabel` column, otherwise the value itself."""
+    feature = rows.features[name]
+    if isinstance(feature, datasets.ClassLabel):
+        return [feature.int2str(value) for value in rows[name]]
+    values = list(rows[name])
+    wrong = [value for value in values if not isinstance(value, (str, int))]
+    if wrong:
+        raise TrainingError(f"column `{name}` holds {wrong[0]!r}; allowed are classes: whole numbers or names")
+    return [str(value) for value in values]

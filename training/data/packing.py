@@ -1,0 +1,165 @@
+"""Token sequences a model is trained and evaluated on. All three classes are lists of examples:
+`len`, `[index] -> {"input_ids": int array [N], "labels": ...}`, and `lengths`, the tokens of every example.
+
+A causal language model is evaluated on running text by windows that overlap by half (protocol S), so that every
+token is scored exactly once and has at least half a window of context, wherever it is:
+
+    text    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...          max_length 6
+    window  B  t0 t1 t2 t3 t4                        scores t0 .. t4
+    window           B  t3 t4 t5 t6 t7               scores t5 .. t7     (B is the BOS token, - is not scored)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+Tokens = npt.NDArray[np.int64]
+Example = dict[str, Any]
+IGNORED = -100  # the label that cross-entropy skips
+
+
+class Examples(Protocol):
+    """What the loops need of a data set."""
+
+    @property
+    def lengths(self) -> Tokens: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
+class PackedBlocks:
+    """Documents joined and cut into blocks of `block_size`; the last one may be shorter.
+
+    `position_ids` restart with every document and every block, which is how a model tells documents apart; the first
+    token of a document is not predicted from the one before it. A block within one document has no `position_ids`.
+    """
+
+    def __init__(self, documents: Sequence[Tokens], block_size: int) -> None:
+        self.stream, self.block_size = np.concatenate(documents), block_size
+        self.documents = np.cumsum([0, *(len(document) for document in documents)], dtype=np.int64)[:-1]
+        self.starts = np.arange(0, len(self.stream), block_size, dtype=np.int64)
+        if len(self.starts) > 1 and len(self.stream) - self.starts[-1] < 2:
+            self.starts = self.starts[:-1]  # one token alone predicts nothing
+
+    @property
+    def lengths(self) -> Tokens:
+        return np.minimum(self.starts + self.block_size, len(self.stream)) - self.starts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Example:
+        start = self.starts[index]
+        block = self.stream[start : start + self.block_size]
+        inside = (self.documents > start) & (self.documents < start + len(block))
+        if not inside.any():
+            return {"input_ids": block, "labels": block}
+        return {"input_ids": block, **boundaries(block, self.documents[inside] - start)}
+
+    def unpacked(self) -> Documents:
+        """The same tokens, each document by itself, cut to at most `block_size`."""
+        documents = np.split(self.stream, self.documents[1:])
+        cut = [
+            document[start : start + self.block_size]
+            for document in documents
+            for start in range(0, len(document), self.block_size)
+        ]
+        return Documents([document for document in cut if len(document) > 1], "tokens")
+
+
+def boundaries(block: Tokens, starts: Tokens) -> Example:
+    """Labels and position_ids of a block in which documents start at `starts` (above 0)."""
+    labels, place = block.copy(), np.arange(len(block))
+    labels[starts] = IGNORED
+    begun = np.zeros(len(block), np.int64)
+    begun[starts] = starts
+    return {"labels": labels, "position_ids": place - np.maximum.accumulate(begun)}
+
+
+class StreamWindows:
+    """Protocol S over `stream`: see the module's picture. Without a BOS token the very first token is not scored."""
+
+    def __init__(self, stream: Tokens, max_length: int, bos_token_id: int | None) -> None:
+        self.stream, self.bos_token_id = stream, bos_token_id
+        self.context = max_length - (bos_token_id is not None)
+        stride = max(1, max_length // 2)
+        later = np.arange(self.context, len(stream), stride, dtype=np.int64)
+        self.scored_from = np.concatenate([[0], later]).astype(np.int64)
+        self.scored_to = np.minimum(np.concatenate([[self.context], later + stride]), len(stream)).astype(np.int64)
+
+    @property
+    def lengths(self) -> Tokens:
+        return self.scored_to - self.scored_from
+
+    def __len__(self) -> int:
+        return len(self.scored_from) if len(self.stream) else 0
+
+    def __getitem__(self, index: int) -> Example:
+        first, end = self.scored_from[index], self.scored_to[index]
+        start = max(0, end - self.context)
+        tokens = self.stream[start:end]
+        labels = np.where(np.arange(start, end) >= first, tokens, IGNORED)
+        if self.bos_token_id is not None:
+            tokens = np.concatenate([[self.bos_token_id], tokens])
+            labels = np.concatenate([[IGNORED], labels])
+        return {"input_ids": tokens, "labels": labels}
+
+
+class Documents:
+    """One example a text. `labels` is a class or a score for each text, None, or "tokens" (the text itself).
+
+    `types` are the token_type_ids of pairs of texts.
+    """
+
+    def __init__(
+        self, documents: list[Tokens], labels: Sequence[float] | str | None, types: list[Tokens] | None = None
+    ) -> None:
+        self.documents, self.labels, self.types = documents, labels, types
+
+    @property
+    def lengths(self) -> Tokens:
+        return np.array([len(document) for document in self.documents], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Example:
+        example: Example = {"input_ids": self.documents[index]}
+        if self.labels == "tokens":
+            example["labels"] = self.documents[index]
+        elif self.labels is not None:
+            example["labels"] = self.labels[index]
+        return example if self.types is None else {**example, "token_type_ids": self.types[index]}
+
+
+class FirstExamples:
+    """The first `count` of some examples."""
+
+    def __init__(self, examples: Examples, count: int) -> None:
+        self.examples, self.count = examples, min(count, len(examples))
+
+    @property
+    def lengths(self) -> Tokens:
+        return self.examples.lengths[: self.count]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+
+def shorten(examples: Examples, max_samples: int | None, max_tokens: int | None) -> Examples:
+    """The first examples, at most `max_samples`, and no more than needed to reach `max_tokens` tokens."""
+    count = len(examples) if max_samples is None else min(max_samples, len(examples))
+    if max_tokens is not None:
+        reached = np.flatnonzero(np.cumsum(examples.lengths) >= max_tokens)
+        count = min(count, int(reached[0]) + 1) if len(reached) else count
+    return examples if count == len(examples) else FirstExamples(examples, count)

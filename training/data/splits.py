@@ -1,0 +1,89 @@
+"""What a run reads: the examples of both splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import datasets
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+
+from hf_linear_attention.training.data.batches import Masking, Stream
+from hf_linear_attention.training.data.examples import build_examples, image_examples, usable_texts
+from hf_linear_attention.training.data.images import usable_images
+from hf_linear_attention.training.data.labels import label_names
+from hf_linear_attention.training.data.packing import Examples
+from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
+from hf_linear_attention.training.data.rows import count_skipped, load_rows
+from hf_linear_attention.training.data.streaming import StreamedExamples
+from hf_linear_attention.training.models import class_mapping
+from hf_linear_attention.training.recipe import Recipe
+
+
+@dataclass
+class Splits:
+    """The examples of both splits, the class indices that their labels became, and the bad rows that were left out."""
+
+    train: Examples | StreamedExamples | None
+    validation: Examples | None
+    classes: dict[str, int] | None
+    skipped: dict[str, int]
+
+
+def _load_images(recipe: Recipe, processor: BaseImageProcessor) -> Splits:
+    labels = recipe.data.label_column_name
+    rows, skipped = _read(
+        recipe,
+        ("train", "validation"),
+        lambda part, split: usable_images(part, recipe.data, split, labelled=labels in part.column_names),
+    )
+    classes = _classes(recipe, rows)
+    examples = {split: image_examples(recipe, part, processor, classes, split) for split, part in rows.items()}
+    return Splits(examples.get("train"), examples.get("validation"), classes, skipped)
+
+
+def _read(
+    recipe: Recipe, splits: Sequence[str], usable: Callable[[datasets.Dataset, str], datasets.Dataset]
+) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
+    """Usable rows of the splits that there are, and how many were left out."""
+    found = {split: rows for split in splits if (rows := load_rows(recipe.data, split)) is not None}
+    kept = {split: usable(rows, split) for split, rows in found.items()}
+    skipped = {split: count_skipped(rows, kept[split], recipe.data, split) for split, rows in found.items()}
+    return kept, {split: count for split, count in skipped.items() if count}
+
+
+def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int] | None:
+    """By the first labelled split; classes in the other that it does not have are an error."""
+    column = recipe.data.label_column_name
+    labelled = [part for part in rows.values() if column in part.column_names]
+    return class_mapping(load_config(recipe), label_names(labelled[0], column)) if labelled else None
+
+
+def load_data(recipe: Recipe, processor: Processor) -> Splits:
+    """Both splits as examples."""
+    if isinstance(processor, BaseImageProcessor):
+        return _load_images(recipe, processor)
+    return _load_texts(recipe, processor)
+
+
+def _load_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Splits:
+    max_length = sequence_length(recipe, tokenizer, load_config(recipe))
+    read_now = ("validation",) if recipe.data.streaming else ("train", "validation")
+    rows, skipped = _read(recipe, read_now, lambda part, split: usable_texts(recipe, part, split))
+    classes = _classes(recipe, rows) if recipe.model.task == "sequence_classification" else None
+    examples = {
+        split: build_examples(recipe, part, tokenizer, max_length, classes, split) for split, part in rows.items()
+    }
+    train = StreamedExamples(recipe, tokenizer, max_length) if recipe.data.streaming else examples.get("train")
+    return Splits(train, examples.get("validation"), classes, skipped)
+
+
+def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
+    if recipe.model.task != "masked_lm" or isinstance(processor, BaseImageProcessor):
+        return None
+    special = tuple(processor.all_special_ids)
+    return Masking(recipe.data.mlm_probability, processor.mask_token_id, len(processor), special)
+
+
+def stream_of(examples: Examples, recipe: Recipe, processor: Processor, shuffle: bool) -> Stream:
+    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor))

@@ -1,0 +1,141 @@
+"""The processes that `accelerate launch` started: connected, and what the launch file says they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import is_deepspeed_available
+
+from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.distributed import zero
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tracking import wanted_trackers
+
+
+logger = logging.getLogger(__name__)
+
+DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+TWO_PROCESSES = "accelerate launch --config_file training/launch/cpu2.yaml training/finetune.py ..."
+
+
+def start_processes(recipe: Recipe) -> Accelerator:
+    """The accelerator, after making sure that the launched processes found each other.
+
+    Raises:
+        TrainingError: for a launch that would train something else than it says.
+    """
+    _refuse_before(recipe)
+    handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
+    has_gpu = torch.cuda.is_available()
+    if _is_on(DEEPSPEED) and not has_gpu:
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    accelerator = Accelerator(
+        # without cpu=True a machine without GPU gives processes that train apart; with it, accelerate forgets DeepSpeed
+        cpu=not (has_gpu or _is_on(DEEPSPEED)),
+        mixed_precision=recipe.run.mixed_precision,
+        log_with=wanted_trackers(recipe) or None,
+        project_dir=recipe.output_dir,
+        kwargs_handlers=handlers,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise TrainingError(
+            f"WORLD_SIZE is {launched}, but accelerate connected {accelerator.num_processes} process(es): each would "
+            f"train a model of its own. Launch with `{TWO_PROCESSES}` or `accelerate launch --multi_gpu "
+            "--num_processes N training/finetune.py ...` (both also work without a GPU)"
+        )
+    if launched > 1 and recipe.model.offload_folder is not None:
+        raise TrainingError("`--offload_folder` reads one model from disk; launch one process, or drop the option")
+    if zero.uses_deepspeed(accelerator):
+        zero.configure(accelerator, recipe)
+    logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
+    return accelerator
+
+
+def _refuse_before(recipe: Recipe) -> None:
+    """What accelerate itself would fail over, or go on with, without saying what to do."""
+    if _precision(recipe) == "fp8":
+        raise TrainingError(
+            "the launch file asks for mixed precision fp8, which this loop does not do (a linear attention state in 8 "
+            "bit would be wrong after a few tokens); allowed are no, fp16 and bf16: set `mixed_precision: bf16` there"
+        )
+    if _is_on(DEEPSPEED):
+        if not is_deepspeed_available():
+            raise TrainingError("the launch file asks for DeepSpeed, which is not there: `pip install deepspeed`")
+        _refuse_with_shards(recipe, "DeepSpeed", _wrong_with_deepspeed(recipe))
+    if _is_on("ACCELERATE_USE_FSDP"):
+        if not torch.cuda.is_available():
+            raise TrainingError(
+                "the launch file asks for FSDP; without a GPU, accelerate would silently make DDP of it: launch with "
+                "training/launch/cpu2.yaml"
+            )
+        _refuse_with_shards(recipe, "FSDP", _wrong_with_fsdp())
+
+
+def _wrong_with_deepspeed(recipe: Recipe) -> list[str]:
+    stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    moved = {os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") for what in ("OPTIMIZER", "PARAM")}
+    # which splits what is loaded, the teacher too
+    splits_on_load = stage == 3 and _is_on("ACCELERATE_DEEPSPEED_ZERO3_INIT", default="true")
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    conditions = {
+        f"`zero_stage: {stage}` in the launch file (allowed are 2, 3)": stage not in (2, 3),
+        "`deepspeed_config_file` there (allowed are the settings of zero2.yaml and zero3.yaml)": file != "none",
+        "offloading there (allowed is `none`)": moved != {"none"},
+        "`zero3_init_flag: true` there": splits_on_load,
+        "`--ema_decay`": recipe.optimization.ema_decay is not None,
+        # a part of the optimizer has one gradient, of zeros where there is none, and decays by it
+        "`--weight_decay` with an objective that leaves the output layer out": bool(recipe.optimization.weight_decay)
+        and not _all_reach_the_loss(recipe),
+    }
+    return [name for name, is_wrong in conditions.items() if is_wrong]
+
+
+def _wrong_with_fsdp() -> list[str]:
+    version = os.environ.get("FSDP_VERSION", "1")
+    conditions = {
+        f"`fsdp_version: {version}` in the launch file (allowed is 2)": version != "2",
+        # the other processes would have a teacher without weights
+        "`fsdp_cpu_ram_efficient_loading: true` there": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
+    }
+    return [name for name, is_wrong in conditions.items() if is_wrong]
+
+
+def _refuse_with_shards(recipe: Recipe, engine: str, wrong: list[str]) -> None:
+    """What would not be what the launch file or the recipe says, where no process has a whole model or optimizer."""
+    transfer = any((recipe.objective.attention_transfer_weight, recipe.objective.attention_map_weight))
+    wrong = [
+        *wrong,
+        *(["mixed precision fp16 (allowed are no, bf16)"] if _precision(recipe) == "fp16" else []),
+        *(["attention transfer, which trains the mechanisms alone"] if transfer else []),
+        *(["`--use_peft`"] if recipe.model.use_peft else []),
+        *(["`--untie_embeddings`"] if recipe.model.untie_embeddings is not None else []),
+    ]
+    if wrong:
+        raise TrainingError(
+            f"the launch file asks for {engine}, and shards do not go with {'; '.join(wrong)}: change that, or launch "
+            "with training/launch/ddp.yaml, which has a whole model on every process"
+        )
+
+
+def _precision(recipe: Recipe) -> str | None:
+    return recipe.run.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+
+
+def _is_on(variable: str, default: str = "false") -> bool:
+    return os.environ.get(variable, default).lower() in ("1", "true", "yes")
+
+
+def _all_reach_the_loss(recipe: Recipe) -> bool:
+    """Whether every parameter takes part: hidden-state objectives leave heads and poolers without gradient."""
+    return bool(recipe.objective.task_loss_weight or recipe.objective.logits_kl_weight)
+
+
+def disconnect() -> None:
+    """Close the connection between the processes, after the last run."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,128 @@
+"""The contract of an objective, and those that look at the student's logits and hidden states."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
+from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.losses.divergence import chunked_kl
+from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, embedding_cosine
+from hf_linear_attention.training.recipe import Recipe
+
+
+class Objective(Protocol):
+    """`observes_attention`: the student computes its original softmax attention, and every layer is looked at;
+    `needs_attention_weights`: and that softmax shows its weights."""
+
+    needs_logits: bool
+    needs_hidden_states: bool
+    needs_teacher: bool
+    observes_attention: bool = False
+    needs_attention_weights: bool = False
+
+    def units(self, batch: Batch) -> Tensor:
+        """Number of units (tokens, sequences) of this batch, a long scalar."""
+        ...
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum over the units: a scalar, or one for each of `student.attention`, of which the mean counts."""
+        ...
+
+
+class TaskLoss(Objective):
+    """Cross-entropy with the labels: the next token, the masked tokens, or the class."""
+
+    needs_logits, needs_hidden_states, needs_teacher = True, False, False
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.task = recipe.model.task
+
+    def units(self, batch: Batch) -> Tensor:
+        return (aligned_labels(batch, self.task) != IGNORED).sum()
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        logits, labels = _logits(student).flatten(0, -2), aligned_labels(batch, self.task).flatten()
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+class LogitsKL(Objective):
+    """KL(teacher || student) of the logits of every real token, or of the classes."""
+
+    needs_logits, needs_hidden_states, needs_teacher = True, False, True
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.per_sequence = recipe.is_classification
+        self.temperature = recipe.objective.temperature
+
+    def _mask(self, batch: Batch) -> Tensor:
+        mask = token_weights(batch, 1) > 0
+        return mask.any(-1) if self.per_sequence else mask
+
+    def units(self, batch: Batch) -> Tensor:
+        return self._mask(batch).sum()
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        rows = None if teacher is None else teacher.logits
+        if rows is None:
+            raise RuntimeError("`logits_kl` needs the teacher's logits")
+        return chunked_kl(_logits(student).flatten(0, -2), rows, self._mask(batch).flatten(), self.temperature)
+
+
+class HiddenState(Objective):
+    """|student - teacher|^2 / |teacher|^2 of every real token's hidden state, mean over the matched layers.
+
+    Relative, because the size of hidden states differs by orders of magnitude between layers and tokens.
+    """
+
+    needs_logits, needs_hidden_states, needs_teacher = False, True, True
+
+    def __init__(self, recipe: Recipe) -> None:
+        pass
+
+    def units(self, batch: Batch) -> Tensor:
+        return count_units(batch)
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        pairs = _hidden_pairs(student, teacher)
+        weights = token_weights(batch, pairs[0][0].shape[1])
+        mask = weights > 0
+        return torch.stack([(_relative_errors(a[mask], b[mask]) * weights[mask]).sum() for a, b in pairs]).mean()
+
+
+class Embedding(Objective):
+    """1 - cosine of the mean-pooled last hidden states, the pooling of sentence-transformers."""
+
+    needs_logits, needs_hidden_states, needs_teacher = False, True, True
+
+    def __init__(self, recipe: Recipe) -> None:
+        pass
+
+    def units(self, batch: Batch) -> Tensor:
+        return torch.tensor(batch["input_ids"].shape[0], device=batch["input_ids"].device)
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        mine, yours = _hidden_pairs(student, teacher)[-1]
+        return (1 - embedding_cosine(mine, yours, batch["attention_mask"])).sum()
+
+
+def _relative_errors(mine: Tensor, yours: Tensor) -> Tensor:
+    """Relative squared error [T] of the tokens of [T, D]."""
+    mine, yours = mine.float(), yours.float()
+    return (mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)
+
+
+def _logits(student: StudentOutputs) -> Tensor:
+    if student.all_logits is None:
+        raise RuntimeError("this objective needs a model with logits")
+    return student.all_logits
+
+
+def _hidden_pairs(student: StudentOutputs, teacher: Outputs | None) -> list[tuple[Tensor, Tensor]]:
+    if teacher is None or len(student.hidden_states) != len(teacher.hidden_states):
+        raise RuntimeError("student and teacher must give the same number of hidden states")
+    return list(zip(student.hidden_states, teacher.hidden_states, strict=True))

@@ -1,0 +1,88 @@
+"""The teacher: no gradient, evaluation mode, the student's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_linear_attention.training.data.batches import Batch
+from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_of, run_model
+
+
+class Teacher:
+    """Runs the teacher and hands out its logits by row.
+
+    When the output layer's result is the logits (no scaling or capping after it), the layer is applied to the rows that
+    are asked for and the full [tokens, vocabulary] tensor never exists.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        autocast: Callable[[], AbstractContextManager[None]],
+        needs_logits: bool,
+        layers: str | None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.autocast, self.needs_logits, self.layers = autocast, needs_logits, layers
+        self.head = _separable_head(self.model) if needs_logits else None
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Outputs:
+        recorder = _Recorder(self.head) if self.head is not None else None
+        with self.autocast():
+            outputs = run_model(self.model, batch, self.layers)
+        hidden_states = hidden_states_of(outputs, self.layers)
+        if not self.needs_logits:
+            return Outputs(None, hidden_states)
+        if self.head is None or recorder is None:
+            logits = outputs.logits.flatten(0, -2)
+            return Outputs(lambda rows: logits[rows], hidden_states)
+        return Outputs(self._rows(self.head, recorder.close().flatten(0, -2)), hidden_states)
+
+    def _rows(self, head: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+        @torch.no_grad()
+        def logits(rows: Tensor) -> Tensor:
+            with self.autocast():
+                return head(inputs[rows])
+
+        return logits
+
+
+class _Recorder:
+    """Keeps what enters the output layer and lets only the last position through it."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.inputs: Tensor | None = None
+        self.hook = head.register_forward_pre_hook(self._record)
+
+    def _record(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.inputs = arguments[0]
+        return (arguments[0][:, -1:], *arguments[1:])
+
+    def close(self) -> Tensor:
+        self.hook.remove()
+        if self.inputs is None:
+            raise RuntimeError("the teacher's output layer was not called")
+        return self.inputs
+
+
+@torch.no_grad()
+def _separable_head(model: PreTrainedModel) -> nn.Module | None:
+    """The output layer, if what leaves it is exactly the model's logits on a small input."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return None
+    seen: list[tuple[tuple[Tensor, ...], Tensor]] = []
+    hook = head.register_forward_hook(lambda module, arguments, output: seen.append((arguments, output)))
+    tokens = torch.arange(1, 9, device=model.device).unsqueeze(0)  # not 0: often padding, embedded as zeros
+    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    hook.remove()
+    if logits.abs().max() < 0.1:  # capping cannot be seen on logits so small
+        return None
+    plain = len(seen) == 1 and len(seen[0][0]) == 1 and seen[0][0][0].dim() == 3
+    return head if plain and torch.equal(seen[0][1].float(), logits.float()) else None

@@ -1,0 +1,152 @@
+"""Recipes of several stages by name: `training/presets/<name>.yaml`; `stages.py` runs them.
+
+A preset has a version, the settings that it converts to, and the stages of each task; a stage is a set of options of
+`finetune.py` and a share of the tokens. Every stage trains what the one before it has written; the last one writes into
+`output_dir` itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
+
+
+FOLDER = Path(__file__).parent
+BLOCK_SIZE = "layers_per_block"
+STAGES = "stages"  # inside output_dir: the models between the stages
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`share` of the tokens, and the options of `finetune.py` that this stage sets."""
+
+    name: str
+    share: float
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`settings`: of `config.linear_attention`, for decoders (`causal`) and encoders (`bidirectional`)."""
+
+    name: str
+    version: int
+    description: str
+    tokens: int
+    settings: dict[str, dict[str, Any]]
+    stages: dict[str, list[Stage]]
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_preset(name: str) -> Preset:
+    """The preset of this name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if name not in preset_names():
+        raise UsageError(f"`--preset {name}`: allowed is one of {', '.join(preset_names())}")
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    tasks = {task: [_stage(**entry) for entry in entries] for task, entries in content.pop("tasks").items()}
+    return Preset(name=name, stages=tasks, **content)
+
+
+def _stage(stage: str, share: float, **options: Any) -> Stage:
+    return Stage(stage, share, options)
+
+
+def stages_of(preset: Preset, task: str) -> list[Stage]:
+    """Its stages for a task.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    if task not in preset.stages:
+        allowed = ", ".join(preset.stages)
+        raise UsageError(f"`--preset {preset.name}` has no stages for `--task {task}`; allowed is one of {allowed}")
+    return preset.stages[task]
+
+
+def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
+    """The command line of one stage: its own options, over which those in `given` win."""
+    options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
+    trainable, is_embedding = stage.options.get("trainable", "all"), given.get("task") == "embedding"
+    unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
+    if not is_transfer(stage):
+        unused = unused | TRANSFER_OPTIONS
+    if not is_embedding and not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
+        unused = unused | {"teacher_name_or_path"}
+    options = {name: value for name, value in options.items() if name not in unused}
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def is_transfer(stage: Stage) -> bool:
+    return any(stage.options.get(name) for name in TRANSFER_WEIGHTS)
+
+
+def in_blocks(stages: list[Stage], converted: list[int], size: int) -> list[Stage]:
+    """The stages, those of attention transfer once for every `size` layers; each block gets the tokens of its stage."""
+    blocks = [converted[first : first + size] for first in range(0, len(converted), size)]
+    return [part for stage in stages for part in (_of_blocks(stage, blocks) if is_transfer(stage) else [stage])]
+
+
+def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
+    return [
+        Stage(
+            f"{stage.name}-{block[0]}-{block[-1]}",
+            stage.share,
+            {**stage.options, "transfer_layers": ",".join(map(str, block))},
+        )
+        for block in blocks
+    ]
+
+
+def model_without_weights(given: dict[str, Any]) -> nn.Module:
+    """The model that the first stage trains, on the meta device."""
+    from hf_linear_attention.training.models import empty_model  # no other option needs a model before the run
+
+    return empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
+
+
+def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Path, list[str]]]:
+    """Each stage with its folder and its command line; a stage's model is the folder of the one before it."""
+    own = ("max_train_tokens", "output_dir", "model_name_or_path", "resume_from_checkpoint", "overwrite_output_dir")
+    shared = {name: value for name, value in given.items() if name not in (*own, BLOCK_SIZE)}
+    tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
+    stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
+    if (size := given.get(BLOCK_SIZE)) is not None:
+        from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+
+        stages = in_blocks(stages, TransferLayers(model_without_weights(given)).learning, size)
+    for number, stage in enumerate(stages, 1):
+        folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
+        words = stage_arguments(stage, shared, tokens)
+        lines.append((stage, folder, [*words, f"--model_name_or_path={model}", f"--output_dir={folder}"]))
+        model = folder
+    return lines
+
+
+def fit_to(preset: Preset, model: nn.Module) -> Preset:
+    """The preset for a model: without attention transfer, whose tokens go to the other stages, where the mechanism has
+    no parameters that could learn from it (`nystrom`, `performer`)."""
+    if any(MECHANISM in name for name, _ in model.named_parameters()):
+        return preset
+    stages = {task: _without_transfer(stages) for task, stages in preset.stages.items()}
+    return replace(preset, stages=stages)
+
+
+def _without_transfer(stages: list[Stage]) -> list[Stage]:
+    kept = [stage for stage in stages if not is_transfer(stage)]
+    total = sum(stage.share for stage in kept)
+    return [replace(stage, share=stage.share / total) for stage in kept]

@@ -1,0 +1,94 @@
+"""What a run reports while it goes on: `metrics.jsonl`, `loss.png` and the experiment trackers of accelerate."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_linear_attention._common.model_card import PLOT
+from hf_linear_attention.training.recipe import Recipe
+
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends to the file; on other processes than the main one, does nothing."""
+
+    def __init__(self, output_dir: Path, is_main_process: bool, resumed_step: int | None) -> None:
+        self.path = output_dir / METRICS if is_main_process else None
+        if self.path is not None and resumed_step is not None and self.path.is_file():
+            self._forget_after(resumed_step)
+
+    def _forget_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run repeats."""
+        if self.path is not None:
+            events = read_metrics(self.path)
+            kept = [json.dumps(event) for event in events if event["step"] <= step]
+            beside = self.path.with_suffix(".new")  # a kill must not leave half of the old lines
+            beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            beside.replace(self.path)
+
+    def write(self, event: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The events of a metrics.jsonl. A line that a crash cut short is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def plot_metrics(output_dir: Path, folder: Path) -> None:
+    """The metrics.jsonl of `output_dir` as `loss.png` in `folder`; without matplotlib or a logged step, nothing."""
+    events = read_metrics(output_dir / METRICS)
+    if importlib.util.find_spec("matplotlib") is None or not any("loss" in event for event in events):
+        return
+    from matplotlib.figure import Figure  # without pyplot there is no window and no global state
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    unit = "images" if "images" in events[0] else "tokens"
+    for name, marker in (("loss", None), ("eval_nats_per_token", ".")):
+        if points := [(event[unit], event[name]) for event in events if name in event]:
+            axes.plot(*zip(*points, strict=True), label=name, marker=marker)
+    axes.set(xlabel=unit, ylabel="loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / PLOT, dpi=120)
+
+
+def wanted_trackers(recipe: Recipe) -> list[str]:
+    """The names in `--report_to`."""
+    return [name.strip() for name in (recipe.run.report_to or "").split(",") if name.strip()]
+
+
+def tracker_problems(recipe: Recipe) -> list[str]:
+    """Names that accelerate does not know, and packages that are not installed: it would leave these out silently."""
+    if not (wanted := wanted_trackers(recipe)):
+        return []
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    known, installed = [str(name) for name in LOGGER_TYPE_TO_CLASS], [str(name) for name in get_available_trackers()]
+    problems = []
+    for name in wanted:
+        if name not in known:
+            problems.append(f"`--report_to {name}`: allowed are {', '.join(known)}, with commas between")
+        elif name not in installed:
+            problems.append(f"`--report_to {name}` needs a package that is not installed: `pip install {name}`")
+    return problems
+
+
+def start_trackers(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Open the trackers with the recipe as their configuration; `run.ending` closes them."""
+    if wanted_trackers(recipe):
+        options = {name: value for name, value in recipe.flat().items() if value is not None}
+        accelerator.init_trackers(recipe.output_dir.name, options)

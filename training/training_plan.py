@@ -1,0 +1,99 @@
+"""How far a run trains, and with what: optimizer, schedule, losses, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from hf_linear_attention.training.checkpoints.checkpointing import Checkpointer
+from hf_linear_attention.training.context import RunContext
+from hf_linear_attention.training.data.inputs import TrainInputs
+from hf_linear_attention.training.distributed import zero
+from hf_linear_attention.training.evaluation.evaluator import Selection
+from hf_linear_attention.training.losses.combined_loss import StudentWithObjectives
+from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+from hf_linear_attention.training.losses.objectives import Objective
+from hf_linear_attention.training.parameters import freeze, parameter_groups
+from hf_linear_attention.training.recipe import Recipe, parse_rates
+from hf_linear_attention.training.window_dropout import WindowDropout
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingPlan:
+    """How far to train, and with what."""
+
+    inputs: TrainInputs
+    total_steps: int
+    optimizer: AcceleratedOptimizer
+    scheduler: LambdaLR
+    module: torch.nn.Module  # StudentWithObjectives; wrapped by accelerate, or around a student that is
+    synchronized: torch.nn.Module  # what accelerate has wrapped
+    objectives: dict[str, tuple[float, Objective]]
+    checkpointer: Checkpointer
+    window_dropout: WindowDropout
+    transfer: TransferLayers
+
+
+def hidden_layers_of(recipe: Recipe, objectives: dict[str, tuple[float, Objective]]) -> str | None:
+    """Which hidden states the models must return: "last", "all" or none (None)."""
+    if not any(objective.needs_hidden_states for _, objective in objectives.values()):
+        return None
+    return recipe.objective.hidden_state_layers
+
+
+def make_training_plan(
+    context: RunContext, inputs: TrainInputs, objectives: dict[str, tuple[float, Objective]]
+) -> TrainingPlan:
+    recipe, accelerator = context.recipe, context.accelerator
+    optimization, total_steps = recipe.optimization, inputs.total_steps()
+    warmup = optimization.warmup_steps or math.ceil(optimization.warmup_ratio * total_steps)
+    if recipe.model.freeze_pattern is not None:
+        freeze(context.student, recipe.model.freeze_pattern)
+    optimizer = torch.optim.AdamW(parameter_groups(context.student, recipe))
+    scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, total_steps)
+    transfer = TransferLayers(context.student, recipe.objective.transfer_layers, recipe.objective.layer_patience)
+    module = StudentWithObjectives(context.student, objectives, hidden_layers_of(recipe, objectives), transfer)
+    # the scheduler is not prepared: accelerate would advance it once per process; the student is in its place already
+    if zero.uses_deepspeed(accelerator):
+        wrapped, optimizer = zero.prepare(accelerator, context.student, module, optimizer)
+    else:
+        wrapped, optimizer = accelerator.prepare(
+            context.student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
+        )
+    if not accelerator.is_fsdp2:  # which shards the student in its place
+        module = wrapped
+    facts = _facts(recipe) | {
+        **inputs.facts(),
+        "world_size": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "zero_stage": zero.zero_stage(accelerator),
+    }
+    checkpointer = Checkpointer(
+        accelerator, recipe.output_dir, facts, recipe.run.save_total_limit, recipe.run.load_best_model_at_end
+    )
+    dropout = WindowDropout(context.student, parse_rates(recipe.objective.window_dropout), total_steps)
+    return TrainingPlan(
+        inputs, total_steps, optimizer, scheduler, module, wrapped, objectives, checkpointer, dropout, transfer
+    )
+
+
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as checkpoints store it: paths absolute, so that resuming from another folder works."""
+    names = (
+        *("model_name_or_path", "teacher_name_or_path", "tokenizer_name"),
+        *("dataset_name", "train_file", "validation_file"),
+    )
+    flat = recipe.flat() | {"metric_for_best_model": Selection(recipe).name}
+    found = {name: str(Path(flat[name]).resolve()) for name in names if flat[name] and Path(flat[name]).exists()}
+    return flat | found
