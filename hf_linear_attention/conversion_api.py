@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import linear_config_class
+from .configuration_linear_attention import max_length_of
 from .attention_layer import LinearizedCrossAttention
 from .mechanisms import MECHANISMS
 from .modeling_linear_attention import linear_attention_modules, linear_model_class
@@ -35,6 +36,9 @@ def convert_config(config, **linear_attention) -> Any:
     fields = copy.deepcopy(config.to_dict())
     for name in ("model_type", "transformers_version", "auto_map"):
         fields.pop(name, None)
+    mechanism = MECHANISMS.get(linear_attention.get("mechanism", "linear"))
+    if mechanism is not None and "trained_length" in mechanism.options:
+        linear_attention.setdefault("trained_length", max_length_of(config))
     return linear_config_class(model_type)(**fields, linear_attention=linear_attention)
 
 

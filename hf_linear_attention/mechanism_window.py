@@ -26,6 +26,7 @@ from .kernels_window import SinkKeys
 from .mechanism import AttentionMechanism
 from .mechanism import Option
 from .mechanism import State
+from .positions import TRAINED_LENGTH_OPTION
 from .positions import RotaryShift
 from .positions import alibi_of
 from .segments import real_first
@@ -65,12 +66,7 @@ class WindowAttention(AttentionMechanism):
         "num_sinks": Option(
             int, 4, "s, the first real tokens, seen exactly; in encoders they also see all exactly", minimum=0
         ),
-        "trained_length": Option(
-            int,
-            None,
-            "tokens that the softmax model was trained on: farther away, sinks are seen as at this distance",
-            minimum=1,
-        ),
+        "trained_length": TRAINED_LENGTH_OPTION,
     }
     supports_causal = supports_bidirectional = supports_padding = supports_state = True
     supports_gqa = supports_constants = supports_alibi = True

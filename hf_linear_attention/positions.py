@@ -31,10 +31,17 @@ DECAY_OPTION = Option(
     "learned: the weight of a key shrinks by a learned factor of its head with every token; decoders only",
     choices=("none", "learned"),
 )
-# softplus(-8) = 3.4e-4 a token: a converted model starts with a half-life of 2,000 tokens, nearly without.
-INITIAL_RATE = -8.0
+# Where nothing is known of the trained length: a half-life of 2,000 tokens.
+INITIAL_HALF_LIFE = 2000
 
 
+TRAINED_LENGTH_OPTION = Option(
+    int,
+    None,
+    "tokens that the softmax model was trained on, by default what its config says: sinks are seen no farther away than "
+    "that, `rope` = `partial` keeps what turns within it, and `decay` = `learned` starts with that half-life",
+    minimum=1,
+)
 ROPE_OPTIONS: dict[str, Option] = {
     "rope": Option(
         str,
@@ -51,6 +58,7 @@ ROPE_OPTIONS: dict[str, Option] = {
         minimum=0,
         is_per_layer=True,
     ),
+    "trained_length": TRAINED_LENGTH_OPTION,
 }
 
 
@@ -132,19 +140,21 @@ class AlibiDecay(nn.Module):
 class LearnedDecay(nn.Module):
     """`log_decay [Hkv]` = -softplus(rate), below 0: `kernel_attention` multiplies weights by its exp per token.
 
-    Starts from the slopes of a model with ALiBi, and from almost no decay in any other.
+    Starts from the slopes of a model with ALiBi, and in any other with a half-life of `half_life` tokens.
     """
 
-    def __init__(self, num_key_value_heads: int, slopes: tuple[float, ...] | None = None):
+    def __init__(
+        self,
+        num_key_value_heads: int,
+        slopes: tuple[float, ...] | None = None,
+        half_life: float = INITIAL_HALF_LIFE,
+    ):
         super().__init__()
-        self.slopes = slopes
+        self.slopes = slopes or (math.log(2) / half_life,) * num_key_value_heads
         self.rate = nn.Parameter(torch.empty(num_key_value_heads))
 
     def reset_parameters(self) -> None:
-        if self.slopes is None:
-            init.constant_(self.rate, INITIAL_RATE)
-        else:
-            init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
+        init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
 
     def forward(self) -> torch.Tensor:
         return -F.softplus(self.rate.float() if self.rate.dtype != torch.float64 else self.rate)
@@ -153,7 +163,8 @@ class LearnedDecay(nn.Module):
 def decay_of(settings, shape: LayerShape) -> LearnedDecay | AlibiDecay | None:
     """The decay that the setting `decay` asks for, or else the one that the model itself has, or None."""
     if settings.get("decay") == "learned":
-        return LearnedDecay(shape.num_key_value_heads, shape.alibi_slopes)
+        half_life = settings.get("trained_length") or INITIAL_HALF_LIFE
+        return LearnedDecay(shape.num_key_value_heads, shape.alibi_slopes, half_life)
     return alibi_of(shape)
 
 
