@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.utils.output_capturing import _active_collector
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from .architectures import FEATURE_ARGUMENTS
 from .masks import attend_packed
@@ -26,6 +24,7 @@ from .cache import refuse_linear_layer
 from .cache import refuse_other_softmax_rows
 from .cache import state_layer
 from .kernels import is_tracing
+from .transformers_internals import collects_attentions
 
 
 IMPLEMENTATION = "linear_attention"
@@ -230,11 +229,10 @@ class LinearizedAttention:
         return state_layer.state
 
     def _wants_weights(self, kwargs) -> bool:
-        collector = _active_collector.get()
         return bool(
             kwargs.get("output_attentions")
             or getattr(self.model_config, "output_attentions", False)
-            or (collector is not None and "attentions" in collector)
+            or collects_attentions()
         )
 
     def _refuse_some_heads(self, num_heads):

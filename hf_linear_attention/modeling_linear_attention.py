@@ -22,10 +22,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 
 from .alibi_attention import adapter_of
 from .architectures import OWN_SOFTMAX
@@ -50,13 +46,17 @@ from .mechanisms import MECHANISMS
 from .prompt_state import load_prompt_state
 from .prompt_state import save_prompt_state
 from .rotary_positions import RotaryPositions
+from .transformers_internals import ModelHooks
+from .transformers_internals import attention_implementation
+from .transformers_internals import copy_checkpoint_conversion
+from .transformers_internals import set_attention_implementation
 
 
 # The classes made here, by their stock class and whether they are its form for cross-attention.
 CLASSES: dict[tuple[type, bool], Any] = {}
 
 
-class LinearAttentionModelMixin:
+class LinearAttentionModelMixin(ModelHooks):
     """Mixed in before a stock model class."""
 
     stock_class: type[PreTrainedModel]
@@ -91,21 +91,15 @@ class LinearAttentionModelMixin:
         (GPT-2's scaled `c_proj`), lest it overwrite loaded weights; stock code and ours never do that."""
         return False
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+    def default_attention_implementation(self) -> str | None:
         """By default masks are linear in the length too, where no softmax layer needs them square."""
         settings = self.config.linear_attention
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
         is_pure = settings["layers"] == "all" and (settings["cross_attention"] or not has_cross_attention)
-        if attn_implementation is None and is_pure and not has_own_dispatch(self.stock_class):
-            return IMPLEMENTATION
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
 
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls.stock_class._can_set_attn_implementation()
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+    def prepare_generation(self, generation_config, model_kwargs) -> None:
+        """Put the state layers into the cache."""
         cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
         if cache is None:
             return
@@ -234,7 +228,7 @@ def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
     # A config of its own: no `attn_implementation` that is set later can turn this layer back into softmax silently.
     module.model_config = getattr(module, "config", config)
     module.config = copy.copy(module.model_config)
-    module.config._attn_implementation_internal = IMPLEMENTATION
+    set_attention_implementation(module.config, IMPLEMENTATION)
     module.__class__ = _attention_class(type(module), is_cross=needed == "cross")
 
 
@@ -259,19 +253,19 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
         for module in linear_attention_modules(model).values()
         if layers is None or module.linear_attention.shape.layer in layers
     ]
-    implementations = {id(m.model_config): (m.model_config, m.model_config._attn_implementation) for m in modules}
+    implementations = {id(m.model_config): (m.model_config, attention_implementation(m.model_config)) for m in modules}
     configs = [module.config for module in modules]
     try:
         for config, implementation in implementations.values():
             if implementation == IMPLEMENTATION:
-                stock = super(LinearAttentionModelMixin, model)
-                config._attn_implementation_internal = stock._check_and_adjust_attn_implementation(None)
+                hooks: Any = model
+                set_attention_implementation(config, hooks.stock_attention_implementation())
         for module in modules:
             module.config, module.linear_attention_enabled = module.model_config, False
         yield model
     finally:
         for config, implementation in implementations.values():
-            config._attn_implementation_internal = implementation
+            set_attention_implementation(config, implementation)
         for module, config in zip(modules, configs):
             module.config, module.linear_attention_enabled = config, True
 
@@ -340,8 +334,7 @@ def _copy_checkpoint_conversion(stock: type, model_class: type) -> None:
     """Renamed weights of older or split checkpoints (ViT, GPT-NeoX, MoE) must load into our class as into the stock."""
     model_type = stock.config_class.model_type
     for source, target in ((stock.__name__, model_class.__name__), (model_type, model_class.config_class.model_type)):
-        if (mapping := get_checkpoint_conversion_mapping(source)) is not None:
-            register_checkpoint_conversion_mapping(target, mapping, overwrite=True)
+        copy_checkpoint_conversion(source, target)
 
 
 def __getattr__(name: str):
