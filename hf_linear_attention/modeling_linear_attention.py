@@ -46,6 +46,7 @@ from .mechanisms import MECHANISMS
 from .prompt_state import load_prompt_state
 from .prompt_state import save_prompt_state
 from .rotary_positions import RotaryPositions
+from .rotary_positions import refuse_without_rotary
 from .transformers_internals import ModelHooks
 from .transformers_internals import attention_implementation
 from .transformers_internals import copy_checkpoint_conversion
@@ -199,6 +200,7 @@ def linearize(model: PreTrainedModel) -> None:
             child.share_with(first)
         first = first or child
         _swap(module, child, model.config, needed)
+    refuse_without_rotary(list(chosen.values()))
 
 
 def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping[str, Any]) -> None:
@@ -221,7 +223,7 @@ def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping
 def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
     module.linear_attention = mechanism
     module.linear_attention_enabled = True
-    module.linear_attention_rotary = RotaryPositions(type(module)) if mechanism.settings.get("rope") == "none" else None
+    module.linear_attention_rotary = RotaryPositions(module) if mechanism.settings.get("rope") == "none" else None
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"
     module.linear_attention_skips_bias = skips_position_bias(module, config.linear_attention)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from matrix import FAMILY_ROWS, sample_inputs, stock_config, stock_model
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -124,10 +125,10 @@ def test_rope_is_refused_where_there_is_none(family):
 
 
 def test_yarn_is_undone_with_its_factor():
-    function = RotaryPositions(type(stock_model("llama").model.layers[0].self_attn))
+    function = RotaryPositions(stock_model("llama").model.layers[0].self_attn)
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     angle = torch.rand(1, 5, 4).repeat(1, 1, 2)
     embeddings = (1.3 * angle.cos(), 1.3 * angle.sin())
-    rotated = function.apply(query, key, *embeddings)
+    rotated = apply_rotary_pos_emb(query, key, *embeddings)
     for actual, expected in zip(function.unrotate(*rotated, embeddings), (query, key)):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # float32, there and back

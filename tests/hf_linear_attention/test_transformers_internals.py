@@ -1,4 +1,4 @@
-"""Private names of transformers stand in one file."""
+"""Private names of transformers stand in one file, and nothing reads the code of a stock module."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ OWNERS = (AutoModel, AutoModel._model_mapping, CONFIG_MAPPING, Cache, Generation
 PRIVATE = {name for owner in OWNERS for name in dir(owner) if name.startswith("_") and not name.startswith("__")}
 # What namedtuples, enums and torch's modules have of the same name is no business of transformers.
 PRIVATE -= set(dir(tuple)) | {"_parameters", "_buffers", "_modules"}
+CODE_READERS = {"__code__", "co_names", "co_consts", "co_code", "getsource", "getsourcelines"}
 
 
 def modules_imported(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
@@ -77,6 +78,11 @@ def breaches(text: str) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_names_of_transformers_stand_in_one_file(path):
     assert bool(breaches(path.read_text(encoding="utf-8"))) == (path.name == ALLOWED)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_no_file_reads_the_code_of_stock_modules(path):
+    assert {name for _, name, _ in names_used(ast.parse(path.read_text(encoding="utf-8")))} & CODE_READERS == set()
 
 
 @pytest.mark.parametrize(
