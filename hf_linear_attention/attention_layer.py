@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.utils.output_capturing import _active_collector
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from .architectures import FEATURE_ARGUMENTS
 from .masks import attend_packed
@@ -26,6 +24,7 @@ from .cache import refuse_linear_layer
 from .cache import refuse_other_softmax_rows
 from .cache import state_layer
 from .kernels import is_tracing
+from .transformers_internals import collects_attentions
 
 
 IMPLEMENTATION = "linear_attention"
@@ -140,19 +139,19 @@ class LinearizedAttention:
             query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
         positions = None
         if self.linear_attention.needs_positions:
-            query, key, positions = self.linear_attention.prepare(query, key, self._positions(position_ids, query))
+            query, key, positions = self.linear_attention.prepare(
+                query, key, self._positions(position_ids, query, seen)
+            )
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine says False to sdpa where a mask hides the future, or where there is none to hide.
             is_causal = self.linear_attention_is_causal
         key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
         return MechanismInputs(query, key, key_mask, segments, scaling, is_causal, positions)
 
-    def _positions(self, position_ids, query) -> torch.Tensor:
+    def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
+        """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
         if position_ids is None:
-            raise ValueError(
-                f"{type(self).__name__} got no `position_ids`, which its `rope` or `trained_length` needs; pass them, "
-                "or convert with `rope` = `before_map` and without `trained_length`."
-            )
+            position_ids = (seen + torch.arange(query.shape[2], device=query.device)).unsqueeze(0)
         return position_ids.to(torch.int32).expand(query.shape[0], -1)
 
     @property
@@ -233,11 +232,10 @@ class LinearizedAttention:
         return state_layer.state
 
     def _wants_weights(self, kwargs) -> bool:
-        collector = _active_collector.get()
         return bool(
             kwargs.get("output_attentions")
             or getattr(self.model_config, "output_attentions", False)
-            or (collector is not None and "attentions" in collector)
+            or collects_attentions()
         )
 
     def _refuse_some_heads(self, num_heads):

@@ -20,13 +20,17 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from .transformers_internals import is_causal_lm
+from .transformers_internals import is_masked_lm
+from .transformers_internals import stock_heads
+
 
 PREFIX = "linear_"
 MODELING_MODULE = "modeling_linear_attention"
 # Called with a config class when its first instance is built; the plugin registers the Auto classes of its heads here.
 FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
 # Settings of every mechanism, with their defaults.
-COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False}
+COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False, "rotary": None}
 # Of the settings, and what each version means; it counts up when older code would read new settings wrongly.
 #   1  as written since the first release, by which time they did not hold the field `format_version` yet
 FORMAT_VERSION = 1
@@ -231,13 +235,11 @@ def num_attention_layers(config) -> int | None:
 
 def is_causal_config(config, model_type: str) -> bool:
     """Whether the self-attention of this model looks only back."""
-    from transformers.models.auto import modeling_auto  # slow to import, see `model_heads`
-
     if (is_causal := getattr(config, "is_causal", None)) is not None:
         return bool(is_causal)
-    if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # BERT and kin are either
+    if is_masked_lm(model_type):  # BERT and kin are either
         return bool(getattr(config, "is_decoder", False))
-    return model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return is_causal_lm(model_type)
 
 
 def max_length_of(config) -> int | None:
@@ -257,20 +259,9 @@ def max_length_of(config) -> int | None:
 
 def model_heads(model_type: str) -> dict[str, str]:
     """`{auto class: stock model class}` for every head that transformers knows for a stock model type."""
-    from transformers.models.auto import modeling_auto  # imports torch's compiler: half a second, not at import of ours
-
     family = CONFIG_MAPPING_NAMES[model_type].removesuffix("Config")
-    heads = {}
-    for name, auto_class in vars(modeling_auto).items():
-        mapping = getattr(auto_class, "_model_mapping", None)
-        if not name.startswith("AutoModel") or mapping is None:
-            continue
-        stock = mapping._model_mapping.get(model_type) or ""
-        stock = stock[0] if isinstance(stock, (tuple, list)) else stock
-        # Some heads wrap this model type in a composite of another one, with a config of its own.
-        if stock.startswith(family):
-            heads[name] = stock
-    return heads
+    # Some heads wrap this model type in a composite of another one, with a config of its own.
+    return {name: stock for name, stock in stock_heads(model_type) if stock.startswith(family)}
 
 
 def auto_map(model_type: str) -> dict[str, str]:

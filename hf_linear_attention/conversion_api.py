@@ -20,6 +20,7 @@ from .configuration_linear_attention import max_length_of
 from .attention_layer import LinearizedCrossAttention
 from .mechanisms import MECHANISMS
 from .modeling_linear_attention import linear_attention_modules, linear_model_class
+from .transformers_internals import base_model_class
 
 
 def convert_config(config, **linear_attention) -> Any:
@@ -50,7 +51,7 @@ def stock_model_class(config) -> Any:
     """
     name = (getattr(config, "architectures", None) or [None])[0]
     if name is None:
-        return transformers.AutoModel._model_mapping[type(config)]
+        return base_model_class(type(config))
     model_class = getattr(transformers, name, None)
     if model_class is None:
         raise ValueError(

@@ -13,11 +13,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .kernels import is_tracing
+from .transformers_internals import mask_functions
 
 
+# What transformers hands over for a plainly causal mask, and for one that hides nothing.
+CAUSAL, BIDIRECTIONAL = mask_functions()
 # Stock models that call a method of the mask they get back, and so cannot take None for "all visible".
 NEED_A_MASK = ("mpt",)
 
@@ -28,7 +30,7 @@ def linear_attention_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable = CAUSAL,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -51,7 +53,7 @@ def linear_attention_mask(
     if is_needed and attention_mask is None:
         attention_mask = torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
     segments = None
-    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+    if mask_function not in (CAUSAL, BIDIRECTIONAL):
         # Only the makers of bidirectional masks pass this argument.
         looks_ahead = "allow_is_bidirectional_skip" in kwargs
         segments = _packed_segments(mask_function, batch_size, q_length, q_offset, device, looks_ahead)

@@ -23,10 +23,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 
 from .alibi_attention import adapter_of
 from .architectures import OWN_SOFTMAX
@@ -38,6 +34,7 @@ from .architectures import layer_type
 from .architectures import refuse_features
 from .architectures import skips_position_bias
 from .mechanism import LayerShape
+from .mechanism import Rotary
 from .cache import state_layer
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import model_heads
@@ -51,14 +48,17 @@ from .mechanisms import MECHANISMS
 from .prompt_state import load_prompt_state
 from .prompt_state import save_prompt_state
 from .positions import kept_frequencies
-from .positions import rotary_of
+from .transformers_internals import ModelHooks
+from .transformers_internals import attention_implementation
+from .transformers_internals import copy_checkpoint_conversion
+from .transformers_internals import set_attention_implementation
 
 
 # The classes made here, by their stock class and whether they are its form for cross-attention.
 CLASSES: dict[tuple[type, bool], Any] = {}
 
 
-class LinearAttentionModelMixin:
+class LinearAttentionModelMixin(ModelHooks):
     """Mixed in before a stock model class."""
 
     stock_class: type[PreTrainedModel]
@@ -93,21 +93,15 @@ class LinearAttentionModelMixin:
         (GPT-2's scaled `c_proj`), lest it overwrite loaded weights; stock code and ours never do that."""
         return False
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+    def default_attention_implementation(self) -> str | None:
         """By default masks are linear in the length too, where no softmax layer needs them square."""
         settings = self.config.linear_attention
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
         is_pure = settings["layers"] == "all" and (settings["cross_attention"] or not has_cross_attention)
-        if attn_implementation is None and is_pure and not has_own_dispatch(self.stock_class):
-            return IMPLEMENTATION
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
 
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls.stock_class._can_set_attn_implementation()
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+    def prepare_generation(self, generation_config, model_kwargs) -> None:
+        """Put the state layers into the cache."""
         cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
         if cache is None:
             return
@@ -197,10 +191,8 @@ def linearize(model: PreTrainedModel) -> None:
             module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
     first = None
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
-    if settings.get("rope", "before_map") != "before_map" or settings.get("trained_length"):
-        shapes = {n: dataclasses.replace(shape, rotary=rotary_of(chosen[n], model)) for n, shape in shapes.items()}
-        if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
-            settings["rope_frequencies"] = kept_frequencies(shapes, len(modules), settings, model.config)
+    if _needs_rotary(settings):
+        shapes = _with_rotary(shapes, model, chosen)
     for layer, module in chosen.items():
         shape = shapes[layer]
         needed = (
@@ -212,6 +204,56 @@ def linearize(model: PreTrainedModel) -> None:
             child.share_with(first)
         first = first or child
         _swap(module, child, model.config, needed)
+
+
+def _needs_rotary(settings: Mapping[str, Any]) -> bool:
+    clamps_sinks = settings.get("trained_length") is not None and bool(settings.get("num_sinks"))
+    return clamps_sinks or settings.get("rope", "before_map") != "before_map"
+
+
+def _with_rotary(shapes: Mapping[int, LayerShape], model: PreTrainedModel, modules: Mapping[int, Any]):
+    """The shapes with what the config says of rotary positions; a new config is told what the layers do.
+
+    Raises:
+        ValueError: if the setting `rope` asks for what these layers cannot do.
+    """
+    settings = model.config.linear_attention
+    if settings["rotary"] is None:
+        settings["rotary"] = _observed_rotary(model, modules, settings)
+    rotary = {
+        layer: Rotary(tuple(entry["inverse_frequencies"]), entry["pairing"] == "interleaved")
+        for entry in settings["rotary"]
+        for layer in entry["layers"]
+    }
+    shapes = {layer: dataclasses.replace(shape, rotary=rotary.get(layer)) for layer, shape in shapes.items()}
+    if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
+        settings["rope_frequencies"] = kept_frequencies(shapes, settings["trained_length"])
+    return shapes
+
+
+def _observed_rotary(model: PreTrainedModel, modules: Mapping[int, Any], settings) -> list[dict[str, Any]]:
+    rope = settings.get("rope", "before_map")
+    try:
+        from hf_linear_attention.rotary_positions import observed_rotary
+    except ImportError:  # in a checkpoint, whose config was written when it was converted
+        raise ValueError(
+            "The config says nothing of the model's rotary positions (`rotary`); install hf-linear-attention, load the "
+            "model with it, and save it again."
+        ) from None
+    try:
+        found = observed_rotary(model, modules)
+        if not found:
+            name = type(next(iter(modules.values()))).__name__
+            raise ValueError(f"{name} has no rotary positions that could be left out; leave the option away.")
+    except ValueError as error:
+        if rope == "before_map":  # then only sinks would need them
+            return []
+        raise RotaryError(f"`rope` = `{rope}`, but {error}") from None
+    return found
+
+
+class RotaryError(ValueError):
+    """The rotary positions of this model are none that the setting `rope` could divide."""
 
 
 def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping[str, Any]) -> None:
@@ -240,7 +282,7 @@ def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
     # A config of its own: no `attn_implementation` that is set later can turn this layer back into softmax silently.
     module.model_config = getattr(module, "config", config)
     module.config = copy.copy(module.model_config)
-    module.config._attn_implementation_internal = IMPLEMENTATION
+    set_attention_implementation(module.config, IMPLEMENTATION)
     module.__class__ = _attention_class(type(module), is_cross=needed == "cross")
 
 
@@ -265,19 +307,19 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
         for module in linear_attention_modules(model).values()
         if layers is None or module.linear_attention.shape.layer in layers
     ]
-    implementations = {id(m.model_config): (m.model_config, m.model_config._attn_implementation) for m in modules}
+    implementations = {id(m.model_config): (m.model_config, attention_implementation(m.model_config)) for m in modules}
     configs = [module.config for module in modules]
     try:
         for config, implementation in implementations.values():
             if implementation == IMPLEMENTATION:
-                stock = super(LinearAttentionModelMixin, model)
-                config._attn_implementation_internal = stock._check_and_adjust_attn_implementation(None)
+                hooks: Any = model
+                set_attention_implementation(config, hooks.stock_attention_implementation())
         for module in modules:
             module.config, module.linear_attention_enabled = module.model_config, False
         yield model
     finally:
         for config, implementation in implementations.values():
-            config._attn_implementation_internal = implementation
+            set_attention_implementation(config, implementation)
         for module, config in zip(modules, configs):
             module.config, module.linear_attention_enabled = config, True
 
@@ -346,8 +388,7 @@ def _copy_checkpoint_conversion(stock: type, model_class: type) -> None:
     """Renamed weights of older or split checkpoints (ViT, GPT-NeoX, MoE) must load into our class as into the stock."""
     model_type = stock.config_class.model_type
     for source, target in ((stock.__name__, model_class.__name__), (model_type, model_class.config_class.model_type)):
-        if (mapping := get_checkpoint_conversion_mapping(source)) is not None:
-            register_checkpoint_conversion_mapping(target, mapping, overwrite=True)
+        copy_checkpoint_conversion(source, target)
 
 
 def __getattr__(name: str):

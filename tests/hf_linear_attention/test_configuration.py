@@ -25,6 +25,8 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
         "uniform_mixing": 0.0,
         "rope": "before_map",
         "rope_frequencies": None,
+        "trained_length": 64,
+        "rotary": None,
         "seed": 0,
         "layers": "all",
         "drop": [],
