@@ -10,8 +10,8 @@ from typing import Any
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_of
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import COUNT, OnResume, facts_of, option, out_of_bounds
-from hf_linear_attention.attention_mechanism import Option
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
+from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

@@ -9,7 +9,7 @@ import torch
 from matrix import ALIBI_ROWS, MECHANISM_ROWS, sample_inputs, stock_model, supports
 
 from hf_linear_attention import convert
-from hf_linear_attention.attention_mechanism import Option
+from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
