@@ -34,6 +34,7 @@ from .architectures import refuse_features
 from .architectures import skips_position_bias
 from .mechanism import LayerShape
 from .cache import state_layer
+from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import model_heads
 from .attention_layer import LinearizedCrossAttention
@@ -94,7 +95,7 @@ class LinearAttentionModelMixin(ModelHooks):
 
     def default_attention_implementation(self) -> str | None:
         """By default masks are linear in the length too, where no softmax layer needs them square."""
-        settings = self.config.linear_attention
+        settings = entries_of(self.config.linear_attention)[0]  # of several, none is for all layers
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
         is_pure = settings["layers"] == "all" and (settings["cross_attention"] or not has_cross_attention)
         return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
@@ -176,24 +177,38 @@ def linearize(model: PreTrainedModel) -> None:
     Raises:
         ValueError: if the settings ask for what a layer or the mechanism cannot do.
     """
-    settings = model.config.linear_attention
     modules = list(self_attention_modules(model).values())
+    groups = [(settings, _chosen(model, modules, settings)) for settings in entries_of(model.config.linear_attention)]
+    for settings, chosen in groups:
+        refuse_features(model, chosen, settings["drop"])
+    converted = {layer for _, chosen in groups for layer in chosen}
+    for layer, module in enumerate(modules):
+        if converted and layer not in converted and getattr(module, "layer_idx", None) is not None:
+            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
+    for settings, chosen in groups:
+        _convert_layers(model, len(modules), settings, chosen)
+
+
+def _chosen(model: PreTrainedModel, modules: Sequence[Any], settings: Mapping[str, Any]) -> dict[int, Any]:
+    """`{layer: attention module}` to convert with these settings; cross-attention is counted after self-attention."""
     chosen = {layer: modules[layer] for layer in converted_layers(settings, modules)}
     if settings["cross_attention"]:
         cross = attention_modules(model, cross=True).values()
         if not cross:
             raise ValueError(f"`cross_attention` = true, but {type(model).__name__} has none.")
         chosen |= dict(enumerate(cross, start=len(modules)))
-    refuse_features(model, chosen)
-    for layer, module in enumerate(modules):
-        if chosen and layer not in chosen and getattr(module, "layer_idx", None) is not None:
-            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
+    return chosen
+
+
+def _convert_layers(
+    model: PreTrainedModel, num_self_attention: int, settings: Mapping[str, Any], chosen: Mapping[int, Any]
+) -> None:
+    """Give these attention modules a mechanism with the same settings; what it shares, they share."""
     first = None
     for layer, module in chosen.items():
         shape = layer_shape(module, layer, model.config)
-        needed = (
-            "cross" if layer >= len(modules) else "causal" if is_causal_attention(module, model) else "bidirectional"
-        )
+        needed = "causal" if is_causal_attention(module, model) else "bidirectional"
+        needed = "cross" if layer >= num_self_attention else needed
         _refuse_shape(module, shape, needed, settings)
         child = MECHANISMS[settings["mechanism"]](settings, shape)
         if first is not None:
@@ -226,7 +241,7 @@ def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
     module.linear_attention_rotary = RotaryPositions(module) if mechanism.settings.get("rope") == "none" else None
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"
-    module.linear_attention_skips_bias = skips_position_bias(module, config.linear_attention)
+    module.linear_attention_skips_bias = skips_position_bias(module, mechanism.settings)
     # A config of its own: no `attn_implementation` that is set later can turn this layer back into softmax silently.
     module.model_config = getattr(module, "config", config)
     module.config = copy.copy(module.model_config)
