@@ -77,6 +77,8 @@ def _convert(argv: Sequence[str]) -> None:
 
 def _answer(request: Request) -> str:
     """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
+    if request.arguments.list_architectures:  # with a value, or in the YAML file
+        return architecture_table()
     from hf_linear_attention.conversion.diagnosis import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
     from hf_linear_attention.conversion.preset_plan import describe_stages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,17 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.options import without_needs
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
-from hf_linear_attention.conversion.request import ConversionArguments, parse_tokens
+from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options, parse_tokens
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.training.presets.preset import Preset, fit_to, load_preset, preset_names, stages_of
 from hf_linear_attention.training.recipe_parser import parse_preset
 
 
 CONVERTED, TRAINED = "converted", "trained"  # inside the work folder
-TRAINING_OPTIONS = ("train_file", "tokens", "checkpointing_steps")
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,13 @@ def work_folder(output_dir: Path) -> Path:
     return output_dir.with_name(f"{output_dir.name}.unfinished")
 
 
-def changed_options(arguments: ConversionArguments) -> set[str]:
-    """The options that are not at their defaults."""
-    return {
-        entry.name
-        for entry in fields(arguments)
-        if entry.default is not MISSING and getattr(arguments, entry.name) != entry.default
-    }
-
-
 def check_training_options(arguments: ConversionArguments) -> None:
     """Raises `UsageError` for options of training that are missing, or that nothing would look at."""
-    changed, problems = changed_options(arguments), []
-    if arguments.preset is None:
-        unused = [*TRAINING_OPTIONS, "validation_file", "max_eval_tokens", "pairs_file"]
-        problems += [f"`--{name}` does nothing without `--preset`; leave it out" for name in unused if name in changed]
-    else:
-        if arguments.train_file is None:
-            problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
-        if arguments.output_dir is None and not arguments.dry_run:
-            problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
-        for name in ("max_eval_tokens", "pairs_file"):
-            if name in changed and arguments.validation_file is None:
-                problems.append(f"`--{name}` does nothing without a `--validation_file`; leave it out")
+    problems = list(without_needs(CONVERSION_FACTS, vars(arguments), changed_options(arguments)))
+    if arguments.preset is not None and arguments.train_file is None:
+        problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
+    if arguments.preset is not None and arguments.output_dir is None and not arguments.dry_run:
+        problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
     if problems:
         raise UsageError(*problems)
 

@@ -23,8 +23,7 @@ from hf_linear_attention._common.model_card import (
     write_model_card,
 )
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
-from hf_linear_attention.conversion.preset_plan import changed_options
-from hf_linear_attention.conversion.request import ConversionArguments, Request
+from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
@@ -50,10 +49,6 @@ LABELS = {
     "same_neighbour": "same nearest neighbour",
     "spearman_teacher": "Spearman's correlation with the pairs' scores, the original",
     "spearman": "Spearman's correlation with the pairs' scores",
-}
-EVALUATE_OPTIONS = {
-    *("output_dir", "evaluate", "validation_file", "max_eval_tokens", "pairs_file", "trust_remote_code"),
-    "allow_pickle",
 }
 
 
@@ -82,8 +77,9 @@ def evaluate(request: Request) -> str:
         UsageError: if there is no converted model that could be measured.
     """
     arguments = request.arguments
+    known = {name for name, fact in CONVERSION_FACTS.items() if fact.for_evaluation}
     # of the settings given, `mechanism` is the option `attention`
-    if unused := sorted((changed_options(arguments) | set(request.given)) - EVALUATE_OPTIONS - {"mechanism"}):
+    if unused := sorted((changed_options(arguments) | set(request.given)) - known - {"mechanism"}):
         raise UsageError(
             "`--evaluate` measures the model in `--output_dir` as it is; leave out "
             + ", ".join(f"`--{name}`" for name in unused)
@@ -94,8 +90,6 @@ def evaluate(request: Request) -> str:
     check_text_file("validation_file", data.path)
     if data.pairs is not None:
         check_pairs_file(data.pairs)
-    if data.max_tokens < 1:
-        raise UsageError(f"`--max_eval_tokens` = {data.max_tokens}; it must be at least 1")
     folder = Path(arguments.output_dir).expanduser().resolve()
     task = _task_of(folder)
     if data.pairs is not None and task != "embedding":

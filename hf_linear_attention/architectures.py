@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -152,7 +152,7 @@ def features_of(module: Any, model: nn.Module) -> dict[str, str]:
     return {feature: text for feature, text in found.items() if text is not None}
 
 
-def refuse_features(model: Any, converted: Mapping[int, Any]) -> None:
+def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[str]) -> None:
     """Refuse what the stock attention of the layers to convert does and a linear one cannot, unless `drop` names it.
 
     Raises:
@@ -160,7 +160,7 @@ def refuse_features(model: Any, converted: Mapping[int, Any]) -> None:
     """
     if not converted:
         return
-    drop, found = model.config.linear_attention["drop"], converted_features(model, converted)
+    found = converted_features(model, converted)
     kept = {feature: texts for feature, texts in found.items() if feature not in drop}
     problems = [
         f"{text}, in layers {', '.join(map(str, layers))}" for texts in kept.values() for text, layers in texts.items()

@@ -5,6 +5,8 @@
 
     {"mechanism": "linear", "feature_map": "exp", "num_features": 64, "layers": "all"}
 
+or, where layers differ, a list of these, whose `layers` are numbers that do not overlap (`settings_of` finds one).
+
 A model type of its own is on purpose: nobody can load converted weights into a softmax model without noticing.
 """
 
@@ -93,6 +95,48 @@ class LinearAttentionSettings(dict):
             raise _settings_error(problems)
         common = {name: given[name] for name in COMMON_SETTINGS}
         super().__init__(mechanism=given["mechanism"], **filled, **common, format_version=FORMAT_VERSION)
+
+
+def entries_of(settings: Any) -> list[Any]:
+    """`config.linear_attention` as a list, of one entry where all converted layers have the same settings."""
+    return [settings] if settings is None or isinstance(settings, Mapping) else list(settings)
+
+
+def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict[str, Any]]:
+    """One `LinearAttentionSettings`, or a list of them where `settings` is one, as plain dicts.
+
+    Args:
+        checks: the further arguments of `LinearAttentionSettings`.
+
+    Raises:
+        ValueError: as there; and for entries of a list that do not say by number which layers are theirs, or overlap.
+    """
+    entries = entries_of(settings)
+    if isinstance(settings, (list, tuple)) and (problems := _entry_problems(entries)):
+        raise _settings_error(problems)
+    filled = [dict(LinearAttentionSettings(entry, **checks)) for entry in entries]
+    return filled if isinstance(settings, (list, tuple)) else filled[0]
+
+
+def _entry_problems(entries: list[Any]) -> list[str]:
+    if not entries or not all(isinstance(entry, Mapping) for entry in entries):
+        return ["a list of settings must hold one dict for each group of layers"]
+    problems, owners, crossed = [], {}, []
+    for number, entry in enumerate(entries):
+        layers = entry.get("layers")
+        if not isinstance(layers, (list, tuple)):
+            problems.append(f"`layers` = {layers!r} in entry {number} of the list; name its layers by their numbers")
+            continue
+        for layer in dict.fromkeys(layers):
+            if layer in owners:
+                problems.append(
+                    f"`layers` of the entries {owners[layer]} and {number} both name {layer}; keep it in one"
+                )
+            owners.setdefault(layer, number)
+        crossed += [number] if entry.get("cross_attention") else []
+    if len(crossed) > 1:
+        problems.append(f"`cross_attention` = true in the entries {crossed}; it can be in one")
+    return problems
 
 
 def check_format_version(version: Any, newest: int, what: str) -> None:
@@ -189,6 +233,12 @@ def parse_layers(text: str) -> str | list[int]:
 class LinearAttentionConfigMixin:
     """What `Linear<X>Config` adds to `<X>Config`."""
 
+    def settings_of(self, layer: int) -> dict[str, Any] | None:
+        """The settings of a self-attention layer, counted from 0, if it is converted; None where a list has none."""
+        if isinstance(self.linear_attention, Mapping):
+            return self.linear_attention
+        return next((entry for entry in self.linear_attention if layer in entry["layers"]), None)
+
     def to_dict(self) -> dict[str, Any]:
         # PEFT asks for this dict before it looks up which modules of a model type LoRA and its kin adapt.
         share_peft_targets(self.stock_model_type)
@@ -196,16 +246,14 @@ class LinearAttentionConfigMixin:
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        self.linear_attention = dict(
-            LinearAttentionSettings(
-                self.linear_attention,
-                model_type=self.stock_model_type,
-                # The modules of an encoder-decoder differ; each is checked when the model is built.
-                is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
-                num_layers=num_attention_layers(self),
-                max_length=max_length_of(self),
-                is_saved=self.transformers_version is not None,
-            )
+        self.linear_attention = checked_settings(
+            self.linear_attention,
+            model_type=self.stock_model_type,
+            # The modules of an encoder-decoder differ; each is checked when the model is built.
+            is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
+            num_layers=num_attention_layers(self),
+            max_length=max_length_of(self),
+            is_saved=self.transformers_version is not None,
         )
         # Every save, a Trainer checkpoint too, then names the class of every head.
         if getattr(self, "auto_map", None) is None:
@@ -295,8 +343,8 @@ def _make_config_class(stock: type) -> type:
         namespace = {
             "__module__": __name__,
             "__qualname__": name,
-            "__doc__": f"`{stock.__name__}` with linear attention: one more field, the dict `linear_attention`.",
-            "__annotations__": {"linear_attention": dict | None},
+            "__doc__": f"`{stock.__name__}` with linear attention: one more field, `linear_attention`.",
+            "__annotations__": {"linear_attention": dict | list | None},
             "linear_attention": None,
             "model_type": PREFIX + stock.model_type,
             "stock_model_type": stock.model_type,

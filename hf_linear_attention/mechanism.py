@@ -8,8 +8,8 @@ A mechanism replaces softmax(q k^T) v inside one attention layer. It is one file
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,9 @@ class Option:
     help: str
     choices: tuple[str, ...] = ()
     minimum: int | float | None = None
+    below: float | None = None
     is_per_layer: bool = False  # a list with one value for each attention layer of the model is allowed too
+    needs: Mapping[str, Container[Any]] = field(default_factory=dict)  # values of other options; else it has no effect
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with this value, or None."""
@@ -49,6 +51,8 @@ class Option:
             return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
         if self.minimum is not None and value < self.minimum:
             return f"must be at least {self.minimum}"
+        if self.below is not None and value >= self.below:
+            return f"must be less than {self.below}"
         return None
 
 
@@ -133,7 +137,12 @@ class AttentionMechanism(nn.Module):
     @classmethod
     def unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
         """The options that the other ones leave without effect: `{name: what it has no effect with}`."""
-        return {}
+        unused: dict[str, str] = {}
+        for name, option in cls.options.items():
+            for other, values in option.needs.items():
+                if other in cls.options and settings[other] not in values:
+                    unused.setdefault(name, f"`{other}` = `{settings[other]}`")
+        return unused
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:

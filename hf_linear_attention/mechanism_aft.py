@@ -17,6 +17,7 @@ equation 5, because that difference cancels where w < 0: near and far keys are s
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -66,10 +67,26 @@ class AftAttention(AttentionMechanism):
         "variant": Option(
             str, "simple", "which position biases are learned", choices=("simple", "local", "conv", "full")
         ),
-        "window_size": Option(int, 32, "W: local and conv learn biases for |t - s| < W", minimum=1),
-        "position_rank": Option(int, 64, "rank of full's matrix of biases; 0 learns all T x T", minimum=0),
-        "max_length": Option(int, None, "T of full and local; by default the model's own limit", minimum=1),
-        "seed": Option(int, 0, "seed of the factorised biases", minimum=0),
+        "window_size": Option(
+            int, 32, "W: local and conv learn biases for |t - s| < W", minimum=1, needs={"variant": ("local", "conv")}
+        ),
+        "position_rank": Option(
+            int, 64, "rank of full's matrix of biases; 0 learns all T x T", minimum=0, needs={"variant": ("full",)}
+        ),
+        "max_length": Option(
+            int,
+            None,
+            "T of full and local; by default the model's own limit",
+            minimum=1,
+            needs={"variant": ("local", "full")},
+        ),
+        "seed": Option(
+            int,
+            0,
+            "seed of the factorised biases",
+            minimum=0,
+            needs={"variant": ("full",), "position_rank": range(1, sys.maxsize)},
+        ),
     }
     supports_causal = supports_bidirectional = supports_padding = supports_state = supports_gqa = True
     supports_weights = False
@@ -97,18 +114,6 @@ class AftAttention(AttentionMechanism):
         if settings["variant"] == "full" and capability in ("causal", "state"):
             return f"with `variant` = `full`, which would need all earlier keys at each step, has no {capability} form"
         return super().obstacle(capability, settings)
-
-    @classmethod
-    def unused(cls, settings):
-        variant, rank = settings["variant"], settings["position_rank"]
-        is_used = {
-            "window_size": variant in ("local", "conv"),
-            "position_rank": variant == "full",
-            "max_length": variant in ("local", "full"),
-            "seed": variant == "full",
-        }
-        unused = {name: f"`variant` = `{variant}`" for name, used in is_used.items() if not used}
-        return unused if rank else {"seed": "`position_rank` = 0", **unused}
 
     @classmethod
     def problems(cls, settings, max_length):

@@ -41,6 +41,10 @@ from .segments import without_padding
 from .kernels_slots import slot_attention
 
 
+# What mean-pool lacks.
+WITH_MATRICES = {"projection": ("learned", "conv", "random")}
+
+
 class LinformerAttention(AttentionMechanism):
     """Softmax attention to `projection_size` compressed keys. Encoders only: every slot mixes all positions.
 
@@ -65,9 +69,12 @@ class LinformerAttention(AttentionMechanism):
             "headwise",
             "what shares E and F: none, headwise (the heads of a layer), key-value (E = F too), layerwise (all layers)",
             choices=("none", "headwise", "key-value", "layerwise"),
+            needs=WITH_MATRICES,
         ),
-        "max_length": Option(int, None, "n, the longest input; by default the model's own limit", minimum=1),
-        "seed": Option(int, 0, "seed of the random projections", minimum=0),
+        "max_length": Option(
+            int, None, "n, the longest input; by default the model's own limit", minimum=1, needs=WITH_MATRICES
+        ),
+        "seed": Option(int, 0, "seed of the random projections", minimum=0, needs={"projection": ("random",)}),
     }
     supports_bidirectional = supports_padding = supports_gqa = supports_constants = True
 
@@ -97,12 +104,6 @@ class LinformerAttention(AttentionMechanism):
     @classmethod
     def projection_kind(cls, settings: Mapping[str, Any]) -> str:
         return settings["projection"]
-
-    @classmethod
-    def unused(cls, settings):
-        kind = cls.projection_kind(settings)
-        names = {"mean-pool": ("projection_sharing", "max_length", "seed"), "random": ()}.get(kind, ("seed",))
-        return dict.fromkeys(names, f"`projection` = `{kind}`")
 
     @classmethod
     def problems(cls, settings, max_length):

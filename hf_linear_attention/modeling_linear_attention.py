@@ -36,6 +36,7 @@ from .architectures import skips_position_bias
 from .mechanism import LayerShape
 from .mechanism import Rotary
 from .cache import state_layer
+from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import model_heads
 from .attention_layer import LinearizedCrossAttention
@@ -95,7 +96,7 @@ class LinearAttentionModelMixin(ModelHooks):
 
     def default_attention_implementation(self) -> str | None:
         """By default masks are linear in the length too, where no softmax layer needs them square."""
-        settings = self.config.linear_attention
+        settings = entries_of(self.config.linear_attention)[0]  # of several, none is for all layers
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
         is_pure = settings["layers"] == "all" and (settings["cross_attention"] or not has_cross_attention)
         return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
@@ -177,27 +178,41 @@ def linearize(model: PreTrainedModel) -> None:
     Raises:
         ValueError: if the settings ask for what a layer or the mechanism cannot do.
     """
-    settings = model.config.linear_attention
     modules = list(self_attention_modules(model).values())
+    groups = [(settings, _chosen(model, modules, settings)) for settings in entries_of(model.config.linear_attention)]
+    for settings, chosen in groups:
+        refuse_features(model, chosen, settings["drop"])
+    converted = {layer for _, chosen in groups for layer in chosen}
+    for layer, module in enumerate(modules):
+        if converted and layer not in converted and getattr(module, "layer_idx", None) is not None:
+            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
+    for settings, chosen in groups:
+        _convert_layers(model, len(modules), settings, chosen)
+
+
+def _chosen(model: PreTrainedModel, modules: Sequence[Any], settings: Mapping[str, Any]) -> dict[int, Any]:
+    """`{layer: attention module}` to convert with these settings; cross-attention is counted after self-attention."""
     chosen = {layer: modules[layer] for layer in converted_layers(settings, modules)}
     if settings["cross_attention"]:
         cross = attention_modules(model, cross=True).values()
         if not cross:
             raise ValueError(f"`cross_attention` = true, but {type(model).__name__} has none.")
         chosen |= dict(enumerate(cross, start=len(modules)))
-    refuse_features(model, chosen)
-    for layer, module in enumerate(modules):
-        if chosen and layer not in chosen and getattr(module, "layer_idx", None) is not None:
-            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
+    return chosen
+
+
+def _convert_layers(
+    model: PreTrainedModel, num_self_attention: int, settings: dict[str, Any], chosen: Mapping[int, Any]
+) -> None:
+    """Give these attention modules a mechanism with the same settings; what it shares, they share."""
     first = None
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
     if _needs_rotary(settings):
-        shapes = _with_rotary(shapes, model, chosen)
+        shapes = _with_rotary(shapes, model, settings, chosen)
     for layer, module in chosen.items():
         shape = shapes[layer]
-        needed = (
-            "cross" if layer >= len(modules) else "causal" if is_causal_attention(module, model) else "bidirectional"
-        )
+        needed = "causal" if is_causal_attention(module, model) else "bidirectional"
+        needed = "cross" if layer >= num_self_attention else needed
         _refuse_shape(module, shape, needed, settings)
         child = MECHANISMS[settings["mechanism"]](settings, shape)
         if first is not None:
@@ -211,13 +226,14 @@ def _needs_rotary(settings: Mapping[str, Any]) -> bool:
     return clamps_sinks or settings.get("rope", "before_map") != "before_map"
 
 
-def _with_rotary(shapes: Mapping[int, LayerShape], model: PreTrainedModel, modules: Mapping[int, Any]):
-    """The shapes with what the config says of rotary positions; a new config is told what the layers do.
+def _with_rotary(
+    shapes: Mapping[int, LayerShape], model: PreTrainedModel, settings: dict[str, Any], modules: Mapping[int, Any]
+) -> dict[int, LayerShape]:
+    """The shapes with what the settings say of rotary positions; new settings are told what the layers do.
 
     Raises:
         ValueError: if the setting `rope` asks for what these layers cannot do.
     """
-    settings = model.config.linear_attention
     if settings["rotary"] is None:
         settings["rotary"] = _observed_rotary(model, modules, settings)
     rotary = {
@@ -228,10 +244,21 @@ def _with_rotary(shapes: Mapping[int, LayerShape], model: PreTrainedModel, modul
     shapes = {layer: dataclasses.replace(shape, rotary=rotary.get(layer)) for layer, shape in shapes.items()}
     if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
         settings["rope_frequencies"] = kept_frequencies(shapes, settings["trained_length"])
+    _refuse_frequencies(settings.get("rope_frequencies"), shapes)
     return shapes
 
 
-def _observed_rotary(model: PreTrainedModel, modules: Mapping[int, Any], settings) -> list[dict[str, Any]]:
+def _refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, LayerShape]) -> None:
+    for layer, shape in shapes.items():
+        kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
+        number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0
+        if isinstance(kept, int) and kept > number:
+            raise ValueError(f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies.")
+
+
+def _observed_rotary(
+    model: PreTrainedModel, modules: Mapping[int, Any], settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     rope = settings.get("rope", "before_map")
     try:
         from hf_linear_attention.rotary_positions import observed_rotary
@@ -278,7 +305,7 @@ def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
     module.linear_attention_enabled = True
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"
-    module.linear_attention_skips_bias = skips_position_bias(module, config.linear_attention)
+    module.linear_attention_skips_bias = skips_position_bias(module, mechanism.settings)
     # A config of its own: no `attn_implementation` that is set later can turn this layer back into softmax silently.
     module.model_config = getattr(module, "config", config)
     module.config = copy.copy(module.model_config)

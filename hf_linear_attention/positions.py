@@ -57,6 +57,7 @@ ROPE_OPTIONS: dict[str, Option] = {
         "those whose wavelength is at most the trained length",
         minimum=0,
         is_per_layer=True,
+        needs={"rope": ("partial",)},
     ),
     "trained_length": TRAINED_LENGTH_OPTION,
 }

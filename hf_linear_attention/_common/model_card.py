@@ -70,7 +70,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder),
         is_sentence_model=is_sentence_model,
-        settings=_rows({k: v for k, v in (facts.get("settings") or {}).items() if k != "format_version"}),
+        settings=_rows(_settings(facts.get("settings"))),
         faster_from=report.get("faster_from"),
         conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
         dropped_features=report.get("dropped_features") or [],
@@ -144,10 +144,18 @@ def _preprocessor(folder: Path) -> str | None:
     return "AutoImageProcessor" if (folder / "preprocessor_config.json").is_file() else None
 
 
-def _tags(settings: Mapping[str, Any] | None, is_sentence_model: bool) -> list[str]:
+def _settings(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """What somebody could have chosen; where layers differ, by the mechanism and its layers."""
+    if isinstance(settings, Sequence):
+        names = [f"{entry['mechanism']} in layers {format_value(entry['layers'])}" for entry in settings]
+        return {name: _settings(entry) for name, entry in zip(names, settings, strict=True)}
+    return {name: value for name, value in (settings or {}).items() if name != "format_version"}
+
+
+def _tags(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, is_sentence_model: bool) -> list[str]:
     tags = ["linear-attention"] if settings else []
-    if settings and settings.get("mechanism") not in (None, "linear"):
-        tags.append(settings["mechanism"])
+    names = {entry.get("mechanism") for entry in (settings if isinstance(settings, Sequence) else [settings or {}])}
+    tags += sorted(names - {None, "linear"})
     return [*tags, "sentence-transformers"] if is_sentence_model else tags
 
 

@@ -169,7 +169,7 @@ def test_what_a_variant_ignores_is_refused_and_all_else_is_not(variant, ignored)
 
 
 def test_a_full_matrix_of_biases_draws_nothing():
-    with pytest.raises(ValueError, match="`seed` = `1` has no effect with `position_rank` = 0"):
+    with pytest.raises(ValueError, match="`seed` = `1` has no effect with `position_rank` = `0`"):
         build(variant="full", position_rank=0, seed=1)
 
 

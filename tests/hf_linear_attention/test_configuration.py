@@ -66,7 +66,7 @@ def test_all_problems_are_named_at_once():
         ({"mechanism": "performer", "num_features": 2.5}, "type int"),
         ({"mechanism": "performer", "num_features": True}, "type int"),
         ({"mechanism": "performer", "features": "cosh", "num_features": 7}, "must be a multiple of 2"),
-        ({"mechanism": "performer", "uniform_mixing": 1.0}, "leaves nothing of the attention"),
+        ({"mechanism": "performer", "uniform_mixing": 1.0}, "must be less than 1"),
         ({"mechanism": "performer", "uniform_mixing": math.nan}, "`uniform_mixing` = nan must be a finite number"),
         ({"mechanism": "performer", "uniform_mixing": math.inf}, "`uniform_mixing` = inf must be a finite number"),
         ({"mechanism": "performer", "uniform_mixing": -math.inf}, "`uniform_mixing` = -inf must be a finite number"),

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
+from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED
@@ -80,8 +81,9 @@ def without_far(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, Any]:
     """Figures of a causal language model against its teacher on batches with labels (`training.data`)."""
     settings = student.config.linear_attention
-    is_hybrid = settings["mechanism"] == "hybrid"
-    start = convert(teacher, **settings) if is_hybrid else None
+    entries = entries_of(settings)
+    is_hybrid = all(entry["mechanism"] == "hybrid" for entry in entries)
+    start = convert(teacher, settings=settings) if is_hybrid else None
     figures = TokenFigures()
     for batch in batches:
         batch = {name: value.to(student.device) for name, value in batch.items()}
@@ -101,7 +103,7 @@ def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterabl
     result: dict[str, Any] = {**figures.means(), "by_position": figures.by_position()}
     result["gap"] = result["student"] - result["teacher"]
     if is_hybrid:
-        result |= _linear_part(result, figures.means(4 * settings["window_size"]))
+        result |= _linear_part(result, figures.means(4 * max(entry["window_size"] for entry in entries)))
     return result
 
 
