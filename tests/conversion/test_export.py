@@ -96,7 +96,7 @@ def test_everything_shipped_is_there_and_a_missing_file_is_noticed(linear_llama,
         shutil.copyfile(linear_llama / name, tmp_path / name)
     export.check_shipped(tmp_path)
     (tmp_path / "features.py").unlink()
-    with pytest.raises(ConversionError, match=r"feature_maps\.py"):
+    with pytest.raises(ConversionError, match=r"features\.py"):
         export.check_shipped(tmp_path)
 
 
