@@ -121,7 +121,9 @@ def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict
 def _entry_problems(entries: list[Any]) -> list[str]:
     if not entries or not all(isinstance(entry, Mapping) for entry in entries):
         return ["a list of settings must hold one dict for each group of layers"]
-    problems, owners, crossed = [], {}, []
+    problems: list[str] = []
+    owners: dict[int, int] = {}
+    crossed: list[int] = []
     for number, entry in enumerate(entries):
         layers = entry.get("layers")
         if not isinstance(layers, (list, tuple)):

@@ -154,8 +154,8 @@ def _settings(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) 
 
 def _tags(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, is_sentence_model: bool) -> list[str]:
     tags = ["linear-attention"] if settings else []
-    names = {entry.get("mechanism") for entry in (settings if isinstance(settings, Sequence) else [settings or {}])}
-    tags += sorted(names - {None, "linear"})
+    entries = settings if isinstance(settings, Sequence) else [settings or {}]
+    tags += sorted({str(entry["mechanism"]) for entry in entries if "mechanism" in entry} - {"linear"})
     return [*tags, "sentence-transformers"] if is_sentence_model else tags
 
 
