@@ -75,7 +75,7 @@ def code_in(folder: str | os.PathLike) -> dict[str, str | None]:
 
     def read(name: str) -> str | None:
         path = Path(folder, name)
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     return _closure(read)
 

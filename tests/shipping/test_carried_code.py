@@ -12,7 +12,7 @@ from checkpoints import convert_folder, save_twin
 from shipping_cases import CONVERTED
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_linear_attention import convert
+from hf_linear_attention import convert, mechanisms, modeling_linear_attention
 from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_code
 
 
@@ -51,7 +51,7 @@ def test_the_code_of_every_mechanism_is_counted():
         able = mechanism.supports_bidirectional, mechanism.supports_causal
         assert tuple(most is not None for most in MOST_FILES[name]) == able
         for is_decoder, most in enumerate(MOST_FILES[name]):
-            assert most is None or len(checkpoint_code({name}, bool(is_decoder))) == most
+            assert most is None or len(checkpoint_code({name}, bool(is_decoder))) <= most
 
 
 def test_several_mechanisms_share_a_registry():
@@ -157,8 +157,9 @@ def test_a_class_of_the_users_own_still_carries_its_file(llama, tmp_path, monkey
 def test_a_model_refuses_the_config_of_a_mechanism_whose_code_is_missing(llama, monkeypatch):
     """As of another checkpoint, whose code made the config."""
     model = convert(llama, mechanism="hybrid")
-    monkeypatch.delitem(MECHANISMS, "hybrid")
-    with pytest.raises(ValueError, match="`mechanism` = 'hybrid'; it must be one of `aft`"):
+    for module in (mechanisms, modeling_linear_attention):
+        monkeypatch.setattr(module, "MECHANISMS", {"linear": MECHANISMS["linear"]})
+    with pytest.raises(ValueError, match="`mechanism` = 'hybrid'; it must be one of `linear`"):
         type(model)(model.config)
 
 
