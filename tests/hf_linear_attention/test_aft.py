@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from matrix import build_mechanism, sample_inputs, stock_config, stock_model
 from oracles import aft, aft_bias
 
-from hf_linear_attention import LinearAttentionSettings, convert, convert_config, reference
+from hf_linear_attention import LinearAttentionSettings, convert, convert_config
 from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_aft import AftAttention
 
