@@ -13,7 +13,7 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,9 @@ class _InterfaceReachedError(Exception):
 class _WithoutWeights(TorchFunctionMode):
     """Computes on the CPU, without the values of any parameter and without random numbers."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
             x, weight = (*args, *kwargs.values())[:2]
@@ -155,7 +157,14 @@ def interface_keywords(module: nn.Module, stock_class: type) -> frozenset[str] |
     return KEYWORDS[stock_class]
 
 
-def _spy(module, query, key, value, attention_mask=None, **kwargs):
+def _spy(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> NoReturn:
     raise _InterfaceReachedError(module, AttentionCall(query, key, frozenset(kwargs)))
 
 

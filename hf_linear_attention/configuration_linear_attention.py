@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -25,6 +26,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from .transformers_internals import is_causal_lm
 from .transformers_internals import is_masked_lm
 from .transformers_internals import stock_heads
+
+
+if TYPE_CHECKING:
+    # config.json names classes of this file too, and transformers takes along what such a line imports.
+    from .modeling_linear_attention import LinearAttentionModelMixin  # noqa: F401
 
 
 PREFIX = "linear_"
@@ -72,12 +78,13 @@ class LinearAttentionSettings(dict):
         is_saved: bool = False,
     ):
         from .mechanisms import MECHANISMS
+        from .mechanisms import unknown_mechanism
 
         given = {"mechanism": "linear", **copy.deepcopy(COMMON_SETTINGS), **(settings or {})}
         check_format_version(given.pop("format_version", 1), FORMAT_VERSION, "these `linear_attention` settings")
         mechanism = MECHANISMS.get(given["mechanism"])
         if mechanism is None:
-            raise _settings_error([f"`mechanism` = {given['mechanism']!r}; it must be one of {_names(MECHANISMS)}"])
+            raise _settings_error([unknown_mechanism(given["mechanism"])])
         filled = mechanism.filled(given)
         problems = _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
@@ -121,7 +128,9 @@ def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict
 def _entry_problems(entries: list[Any]) -> list[str]:
     if not entries or not all(isinstance(entry, Mapping) for entry in entries):
         return ["a list of settings must hold one dict for each group of layers"]
-    problems, owners, crossed = [], {}, []
+    problems: list[str] = []
+    owners: dict[int, int] = {}
+    crossed: list[int] = []
     for number, entry in enumerate(entries):
         layers = entry.get("layers")
         if not isinstance(layers, (list, tuple)):
@@ -244,6 +253,21 @@ class LinearAttentionConfigMixin:
         share_peft_targets(self.stock_model_type)
         return super().to_dict()
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
+        """Save config.json and, beside it, the code that a model of this config needs."""
+        from .mechanisms import mechanisms_of
+        from .mechanisms import save_code
+
+        if not os.path.isfile(save_directory):  # which the stock method refuses
+            save_code(save_directory, mechanisms_of(self.linear_attention), can_generate(self))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Record nothing for the classes made here, whose code `save_pretrained` writes."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
+
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         self.linear_attention = checked_settings(
@@ -288,6 +312,12 @@ def is_causal_config(config, model_type: str) -> bool:
     if is_masked_lm(model_type):  # BERT and kin are either
         return bool(getattr(config, "is_decoder", False))
     return is_causal_lm(model_type)
+
+
+def can_generate(config) -> bool:
+    """Whether models of this `Linear<X>Config` may generate text: not those that are encoders as a whole."""
+    is_composite = config.get_text_config(decoder=True) is not config
+    return config.is_encoder_decoder or is_composite or is_causal_config(config, config.stock_model_type)
 
 
 def max_length_of(config) -> int | None:
@@ -350,7 +380,6 @@ def _make_config_class(stock: type) -> type:
             "stock_model_type": stock.model_type,
         }
         globals()[name] = type(name, (LinearAttentionConfigMixin, stock), namespace)
-        globals()[name].register_for_auto_class()
     return globals()[name]
 
 

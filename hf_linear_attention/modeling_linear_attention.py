@@ -46,9 +46,11 @@ from .attention_layer import IMPLEMENTATION
 from .attention_layer import LinearizedAttention
 from .attention_layer import check_softmax_cache
 from .mechanisms import MECHANISMS
-from .prompt_state import load_prompt_state
-from .prompt_state import save_prompt_state
+from .mechanisms import mechanisms_of
+from .mechanisms import unknown_mechanism
 from .positions import kept_frequencies
+from .prompt_state import load_prompt_state  # of decoders
+from .prompt_state import save_prompt_state  # of decoders
 from .transformers_internals import ModelHooks
 from .transformers_internals import attention_implementation
 from .transformers_internals import copy_checkpoint_conversion
@@ -63,7 +65,7 @@ class LinearAttentionModelMixin(ModelHooks):
     """Mixed in before a stock model class."""
 
     stock_class: type[PreTrainedModel]
-    save_prompt_state, load_prompt_state = save_prompt_state, load_prompt_state
+    save_prompt_state, load_prompt_state = save_prompt_state, load_prompt_state  # of decoders
 
     def __init__(self, config, *args, **kwargs):
         # The generic classification heads build their base by `AutoModel.from_config`, which must give our class.
@@ -93,6 +95,12 @@ class LinearAttentionModelMixin(ModelHooks):
         """No: in custom code transformers leaves out the stock initialisation of modules without own parameters
         (GPT-2's scaled `c_proj`), lest it overwrite loaded weights; stock code and ours never do that."""
         return False
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Record nothing for the classes made here: their config saves the code, that of its own mechanisms alone."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
 
     def default_attention_implementation(self) -> str | None:
         """By default masks are linear in the length too, where no softmax layer needs them square."""
@@ -178,6 +186,9 @@ def linearize(model: PreTrainedModel) -> None:
     Raises:
         ValueError: if the settings ask for what a layer or the mechanism cannot do.
     """
+    # The config may come from the code of another checkpoint.
+    if unknown := mechanisms_of(model.config.linear_attention) - set(MECHANISMS):
+        raise ValueError(f"{unknown_mechanism(min(unknown))}.")
     modules = list(self_attention_modules(model).values())
     groups = [(settings, _chosen(model, modules, settings)) for settings in entries_of(model.config.linear_attention)]
     for settings, chosen in groups:
@@ -378,9 +389,6 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     initialize.__signature__ = inspect.signature(stock.__init__)
     model_class.__init__ = initialize
     _copy_checkpoint_conversion(stock, model_class)
-    for auto_class, head in model_heads(stock.config_class.model_type).items():
-        if head == stock.__name__:
-            model_class.register_for_auto_class(auto_class)
     return model_class
 
 

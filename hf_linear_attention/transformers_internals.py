@@ -38,7 +38,7 @@ class ModelHooks:
         """The attention function that the stock model would choose."""
         return super()._check_and_adjust_attn_implementation(None)
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         own = self.default_attention_implementation() if attn_implementation is None else None
         return own or super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -46,7 +46,9 @@ class ModelHooks:
     def _can_set_attn_implementation(cls) -> bool:
         return cls.stock_class._can_set_attn_implementation()  # which looks for a text in the file of the class
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         self.prepare_generation(generation_config, model_kwargs)
 
