@@ -70,69 +70,87 @@ def plain_window(
     numbers: torch.Tensor | None = None,
     is_scale_constant: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The softmax output `[B, Hkv, G, N, W]`, its log denominator and largest logit `[B, Hkv, G, N, 1]`.
-
-    The cost is O(N (c + width + s)) with blocks of c <= width queries.
+    """The softmax output `[B, Hkv, G, N, W]`, its log denominator and largest logit `[B, Hkv, G, N, 1]`, in O(N width).
 
     Args:
         query: `[B, H, N, D]`.
         key, value, visible: see `NearKeys`, and `SinkKeys` for `sink_key`, `sink_value`, `seen` and `distance`.
         sink_query: `[B, H, N, D]`, compared with the sinks; None for the queries themselves.
-        log_decay: `[Hkv]`, added to a logit for every token between query and key (ALiBi), or None. It requires
-            `centre` and `distance`.
+        log_decay: `[Hkv]`, ALiBi's addend per token between query and key, or None; requires `centre`, `distance`.
         numbers: see `NearKeys`; they require `centre`.
         is_scale_constant: whether the largest logit cancels in what follows, so that it needs no gradient.
     """
     dtype, length = accumulation_dtype(query), query.shape[2]
     kv_heads, width = key.shape[1], key.shape[2] - length + 1
     if not query.shape[0] * length:
-        size = query.to(dtype).sum(dim=-1, keepdim=True).unflatten(1, (kv_heads, -1))
-        return size.expand(*size.shape[:4], value.shape[3]), size, size
+        return _nothing(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
     size = max(1, min(length, width))
     offset = torch.arange(width + size - 1, device=query.device) - torch.arange(size, device=query.device)[:, None]
 
-    def blocks(x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Pad the N of `dim` to whole blocks and split it into blocks."""
-        return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, -length % size)).unflatten(dim, (-1, size))
-
     def scaled(x: torch.Tensor) -> torch.Tensor:
-        return blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3)
+        return _blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)
 
     query = scaled(query)
     to_sinks = query if sink_query is None else scaled(sink_query)
     key, value, visible = _windows(key, value, visible, width, size, -length % size, dtype)
     visible = visible[:, :, None] & (offset >= 0) & (offset < width)
     if numbers is not None:
-        own = blocks(numbers[:, centre : centre + length], 1).unsqueeze(3)
-        visible = visible & (F.pad(numbers, (0, -length % size)).unfold(1, width + size - 1, size).unsqueeze(2) == own)
+        visible = visible & _of_own_sequence(numbers, centre, length, width, size)
     visible = visible[:, None, None]
-    distance = seen if distance is None else distance
-    seen, distance = (blocks(x, 1)[:, None, None] for x in (seen, distance))
+    seen, distance = (_blocks(x, 1, size)[:, None, None] for x in (seen, seen if distance is None else distance))
     slope = None if log_decay is None else log_decay.to(dtype)[:, None, None, None, None]
-    to_query = (offset - centre).abs()
     sink_key = sink_key.to(dtype)[:, :, None, None].transpose(-1, -2)
     sink_values = with_ones(sink_value, dtype)[:, :, None, None]
     results = []
     count = _blocks_at_a_time(query, key)
     parts = ((query, 3), (to_sinks, 3), (key, 2), (value, 2), (visible, 3), (seen, 3), (distance, 3))
     for query, to_sinks, key, value, visible, seen, distance in zip(*(x.split(count, dim=dim) for x, dim in parts)):
-        logits, sink_logits = query @ key.unsqueeze(2).transpose(-1, -2), to_sinks @ sink_key
+        logits = query @ key.unsqueeze(2).transpose(-1, -2), to_sinks @ sink_key
         if slope is not None:
-            logits, sink_logits = logits + slope * to_query, sink_logits + slope * distance
-        logits = logits.masked_fill_(~visible, EMPTY_MAXIMUM)
-        sink_logits = sink_logits.masked_fill_(~seen, EMPTY_MAXIMUM)
-        scale = _maximum((logits, sink_logits), is_scale_constant)
-        shift = scale.clamp(min=EMPTY_MAXIMUM / 2)
-        weights, sink_weights = (_weights(x - shift) for x in (logits, sink_logits))
-        sums = weights @ with_ones(value, dtype).unsqueeze(2) + sink_weights @ sink_values
-        numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
-        is_empty = scale == EMPTY_MAXIMUM  # no visible key: all weights are 0
-        denominator = denominator.masked_fill(is_empty, 1.0)
-        log_size = (shift + denominator.log()).masked_fill(is_empty, EMPTY_MAXIMUM)
-        results.append((numerator / denominator, log_size, scale))
+            logits = logits[0] + slope * (offset - centre).abs(), logits[1] + slope * distance
+        values = with_ones(value, dtype).unsqueeze(2), sink_values
+        results.append(_softmax(logits, (visible, seen), values, is_scale_constant))
     output, log_size, scale = (joined(part).flatten(3, 4)[:, :, :, :length] for part in zip(*results))
     return output, log_size, scale
+
+
+def _nothing(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results for no queries, which depend on them."""
+    size = query.sum(dim=-1, keepdim=True).unflatten(1, (kv_heads, -1))
+    return size.expand(*size.shape[:4], width), size, size
+
+
+def _of_own_sequence(numbers: torch.Tensor, centre: int, length: int, width: int, size: int) -> torch.Tensor:
+    """Whether a place of a block's window belongs to the packed sequence of its query."""
+    own = _blocks(numbers[:, centre : centre + length], 1, size).unsqueeze(3)
+    return F.pad(numbers, (0, -length % size)).unfold(1, width + size - 1, size).unsqueeze(2) == own
+
+
+def _blocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Pad the N of `dim` to whole blocks of `size` and split it into them."""
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, -x.shape[dim] % size)).unflatten(dim, (-1, size))
+
+
+def _softmax(
+    logits: tuple[torch.Tensor, torch.Tensor],
+    seen: tuple[torch.Tensor, torch.Tensor],
+    values: tuple[torch.Tensor, torch.Tensor],
+    is_constant: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output of blocks of queries, its log denominator and largest logit.
+
+    Of keys in the window, then of sinks: logits, which of them are seen, and values with a last column of 1.
+    """
+    near, sinks = (x.masked_fill_(~visible, EMPTY_MAXIMUM) for x, visible in zip(logits, seen))
+    scale = _maximum((near, sinks), is_constant)
+    shift = scale.clamp(min=EMPTY_MAXIMUM / 2)
+    sums = _weights(near - shift) @ values[0] + _weights(sinks - shift) @ values[1]
+    numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
+    is_empty = scale == EMPTY_MAXIMUM  # no visible key: all weights are 0
+    denominator = denominator.masked_fill(is_empty, 1.0)
+    log_size = (shift + denominator.log()).masked_fill(is_empty, EMPTY_MAXIMUM)
+    return numerator / denominator, log_size, scale
 
 
 def packed_window(
