@@ -19,17 +19,22 @@ from hf_linear_attention.training.presets.preset import Preset, fit_to, load_pre
 from hf_linear_attention.training.recipe_parser import parse_preset
 
 
-CONVERTED, TRAINED = "converted", "trained"  # inside the work folder
+CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the work folder
 TRAINING_OPTIONS = ("train_file", "tokens", "checkpointing_steps")
+# Of the figures of a causal language model.
+LANGUAGE_OPTIONS = ("controls", "max_eval_length")
+MIN_EVAL_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class Training:
-    """What `training.stages.run_stages` takes. `given`: options of `training/finetune.py` for all stages."""
+    """What `training.stages.run_stages` takes. `given`: options of `training/finetune.py` for all stages.
+    `heals_control`: whether the window of the same bytes is trained too."""
 
     preset: Preset
     given: dict[str, Any]
     output_dir: Path
+    heals_control: bool = False
 
     @property
     def work(self) -> Path:
@@ -54,18 +59,30 @@ def check_training_options(arguments: ConversionArguments) -> None:
     """Raises `UsageError` for options of training that are missing, or that nothing would look at."""
     changed, problems = changed_options(arguments), []
     if arguments.preset is None:
-        unused = [*TRAINING_OPTIONS, "validation_file", "max_eval_tokens", "pairs_file"]
+        unused = [*TRAINING_OPTIONS, "validation_file", "max_eval_tokens", "pairs_file", *LANGUAGE_OPTIONS]
         problems += [f"`--{name}` does nothing without `--preset`; leave it out" for name in unused if name in changed]
     else:
         if arguments.train_file is None:
             problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
         if arguments.output_dir is None and not arguments.dry_run:
             problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
-        for name in ("max_eval_tokens", "pairs_file"):
+        for name in ("max_eval_tokens", "pairs_file", *LANGUAGE_OPTIONS):
             if name in changed and arguments.validation_file is None:
                 problems.append(f"`--{name}` does nothing without a `--validation_file`; leave it out")
     if problems:
         raise UsageError(*problems)
+
+
+def check_language_options(arguments: ConversionArguments, task: str) -> None:
+    """Raises `UsageError` for options that only the figures of language models have a use for."""
+    changed = changed_options(arguments) & {*LANGUAGE_OPTIONS}
+    if task != "causal_lm" and changed:
+        names = ", ".join(f"`--{name}`" for name in sorted(changed))
+        raise UsageError(f"{names}: for causal language models alone, and this one is for {task}; leave it out")
+    if arguments.max_eval_length < MIN_EVAL_LENGTH:
+        raise UsageError(
+            f"`--max_eval_length` = {arguments.max_eval_length}; it must be at least {MIN_EVAL_LENGTH} tokens"
+        )
 
 
 def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[str, Any]:
@@ -97,13 +114,14 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         if plan.head.task != "embedding":
             raise UsageError("`--pairs_file` is for embedding models; leave it out")
         check_pairs_file(arguments.pairs_file)
+    check_language_options(arguments, str(plan.head.task))
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
     parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:
         raise RuntimeError("the preset is named above")
     preset, given = parsed
     preset = fit_to(preset, _empty(plan))
-    return Training(preset, {"max_train_tokens": preset.tokens, **given}, output)
+    return Training(preset, {"max_train_tokens": preset.tokens, **given}, output, arguments.controls == "healed")
 
 
 def _empty(plan: Plan) -> PreTrainedModel:
@@ -149,4 +167,6 @@ def describe_stages(training: Training) -> list[str]:
     for number, stage in enumerate(stages, 1):
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
         lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {tokens * stage.share:,.0f} tokens; {options}")
+    if training.heals_control:
+        lines.append(f"  control     a window of the same bytes, trained on {tokens:,} tokens too")
     return lines

@@ -69,6 +69,17 @@ class ConversionArguments:
         "to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)", None
     )
     max_eval_tokens: int = option("measure on about the first so many tokens of --validation_file", 50_000)
+    max_eval_length: int = option(
+        "figures of a language model by position go up to 8 times its trained length, this, and what its positions and "
+        "--validation_file have at most",
+        16_384,
+    )
+    controls: str = option(
+        "what a language model is compared with besides its original: untrained, a window of the bytes of its state; "
+        "healed, also that window after the same training, which takes as long again (with --preset); none",
+        "untrained",
+        ("none", "untrained", "healed"),
+    )
     checkpointing_steps: int = option("steps of training that a killed run repeats at most", 100)
     evaluate: bool = option(
         "measure what lies in --output_dir against the original on --validation_file, into its conversion_report.json "
