@@ -82,7 +82,7 @@ def _cell(name: str, value: Any) -> str:
 def _notes(quality: Mapping[str, Any]) -> list[str]:
     control, positions, recall = quality["control"], quality["positions"], quality["recall"]
     notes = [
-        f"By position, in {positions['windows']:,} windows of {positions['length']:,} tokens, which end with "
+        f"By position in windows of {positions['length']:,} tokens ({positions['windows']:,} of them), which end with "
         f"{positions['ended_by']}; the trained length is {positions['trained_length']:,}. ± is a standard error of the "
         "paired difference."
     ]

@@ -18,13 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import max_length_of
-from hf_linear_attention.conversion.controls import (
-    WINDOWS_OF_TEXT,
-    SameBytes,
-    model_state_bytes,
-    windows_of_same_bytes,
-)
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.conversion.controls import WINDOWS_OF_TEXT, SameBytes, windows_of_same_bytes
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import Examples, Tokens
 from hf_linear_attention.training.evaluation.generation_figures import generation_figures
@@ -231,8 +225,6 @@ def _first_tokens(documents: Iterable[Tokens], count: int) -> Iterable[Tokens]:
 
 
 def _generation(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> list[dict[str, Any]]:
-    if linear_attention_modules(student) and not model_state_bytes(student):
-        return []  # it has no state to generate with
     longest = min(text.max_eval_length, most_positions(teacher) or text.max_eval_length)
     logger.info("samples of both models")
     return generation_figures(

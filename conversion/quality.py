@@ -118,27 +118,24 @@ def _task_of(folder: Path) -> str:
     return str(task)
 
 
-def measure(
-    folder: Path, source: Source, task: str, data: HeldOut, healed: Path | None = None, cached: Any = None
-) -> dict[str, Any]:
+def measure(folder: Path, source: Source, task: str, data: HeldOut, healed: Path | None = None) -> dict[str, Any]:
     """The figures of `training.evaluation` for the model in `folder`, None where one means nothing for it.
 
     Everything is computed in float32, from the weights as they lie there.
 
     Args:
         healed: the folder of the trained control of a language model.
-        cached: see `language_figures`.
     """
     logger.info("measuring on %s", data.path)
     measured = _measure_language if task == "causal_lm" else _measure_embeddings
     with torch.no_grad():
-        figures = measured(folder, source, data, *((healed, cached) if task == "causal_lm" else ()))
-    return {"validation_file": Path(data.path).name, "max_tokens": data.max_tokens, **_finite(figures)}
+        figures = measured(folder, source, data, *((healed,) if task == "causal_lm" else ()))
+    return {"validation_file": Path(data.path).name, "max_tokens": data.max_tokens, **finite(figures)}
 
 
-def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path | None, cached: Any) -> dict[str, Any]:
+def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path | None) -> dict[str, Any]:
     # Here and not at the top: it imports `datasets`, which most conversions do without.
-    from hf_linear_attention.conversion.language_figures import Controls, compute, language_figures, possible_controls
+    from hf_linear_attention.conversion.language_figures import Controls, language_figures, possible_controls
 
     recipe, text = held_out_text(folder, source, data)
     student, teacher = load_models(recipe, folder)
@@ -147,25 +144,32 @@ def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path 
         controls = possible_controls(teacher, student, text)
     if healed is not None and controls.windows:
         controls = replace(controls, healed=load_student(recipe, str(healed), None).to(student.device).eval())
-    return language_figures(teacher, student, text, controls, cached or compute)
+    figures = language_figures(teacher, student, text, controls)
+    if controls.healed is not None:
+        figures["control"]["healed_tokens"] = sum(run["training"]["tokens"] for run in training_history(str(healed)))
+    return figures
 
 
 def held_out_text(folder: Path, source: Source, data: HeldOut) -> tuple[Any, Any]:
     """The recipe of `training` that reads it for the model in `folder`, and the text as `language_figures` takes it."""
+    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens, "train_file": data.train_file}
+    recipe = data_recipe(str(folder), "causal_lm", source.loadable, data.trust_remote_code, **files)
+    return recipe, read_text(recipe, data.max_length)
+
+
+def read_text(recipe: Any, max_eval_length: int) -> Any:
+    """The validation and training files of a recipe, as `language_figures` takes them."""
     from hf_linear_attention.conversion.language_figures import HeldOutText
     from hf_linear_attention.training.data.processors import load_config, sequence_length
     from hf_linear_attention.training.data.splits import load_data
 
-    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens, "train_file": data.train_file}
-    recipe = data_recipe(str(folder), "causal_lm", source.loadable, data.trust_remote_code, **files)
     tokenizer = load_tokenizer(recipe)
     splits: Any = load_data(recipe, tokenizer)
     training = None if splits.train is None else np.split(splits.train.stream, splits.train.documents[1:])
     length = sequence_length(recipe, tokenizer, load_config(recipe))
-    text = HeldOutText(
-        splits.validation, length, tokenizer.bos_token_id, pad_token_id(tokenizer), data.max_length, training
+    return HeldOutText(
+        splits.validation, length, tokenizer.bos_token_id, pad_token_id(tokenizer), max_eval_length, training
     )
-    return recipe, text
 
 
 def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
@@ -201,12 +205,12 @@ def _recipe_and_batches(folder: Path, source: Source, trust_remote_code: bool, f
     return recipe, tqdm(batches, desc="measuring")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON knows no NaN."""
     if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -67,8 +67,9 @@ def recall_distances(found: list[tuple[Gram, int]], training: Iterable[Iterable[
 
 def distance_edges(length: int) -> list[int]:
     """56, 128, then doubling up to the length of the windows, where a distance ends at the latest."""
-    edges = [FIRST_DISTANCE, *(2**power for power in range(7, 64) if 2**power < length), length]
-    return [edge for edge in edges if edge <= length]
+    if length <= FIRST_DISTANCE:
+        return []
+    return [FIRST_DISTANCE, *(2**power for power in range(7, length.bit_length()) if 2**power < length), length]
 
 
 def recall_buckets(
