@@ -32,6 +32,22 @@ demo: $(VENV)/.installed ## Convert the real MiniLM, heal it for two minutes, co
 test: $(VENV)/.installed ## The test suite, the sanitizers included (about 7 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
+# Everything whose oldest version is not stated comes from $(VENV).
+OLDEST := $(VENV)/oldest
+$(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $(OLDEST)/newer.pth
+	mv $(OLDEST)/newer.pth $$($(OLDEST)/bin/python -c "import site; print(site.getsitepackages()[0])")
+	$(OLDEST)/bin/python -m pip install --quiet --requirement constraints-oldest.txt
+	touch $@
+
+.PHONY: test-oldest
+test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest versions that pyproject.toml states (3 minutes)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) -p no:cacheprovider -k "not image" \
+		tests/hf_linear_attention/test_modeling.py tests/hf_linear_attention/test_generation.py \
+		tests/hf_linear_attention/test_cache_requests.py tests/conversion/test_conversion.py \
+		tests/conversion/test_cast.py tests/training/evaluation tests/training/presets
+
 .PHONY: test-architectures
 test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (2 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "architectures or not architectures" tests/architectures

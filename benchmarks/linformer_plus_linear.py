@@ -21,7 +21,9 @@ from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # the oracles
 
+import reference
 import torch
 
 from benchmarks.common import argument_parser, interleaved_times, median_ratio, save_results, table, write
@@ -33,7 +35,6 @@ from benchmarks.real_attention import (
     read_text,
     relative_errors,
 )
-from hf_linear_attention import reference
 from hf_linear_attention.features import elu_plus_one
 from hf_linear_attention.mechanism_linformer import mean_pool_matrix
 

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # the oracles
 
+import reference
 import torch
 from torch import nn
 
 from benchmarks.common import argument_parser, interleaved_times, median_ratio, save_results, table, write
 from benchmarks.real_attention import build_mechanism
-from hf_linear_attention import reference
 from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanisms import MECHANISMS
 

@@ -19,7 +19,9 @@ from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # the oracles
 
+import reference
 import torch
 import torch.nn.functional as F
 
@@ -33,7 +35,6 @@ from benchmarks.real_attention import (
     read_text,
     relative_errors,
 )
-from hf_linear_attention import reference
 from hf_linear_attention.mechanisms import MECHANISMS
 
 

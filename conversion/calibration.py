@@ -45,8 +45,6 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
             f"`--calibration_tokens` is given, but `{plan.settings['mechanism']}` as set here {reason}; leave it out"
             + ("" if not is_used else ", or name a `--calibration_file`")
         )
-    if tokens is not None and tokens < 1:
-        problems.append(f"`--calibration_tokens` = {tokens}; it must be at least 1")
     if arguments.spectrum and not plan.layers:
         problems.append("`--spectrum` looks at the layers to convert, and `--layers` leaves none")
     if problems:

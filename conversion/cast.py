@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.transformers_internals import loaded_dtypes
 
 
 FILE_BYTES = 2**26  # what is held at most, but for a tensor that is larger
@@ -50,19 +50,8 @@ def _loaded_dtypes(source: Source, plan: Plan, dtype: str) -> dict[str, torch.dt
 
     Loading to the meta device would tell as well, but needs accelerate.
     """
-    wanted = getattr(torch, dtype)
-    with torch.device("meta"):
-        model = plan.linear_class._from_config(copy.deepcopy(plan.config), dtype=wanted)
-    kept = model._get_dtype_plan(wanted)
-    pattern, patterns_by_group, _ = build_glob_alternation(list(kept)) if kept else (None, {}, None)
-    state = model.state_dict()
-
-    def loaded(name: str) -> torch.dtype:
-        if pattern is not None and (found := pattern.search(name)) is not None:
-            return kept[patterns_by_group[str(found.lastgroup)]]
-        return state[name].dtype
-
-    return {str(tensor.source): loaded(str(tensor.target)) for tensor in plan.mapped}
+    loaded = loaded_dtypes(plan.linear_class, copy.deepcopy(plan.config), getattr(torch, dtype))
+    return {str(tensor.source): loaded[str(tensor.target)] for tensor in plan.mapped}
 
 
 def _write(source: Source, dtypes: dict[str, torch.dtype], folder: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
-from hf_linear_attention.training.evaluation.retention import window_settings
+from hf_linear_attention.training.evaluation.retention import Settings, window_settings
 
 
 # A window without sinks is the better one beyond the trained length, one with sinks where sinks carry weight.
@@ -26,18 +26,16 @@ WINDOWS_OF_TEXT = 8
 
 @dataclass(frozen=True)
 class SameBytes:
-    """Settings of a `window`, and the bytes of its state in all layers."""
+    """A `window` as `convert` takes its `settings`, and the bytes of its state in all layers."""
 
-    settings: dict[str, Any]
+    window_size: int
+    num_sinks: int
     state_bytes: int
-
-    @property
-    def window_size(self) -> int:
-        return int(self.settings["window_size"])
+    settings: Settings
 
     @property
     def name(self) -> str:
-        return f"window-{self.window_size}-{self.settings['num_sinks']}"
+        return f"window-{self.window_size}-{self.num_sinks}"
 
 
 def model_state_bytes(model: PreTrainedModel) -> int:
@@ -59,9 +57,9 @@ def windows_of_same_bytes(teacher: PreTrainedModel, student: PreTrainedModel, tr
 
 
 def _window(
-    teacher: PreTrainedModel, settings: dict[str, Any], window_size: int, num_sinks: int, trained_length: int
+    teacher: PreTrainedModel, settings: Settings, window_size: int, num_sinks: int, trained_length: int
 ) -> SameBytes:
     own = window_settings(settings, window_size=window_size, num_sinks=num_sinks, trained_length=trained_length)
     with torch.device("meta"):
-        model: Any = linear_model_class(type(teacher))(convert_config(teacher.config, **own))
-    return SameBytes(own, model_state_bytes(model))
+        model: Any = linear_model_class(type(teacher))(convert_config(teacher.config, own))
+    return SameBytes(window_size, num_sinks, model_state_bytes(model), own)

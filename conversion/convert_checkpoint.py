@@ -54,8 +54,8 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
-from hf_linear_attention.architecture_table import architecture_table
 from hf_linear_attention.conversion.request import Request, parse
+from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
 
 
 PACKAGE = "hf_linear_attention.conversion"
@@ -77,6 +77,8 @@ def _convert(argv: Sequence[str]) -> None:
 
 def _answer(request: Request) -> str:
     """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
+    if request.arguments.list_architectures:  # with a value, or in the YAML file
+        return architecture_table()
     from hf_linear_attention.conversion.diagnosis import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
     from hf_linear_attention.conversion.preset_plan import describe_stages
@@ -105,6 +107,20 @@ def _answer(request: Request) -> str:
         lines += ["", describe_diagnosis(diagnosis, conversion.plan.settings["mechanism"]), ""]
     reason = "--dry_run" if request.arguments.dry_run else "no --output_dir"
     return "\n".join([*lines, f"Nothing was written ({reason})."])
+
+
+def architecture_table() -> str:
+    """A Markdown table: one row a kind of architecture, then what needs `drop`, then what is refused."""
+    lines = ["| architecture | number | model types |", "| --- | --- | --- |"]
+    lines += [_row(kind, len(names), names) for kind, names in ARCHITECTURES.items()]
+    lines += [_row(f"with `drop` = `{feature}`", "", names) for feature, names in NEED_DROP.items()]
+    lines += [_row(f"refused: {reason}", "", names) for reason, names in REFUSED.items()]
+    return "\n".join(lines)
+
+
+def _row(*cells) -> str:
+    *first, names = cells
+    return "| " + " | ".join(map(str, first)) + " | " + ", ".join(names) + " |"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.training.losses.attention_transfer import relative_head_error
+from hf_linear_attention.transformers_internals import attention_implementation
 
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def cumulative_shares(weights: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _eager(model: PreTrainedModel) -> Iterator[None]:
     """Inside, softmax layers form their matrix of weights, as the stock code computes it."""
-    before = model.config._attn_implementation
+    before = attention_implementation(model.config)
     model.set_attn_implementation("eager")
     try:
         yield

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from hf_linear_attention import modeling_linear_attention
 from hf_linear_attention._common.errors import ConversionError, UsageError
-
-
-# The files that config.json's `auto_map` names; the others follow from their imports.
-ENTRY_FILES = ("configuration_linear_attention.py", "modeling_linear_attention.py")
-CODE_FOLDER = Path(modeling_linear_attention.__file__).parent
+from hf_linear_attention.mechanisms import code_in
 
 
 def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
@@ -36,22 +30,9 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
     return path
 
 
-def shipped_files() -> list[str]:
-    """The code that every converted checkpoint carries: the entry files and what they import, in turn."""
-    found: list[str] = []
-    waiting = list(ENTRY_FILES)
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.append(name)
-            text = (CODE_FOLDER / name).read_text(encoding="utf-8")
-            waiting += [f"{module}.py" for module in re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)]
-    return sorted(found)
-
-
 def check_shipped(folder: Path) -> None:
     """Raises `ConversionError` if a file of the code that the checkpoint needs did not come along."""
-    if missing := [name for name in shipped_files() if not (folder / name).is_file()]:
+    if missing := sorted(name for name, text in code_in(folder).items() if text is None):
         raise ConversionError(
             f"{', '.join(missing)} did not come along into {folder}; without it nobody can load the model"
         )

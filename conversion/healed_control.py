@@ -55,5 +55,5 @@ def save_window(
     teacher: PreTrainedModel, window: SameBytes, student: Path, folder: Path, trust_remote_code: bool = False
 ) -> None:
     """The untrained window, with the tokenizer of the student's folder."""
-    convert(teacher, **window.settings).save_pretrained(folder)
+    convert(teacher, settings=window.settings).save_pretrained(folder)
     AutoTokenizer.from_pretrained(student, trust_remote_code=trust_remote_code).save_pretrained(folder)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
-from hf_linear_attention.configuration_linear_attention import max_length_of
+from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
 from hf_linear_attention.conversion.controls import WINDOWS_OF_TEXT, SameBytes, windows_of_same_bytes
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import Examples, Tokens
@@ -38,7 +38,15 @@ from hf_linear_attention.training.evaluation.recall import (
     recall_distances,
     repeats,
 )
-from hf_linear_attention.training.evaluation.retention import TokenFigures, nats_of, score, summary, window_settings
+from hf_linear_attention.training.evaluation.retention import (
+    Settings,
+    TokenFigures,
+    is_hybrid,
+    nats_of,
+    score,
+    summary,
+    window_settings,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -87,8 +95,8 @@ def compute(_: str, what: Callable[[], Tensor]) -> Tensor:
 
 
 def trained_length_of(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> int:
-    known = student.config.linear_attention.get("trained_length")
-    return int(known or max_length_of(teacher.config) or text.max_length)
+    known = [entry.get("trained_length") for entry in entries_of(student.config.linear_attention)]
+    return int(known[0] or max_length_of(teacher.config) or text.max_length)
 
 
 def window_length(teacher: PreTrainedModel, trained_length: int, text: HeldOutText) -> tuple[int, str]:
@@ -124,8 +132,8 @@ def better_window(
     return min(windows, key=lambda window: nats[window.name].mean().item()), nats
 
 
-def _untrained(teacher: PreTrainedModel, settings: Mapping[str, Any], batches: list[Batch]) -> Tensor:
-    return nats_of(convert(teacher, **settings), batches)
+def _untrained(teacher: PreTrainedModel, settings: Settings, batches: list[Batch]) -> Tensor:
+    return nats_of(convert(teacher, settings=settings), batches)
 
 
 def language_figures(
@@ -166,7 +174,7 @@ def describe_control(window: SameBytes, windows: list[SameBytes], nats: Mapping[
     entries = {
         other.name: {
             "window_size": other.window_size,
-            "num_sinks": other.settings["num_sinks"],
+            "num_sinks": other.num_sinks,
             "state_bytes": other.state_bytes,
             "nats": nats[other.name].mean().item(),
         }
@@ -193,7 +201,7 @@ def _positions(
     batches = batches_of(windows, length, text.padding)
     nats = {"teacher": nats_of(teacher, batches), "student": nats_of(student, batches)}
     settings = student.config.linear_attention
-    if settings["mechanism"] == "hybrid":
+    if is_hybrid(settings):
         nats["window_alone"] = _untrained(teacher, window_settings(settings), batches)
     if window is not None:
         key = f"{window.name}-{length}"

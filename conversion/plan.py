@@ -10,8 +10,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, head_of
@@ -19,7 +17,7 @@ from hf_linear_attention.architectures import attention_modules, converted_featu
 from hf_linear_attention.attention_layer import LinearizedCrossAttention
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
-from hf_linear_attention.conversion.source import Source, TensorInfo
+from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion_api import convert_config, stock_model_class
 from hf_linear_attention.mechanism import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import (
@@ -28,6 +26,7 @@ from hf_linear_attention.modeling_linear_attention import (
     self_attention_modules,
 )
 from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.transformers_internals import loaded_names
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ def _dtype_size(dtype: str, source: Source) -> int:
 
 def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[TensorPlan]]:
     expected = model.state_dict()
-    targets = _targets(source.tensors, model, expected)
+    targets = loaded_names(source.tensors, model, expected)
     _refuse_other_shapes(source, targets, expected)
     mapped: list[TensorPlan] = []
     dropped: list[TensorPlan] = []
@@ -282,17 +281,6 @@ def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[Tens
             kind = tied if ties.get(name) in filled or name in {ties.get(other) for other in filled} else new
             kind.append(TensorPlan(None, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
     return {"mapped": mapped, "new": new, "dropped": dropped, "tied": tied}
-
-
-def _targets(
-    tensors: Mapping[str, TensorInfo], model: PreTrainedModel, expected: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[str, str | None]]:
-    """`{name in the files: (name in the model, pattern of the converter that rewrites it or None)}`, as loaded."""
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    prefix = model.base_model_prefix
-    return {name: rename_source_key(name, renamings, converters, prefix, dict(expected)) for name in tensors}
 
 
 def _refuse_other_shapes(source: Source, targets, expected) -> None:

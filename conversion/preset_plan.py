@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,17 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.options import without_needs
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
-from hf_linear_attention.conversion.request import ConversionArguments, parse_tokens
+from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options, parse_tokens
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.training.presets.preset import Preset, fit_to, load_preset, preset_names, stages_of
 from hf_linear_attention.training.recipe_parser import parse_preset
 
 
 CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the work folder
-TRAINING_OPTIONS = ("train_file", "tokens", "checkpointing_steps")
-# Of the figures of a causal language model.
-LANGUAGE_OPTIONS = ("controls", "max_eval_length")
-MIN_EVAL_LENGTH = 16
 
 
 @dataclass(frozen=True)
@@ -46,43 +43,27 @@ def work_folder(output_dir: Path) -> Path:
     return output_dir.with_name(f"{output_dir.name}.unfinished")
 
 
-def changed_options(arguments: ConversionArguments) -> set[str]:
-    """The options that are not at their defaults."""
-    return {
-        entry.name
-        for entry in fields(arguments)
-        if entry.default is not MISSING and getattr(arguments, entry.name) != entry.default
-    }
-
-
 def check_training_options(arguments: ConversionArguments) -> None:
     """Raises `UsageError` for options of training that are missing, or that nothing would look at."""
-    changed, problems = changed_options(arguments), []
-    if arguments.preset is None:
-        unused = [*TRAINING_OPTIONS, "validation_file", "max_eval_tokens", "pairs_file", *LANGUAGE_OPTIONS]
-        problems += [f"`--{name}` does nothing without `--preset`; leave it out" for name in unused if name in changed]
-    else:
-        if arguments.train_file is None:
-            problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
-        if arguments.output_dir is None and not arguments.dry_run:
-            problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
-        for name in ("max_eval_tokens", "pairs_file", *LANGUAGE_OPTIONS):
-            if name in changed and arguments.validation_file is None:
-                problems.append(f"`--{name}` does nothing without a `--validation_file`; leave it out")
+    problems = list(without_needs(CONVERSION_FACTS, vars(arguments), changed_options(arguments)))
+    if arguments.preset is not None and arguments.train_file is None:
+        problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
+    if arguments.preset is not None and arguments.output_dir is None and not arguments.dry_run:
+        problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
     if problems:
         raise UsageError(*problems)
 
 
-def check_language_options(arguments: ConversionArguments, task: str) -> None:
-    """Raises `UsageError` for options that only the figures of language models have a use for."""
-    changed = changed_options(arguments) & {*LANGUAGE_OPTIONS}
-    if task != "causal_lm" and changed:
-        names = ", ".join(f"`--{name}`" for name in sorted(changed))
-        raise UsageError(f"{names}: for causal language models alone, and this one is for {task}; leave it out")
-    if arguments.max_eval_length < MIN_EVAL_LENGTH:
-        raise UsageError(
-            f"`--max_eval_length` = {arguments.max_eval_length}; it must be at least {MIN_EVAL_LENGTH} tokens"
-        )
+def check_task_options(arguments: ConversionArguments, task: str) -> None:
+    """Raises `UsageError` for options that do nothing for a model of this task."""
+    tasks = {name: CONVERSION_FACTS[name].tasks for name in sorted(changed_options(arguments))}
+    problems = [
+        f"`--{name}` is for {', '.join(able)} alone, and this model is for {task}; leave it out"
+        for name, able in tasks.items()
+        if able and task not in able
+    ]
+    if problems:
+        raise UsageError(*problems)
 
 
 def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[str, Any]:
@@ -114,7 +95,7 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         if plan.head.task != "embedding":
             raise UsageError("`--pairs_file` is for embedding models; leave it out")
         check_pairs_file(arguments.pairs_file)
-    check_language_options(arguments, str(plan.head.task))
+    check_task_options(arguments, str(plan.head.task))
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
     parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:

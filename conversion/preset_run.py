@@ -23,12 +23,13 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
+from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.report import describe_result
-from hf_linear_attention.conversion.request import ConversionArguments
+from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
 from hf_linear_attention.training.checkpoints.checkpointing import list_checkpoints
 from hf_linear_attention.training.presets.preset import STAGES, stages_of
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 
 REQUEST, FINAL = "request.json", "final"
-# The result is the same whatever these are.
-FREE_OPTIONS = {"overwrite", "dry_run", "trust_remote_code", "allow_pickle", "checkpointing_steps"}
-FILES = ("train_file", "validation_file", "pairs_file", "calibration_file", "output_dir")
 
 
 def run_training(conversion: Conversion, training: Training) -> str:
@@ -97,8 +95,10 @@ def _open(conversion: Conversion, training: Training) -> None:
 
 def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
     """All that decides the result, as JSON reads it back."""
-    options = {name: value for name, value in asdict(conversion.request.arguments).items() if name not in FREE_OPTIONS}
-    paths = {name: str(Path(options[name]).resolve()) for name in FILES if options[name] is not None}
+    values = asdict(conversion.request.arguments)
+    options = {name: values[name] for name, fact in CONVERSION_FACTS.items() if fact.on_resume is not OnResume.FREE}
+    named = {name: options[name] for name, fact in CONVERSION_FACTS.items() if fact.is_path and options.get(name)}
+    paths = {name: str(Path(path).resolve()) for name, path in named.items()}
     decided = {
         "model_name_or_path": str(conversion.source.folder),
         "tokens": training.given["max_train_tokens"],

@@ -24,8 +24,8 @@ from hf_linear_attention._common.model_card import (
 )
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
-from hf_linear_attention.conversion.preset_plan import changed_options, check_language_options
-from hf_linear_attention.conversion.request import ConversionArguments, Request
+from hf_linear_attention.conversion.preset_plan import check_task_options
+from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
@@ -36,10 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 TASKS = ("causal_lm", "embedding")
-EVALUATE_OPTIONS = {
-    *("output_dir", "evaluate", "validation_file", "max_eval_tokens", "pairs_file", "trust_remote_code"),
-    *("allow_pickle", "train_file", "max_eval_length", "controls"),
-}
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,9 @@ def evaluate(request: Request) -> str:
         UsageError: if there is no converted model that could be measured.
     """
     arguments = request.arguments
+    known = {name for name, fact in CONVERSION_FACTS.items() if fact.for_evaluation}
     # of the settings given, `mechanism` is the option `attention`
-    if unused := sorted((changed_options(arguments) | set(request.given)) - EVALUATE_OPTIONS - {"mechanism"}):
+    if unused := sorted((changed_options(arguments) | set(request.given)) - known - {"mechanism"}):
         raise UsageError(
             "`--evaluate` measures the model in `--output_dir` as it is; leave out "
             + ", ".join(f"`--{name}`" for name in unused)
@@ -91,15 +88,13 @@ def evaluate(request: Request) -> str:
         check_pairs_file(data.pairs)
     if data.train_file is not None:
         check_text_file("train_file", data.train_file)
-    if data.max_tokens < 1:
-        raise UsageError(f"`--max_eval_tokens` = {data.max_tokens}; it must be at least 1")
     if data.controls == "healed":
         raise UsageError("`--controls healed` trains a window as `--preset` does; `--evaluate` trains nothing")
     folder = Path(arguments.output_dir).expanduser().resolve()
     task = _task_of(folder)
     if data.pairs is not None and task != "embedding":
         raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
-    check_language_options(arguments, task)
+    check_task_options(arguments, task)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     quality = measure(folder, source, task, data)
     record(folder, source, quality, folder.name)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Any
 
-from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, option, words_of
+from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_of
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.options import COUNT, Bounds, OnResume, facts_of, option, out_of_bounds
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
+from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -18,8 +20,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass
 class ConversionArguments:
-    model_name_or_path: str = option("the softmax checkpoint: a folder or a hub name")
-    output_dir: str | None = option("the folder to write; may be left out with --dry_run or --spectrum", None)
+    model_name_or_path: str = option("the softmax checkpoint: a folder or a hub name", for_evaluation=True)
+    output_dir: str | None = option(
+        "the folder to write; may be left out with --dry_run or --spectrum", None, for_evaluation=True, is_path=True
+    )
     attention: str | None = option(
         "the mechanism that replaces softmax (default: linear, or that of --preset)", None, choices=sorted(MECHANISMS)
     )
@@ -42,8 +46,11 @@ class ConversionArguments:
         "real inputs for --features favor++, which is fitted to them, and for --spectrum: .txt, .jsonl, .csv, .tsv "
         "or .parquet (column `text`), or for a vision model a folder of images (default: built-in sentences)",
         None,
+        is_path=True,
     )
-    calibration_tokens: int | None = option("tokens or patches of it to calibrate on (default 4096)", None)
+    calibration_tokens: int | None = option(
+        "tokens or patches of it to calibrate on (default 4096)", None, bounds=COUNT
+    )
     spectrum: bool = option(
         "print, by layer, how near softmax attention is to a low rank, and the error of the untrained mechanism; by "
         "head in conversion_report.json. Without --output_dir only that",
@@ -55,64 +62,120 @@ class ConversionArguments:
         None,
     )
     train_file: str | None = option(
-        "text to train on with --preset: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)", None
+        "text to train on with --preset, or that was trained on with --evaluate (figures of recall count in it what is "
+        "rare): .txt, .jsonl, .csv, .tsv or .parquet (column `text`)",
+        None,
+        needs=("preset", "evaluate"),
+        for_evaluation=True,
+        is_path=True,
     )
     validation_file: str | None = option(
-        "held-out text, in such a file, for the figures of --preset and --evaluate", None
+        "held-out text, in such a file, for the figures of --preset and --evaluate",
+        None,
+        needs=("preset", "evaluate"),
+        for_evaluation=True,
+        is_path=True,
     )
     pairs_file: str | None = option(
         "for an embedding model, pairs of texts with a score of their similarity, for Spearman's correlation in the "
         "figures: .jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as STS-B has",
         None,
+        needs=("validation_file",),
+        for_evaluation=True,
+        is_path=True,
     )
     tokens: str | None = option(
-        "to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)", None
+        "to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)", None, needs=("preset",)
     )
-    max_eval_tokens: int = option("measure on about the first so many tokens of --validation_file", 50_000)
+    max_eval_tokens: int = option(
+        "measure on about the first so many tokens of --validation_file",
+        50_000,
+        bounds=COUNT,
+        needs=("validation_file",),
+        for_evaluation=True,
+    )
     max_eval_length: int = option(
         "figures of a language model by position go up to 8 times its trained length, this, and what its positions and "
         "--validation_file have at most",
         16_384,
+        bounds=Bounds(least=16),
+        needs=("validation_file",),
+        tasks=("causal_lm",),
+        for_evaluation=True,
     )
     controls: str = option(
         "what a language model is compared with besides its original: untrained, a window of the bytes of its state; "
         "healed, also that window after the same training, which takes as long again (with --preset); none",
         "untrained",
         ("none", "untrained", "healed"),
+        needs=("validation_file",),
+        tasks=("causal_lm",),
+        for_evaluation=True,
     )
-    checkpointing_steps: int = option("steps of training that a killed run repeats at most", 100)
+    checkpointing_steps: int = option(
+        "steps of training that a killed run repeats at most",
+        100,
+        bounds=COUNT,
+        needs=("preset",),
+        on_resume=OnResume.FREE,
+    )
     evaluate: bool = option(
         "measure what lies in --output_dir against the original on --validation_file, into its conversion_report.json "
         "and model card; nothing is converted",
         False,
+        for_evaluation=True,
     )
     seed: int | None = option("of everything drawn at random (default 0; training: 42)", None)
-    dry_run: bool = option("print what would be done and write nothing", False)
+    dry_run: bool = option("print what would be done and write nothing", False, on_resume=OnResume.FREE)
     no_verify: bool = option("do not compare the result with its source", False)
-    overwrite: bool = option("replace an existing --output_dir, once the new one is complete", False)
-    trust_remote_code: bool = option("run Python code that the checkpoint itself brings along", False)
-    allow_pickle: bool = option("read .bin files where there are no safetensors", False)
+    overwrite: bool = option(
+        "replace an existing --output_dir, once the new one is complete", False, on_resume=OnResume.FREE
+    )
+    trust_remote_code: bool = option(
+        "run Python code that the checkpoint itself brings along", False, for_evaluation=True, on_resume=OnResume.FREE
+    )
+    allow_pickle: bool = option(
+        "read .bin files where there are no safetensors", False, for_evaluation=True, on_resume=OnResume.FREE
+    )
     list_architectures: bool = option("print the tested architectures, and do nothing else", False)
     model_class: str | None = option("stock or Auto class to convert as; default: the one the checkpoint names", None)
 
 
+CONVERSION_FACTS = facts_of(ConversionArguments)
+
+
+def changed_options(arguments: ConversionArguments) -> set[str]:
+    """The options that are not at their defaults."""
+    return {
+        entry.name
+        for entry in fields(arguments)
+        if entry.default is not MISSING and getattr(arguments, entry.name) != entry.default
+    }
+
+
 def mechanism_arguments() -> type:
     """A dataclass with the options of all mechanisms, each None unless given: what fits is for the settings to say."""
-    own = {entry.name for entry in fields(ConversionArguments)}
-    users: dict[str, list[str]] = {}
+    options: dict[str, dict[str, Option]] = {}
     for mechanism, attention in MECHANISMS.items():
-        for name in attention.options:
-            users.setdefault(name, []).append(mechanism)
+        for name, entry in attention.options.items():
+            options.setdefault(name, {})[mechanism] = entry
     generated = []
-    for name, mechanisms in users.items():
-        if name in own:
+    for name, users in options.items():
+        if name in CONVERSION_FACTS:
             continue
-        entry = MECHANISMS[mechanisms[0]].options[name]
+        entry = next(iter(users.values()))
+        generated.append((name, (str if entry.is_per_layer else entry.kind) | None, option(_help(users), None)))
+    return make_dataclass("MechanismArguments", generated)
+
+
+def _help(users: Mapping[str, Option]) -> str:
+    """What an option is for each mechanism that has it; once for those that have the same."""
+    texts: dict[str, list[str]] = {}
+    for mechanism, entry in users.items():
         choices = f": {', '.join(entry.choices)}" if entry.choices else ""
         several = "; or one a layer: 96,64,..." if entry.is_per_layer else ""
-        text = f"{entry.help}{choices}{several} (of {', '.join(mechanisms)})"
-        generated.append((name, (str if entry.is_per_layer else entry.kind) | None, option(text, None)))
-    return make_dataclass("MechanismArguments", generated)
+        texts.setdefault(f"{entry.help}{choices}{several}", []).append(mechanism)
+    return "; ".join(f"{text} (of {', '.join(mechanisms)})" for text, mechanisms in texts.items())
 
 
 @dataclass(frozen=True)
@@ -142,7 +205,8 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     """The request that `argv` and the file of its `--config` make.
 
     Raises:
-        UsageError: naming every unknown option at once, or the first value of the wrong type.
+        UsageError: naming every unknown option at once, the first value of the wrong type, or every number that is
+            out of bounds.
     """
     groups = [ConversionArguments, mechanism_arguments()]
     names = [entry.name for group in groups for entry in fields(group)]
@@ -155,6 +219,8 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
     words = words_of(argv, names, joins_lists=True)
     arguments, mechanism, _ = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
+    if problems := list(out_of_bounds(CONVERSION_FACTS, vars(arguments))):
+        raise UsageError(*problems)
     return Request(arguments, _settings_of(arguments, mechanism))
 
 

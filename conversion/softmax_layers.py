@@ -223,10 +223,12 @@ def with_softmax_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTra
     if wrong := sorted(set(layers) - set(converted)):
         raise ValueError(f"Cannot give softmax back to layers {wrong}; converted are {converted}.")
     config = copy.deepcopy(model.config)
-    config.linear_attention = {
-        **config.linear_attention,
-        "layers": [layer for layer in converted if layer not in set(layers)],
-    }
+    left = [layer for layer in converted if layer not in set(layers)]
+    if isinstance(config.linear_attention, list):
+        for entry in config.linear_attention:
+            entry["layers"] = [layer for layer in entry["layers"] if layer in left]
+    else:
+        config.linear_attention = {**config.linear_attention, "layers": left}
     with torch.random.fork_rng(devices=[]):
         result: Any = type(model)(config)
     result = result.to(dtype=model.dtype)

@@ -8,14 +8,14 @@ from typing import Any
 from hf_linear_attention._common.errors import UsageError
 
 
-# Of the budget, what the linear part gets. Measured (benchmarks/RESULTS.md, "Where the bytes go"): stories260k at 76.9 kB
-# has 1.3705 nats with 67 % of the bytes in the linear part, 1.360 with 40 %, 1.357 with 20 %, 1.361 with 12 %; babyllama
-# at 143 kB is best with 14 %.
+# The share of the linear part. Measured (benchmarks/RESULTS.md, "Where the bytes go"): at 76.9 kB stories260k has
+# 1.3705 nats per token with 67 % of the bytes there, 1.360 with 40 %, 1.357 with 20 % and 1.361 with 12 %.
 LINEAR_SHARE = 1 / 6
 # Features come in whole vectors of the widest processors, in float32.
 VECTOR = 16
 NUM_SINKS = 4
-SIZES = ("window_size", "num_sinks", "num_features")
+# Of each size; features of `hedgehog` come in pairs.
+LEAST = {"window_size": 1, "num_sinks": 0, "num_features": 2}
 
 
 def split_budget(
@@ -40,8 +40,8 @@ def split_budget(
             f"`--state_bytes` splits bytes between a window and a linear part, and `{mechanism}` has no window; use "
             "`--attention hybrid`, or give `--num_features`"
         )
-    sizes = ("window_size", "num_sinks", "num_features") if mechanism == "hybrid" else ("window_size", "num_sinks")
-    least = {**settings, **{name: settings.get(name) or {"num_sinks": 0, "num_features": 2}.get(name, 1) for name in sizes}}
+    sizes = [name for name in LEAST if name != "num_features" or mechanism == "hybrid"]
+    least = {**settings, **{name: settings.get(name) or LEAST[name] for name in sizes}}
     base = bytes_of(least)
     step = {name: bytes_of({**least, name: least[name] + 2}) - base for name in sizes}
     chosen = dict(least)
@@ -56,9 +56,9 @@ def split_budget(
     needed = bytes_of(chosen)
     if chosen["window_size"] < 1 or needed > num_bytes:
         smallest = bytes_of({**chosen, "window_size": settings.get("window_size") or 1})
+        features = f", {chosen['num_features']} features" if "num_features" in chosen else ""
         raise UsageError(
-            f"`--state_bytes {num_bytes}` is less than the {max(needed, smallest):,} bytes that {chosen['num_sinks']} sinks"
-            + (f", {chosen['num_features']} features" if "num_features" in chosen else "")
-            + " and a window take; give more bytes or smaller sizes"
+            f"`--state_bytes {num_bytes}` is less than the {max(needed, smallest):,} bytes that "
+            f"{chosen['num_sinks']} sinks{features} and a window take; give more bytes or smaller sizes"
         )
     return chosen

@@ -25,7 +25,7 @@ _LAZY = {
     "load_prompt_state": "prompt_state",
     "save_prompt_state": "prompt_state",
     "softmax_attention": "modeling_linear_attention",
-    "supported_model_types": "architecture_table",
+    "supported_model_types": "tested_architectures",
 }
 __all__ = [
     "LinearAttentionSettings",

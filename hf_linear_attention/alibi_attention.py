@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .transformers_internals import attention_implementation
+
 
 def _stock_module(module: Any) -> Any:
     """The modeling file of transformers that defines the stock class."""
@@ -25,7 +27,8 @@ class BloomAttention:
     def forward(self, hidden_states, residual, alibi, attention_mask, layer_past=None, **kwargs):
         if not self.linear_attention_enabled:
             return super().forward(hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **kwargs)
-        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        mixed = self.query_key_value(hidden_states).unflatten(2, (self.num_heads, 3, self.head_dim))
+        query, key, value = (x.transpose(1, 2) for x in mixed.unbind(3))
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
         output, weights = self.attend(
@@ -56,7 +59,8 @@ class MptAttention:
         )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        if attention_mask is not None and self.model_config._attn_implementation != self.config._attn_implementation:
+        has_own_mask = attention_implementation(self.model_config) == attention_implementation(self.config)
+        if attention_mask is not None and not has_own_mask:
             attention_mask = ~attention_mask  # MPT turns the additive mask of its softmax layers into True = hidden
         output, weights = self.attend(
             query, key, value, attention_mask, scaling=self.softmax_scale, state_layer=kwargs.get("state_layer")

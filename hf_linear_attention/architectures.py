@@ -10,18 +10,22 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .alibi_attention import adapter_of
+from .attention_calls import interface_keywords
 from .mechanism import LayerShape
 from .configuration_linear_attention import DROPPABLE
 from .configuration_linear_attention import is_causal_config
 from .configuration_linear_attention import max_length_of
 
 
+# Classes of these names are observed; LongCat-Flash has a `LongcatFlashMLA`.
+ATTENTION_NAME = re.compile(r"attention|attn|MLA", re.IGNORECASE)
 # The name of a module, or of its parent, where it attends to another sequence.
 CROSS_NAME = re.compile(r"cross|x_attn|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
 POSITION_BIAS_NAME = re.compile(r"relative_(position|attention)_bias")
@@ -53,18 +57,23 @@ def attention_modules(model: nn.Module, cross: bool = False) -> dict[str, Any]:
     Args:
         cross: those that attend to another sequence, instead of their own.
     """
+    reaches: dict[type, bool] = {}
+    for module in model.modules():
+        if type(module) not in reaches:
+            reaches[type(module)] = _reaches_interface(module)
     return {
         name: module
         for name, module in model.named_modules()
-        if _reaches_interface(module) and is_cross_attention(name, module) == cross
+        if reaches[type(module)] and is_cross_attention(name, module) == cross
     }
 
 
 def _reaches_interface(module: nn.Module) -> bool:
     if adapter_of(type(module)) is not None or hasattr(module, "linear_attention_enabled"):
         return True
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    if isinstance(module, PreTrainedModel) or not isinstance(config_of(module), PreTrainedConfig):
+        return False
+    return bool(ATTENTION_NAME.search(type(module).__name__)) and interface_keywords(module, type(module)) is not None
 
 
 def has_own_dispatch(model_class: type) -> bool:
@@ -132,7 +141,7 @@ def layer_type(module: Any) -> str | None:
 def features_of(module: Any, model: nn.Module) -> dict[str, str]:
     """`{feature: what the stock attention does}`: the `DROPPABLE` ones, and others that nothing can do without."""
     found = {
-        "exception": EXCEPTIONS.get(_stock_class(module).__name__),
+        "exception": EXCEPTIONS.get(stock_class_of(module).__name__),
         "position_bias": _position_bias(module, model),
         "softcap": _softcap(module),
         "attention_sinks": _sinks(module),
@@ -143,7 +152,7 @@ def features_of(module: Any, model: nn.Module) -> dict[str, str]:
     return {feature: text for feature, text in found.items() if text is not None}
 
 
-def refuse_features(model: Any, converted: Mapping[int, Any]) -> None:
+def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[str]) -> None:
     """Refuse what the stock attention of the layers to convert does and a linear one cannot, unless `drop` names it.
 
     Raises:
@@ -151,7 +160,7 @@ def refuse_features(model: Any, converted: Mapping[int, Any]) -> None:
     """
     if not converted:
         return
-    drop, found = model.config.linear_attention["drop"], converted_features(model, converted)
+    found = converted_features(model, converted)
     kept = {feature: texts for feature, texts in found.items() if feature not in drop}
     problems = [
         f"{text}, in layers {', '.join(map(str, layers))}" for texts in kept.values() for text, layers in texts.items()
@@ -178,19 +187,20 @@ def converted_features(model: Any, converted: Mapping[int, Any]) -> dict[str, di
     found: dict[str, dict[str, list[int]]] = {}
     for layer, module in converted.items():
         for feature, text in features_of(module, model).items():
-            found.setdefault(feature, {}).setdefault(f"{_stock_class(module).__name__} {text}", []).append(layer)
+            found.setdefault(feature, {}).setdefault(f"{stock_class_of(module).__name__} {text}", []).append(layer)
     return found
 
 
-def _stock_class(module: Any) -> type:
+def stock_class_of(module: Any) -> type:
+    """The class of transformers that an attention module is of, or was before its conversion."""
     return getattr(type(module), "stock_class", type(module))
 
 
 def _passes(module: Any, feature: str) -> bool:
-    """Whether the stock forward hands such an argument to the attention function: its code holds the keywords."""
-    constants = inspect.unwrap(_stock_class(module).forward).__code__.co_consts
-    keywords = {word for constant in constants if isinstance(constant, tuple) for word in constant}
-    return any(FEATURE_ARGUMENTS.get(word) == feature for word in keywords if isinstance(word, str))
+    """Whether the stock forward hands such an argument to the attention function."""
+    if adapter_of(stock := stock_class_of(module)) is not None:
+        return False
+    return any(FEATURE_ARGUMENTS.get(name) == feature for name in interface_keywords(module, stock) or ())
 
 
 def _position_bias(module: Any, model: nn.Module) -> str | None:

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a converted attention module does instead of softmax: classes that are mixed in before the stock class.
+"""The classes that replace softmax in a converted attention module; each is mixed in before the stock class.
 
-`LinearizedAttention` is for self-attention. `LinearizedCrossAttention` is for the queries of a decoder on the state of
-the encoder's keys, which is made once per generation.
+`LinearizedAttention` is for self-attention. `LinearizedCrossAttention` is for queries of a decoder to the state of the
+encoder's keys, which is computed once per generation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.utils.output_capturing import _active_collector
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from .architectures import FEATURE_ARGUMENTS
 from .masks import attend_packed
@@ -26,30 +24,45 @@ from .cache import refuse_linear_layer
 from .cache import refuse_other_softmax_rows
 from .cache import state_layer
 from .kernels import is_tracing
+from .mechanism import State
+from .transformers_internals import collects_attentions
 
 
 IMPLEMENTATION = "linear_attention"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 
 
-def linear_attention_forward(module, query, key, value, attention_mask, **kwargs):
-    """The attention function registered as `linear_attention`; the work is the module's, so that two copies of this
-    file in one process (plugin and checkpoint) may overwrite each other's registration harmlessly."""
+def linear_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function registered as `linear_attention`; it calls `module.attend`.
+
+    Two copies of this file in one process (package and checkpoint) may overwrite each other's registration, which is
+    harmless because the work is done by the module.
+
+    Raises:
+        ValueError: if the module was not converted.
+    """
     if not hasattr(module, "attend"):
         raise ValueError(
-            f"`attn_implementation` = `{IMPLEMENTATION}` reached {type(module).__name__}, which was not converted; "
-            "choose `sdpa` for this model, its converted layers stay linear."
+            f"`attn_implementation` = `{IMPLEMENTATION}` reached {type(module).__name__}, which was not converted. "
+            "Choose `sdpa` for this model; its converted layers stay linear."
         )
     output, weights = module.attend(query, key, value, attention_mask, **kwargs)
-    return output.contiguous(), weights  # some stock layers take a view of it
+    return output.contiguous(), weights  # some stock layers call `view` on the output
 
 
 AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)
 
 
-def check_softmax_cache(module, args, kwargs) -> None:
-    """Before the forward of a layer that stays softmax beside converted ones: one cache, one batch size."""
+def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check, before a softmax layer beside converted layers runs, that its cache has the batch size of the input."""
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
     hidden = args[0] if args else kwargs.get("hidden_states")
     if cache is not None and isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and not is_tracing():
@@ -57,7 +70,7 @@ def check_softmax_cache(module, args, kwargs) -> None:
 
 
 class MechanismInputs(NamedTuple):
-    """What a mechanism sees of one call of its layer, besides the values."""
+    """The inputs of a mechanism for one call of its layer, except the values."""
 
     query: torch.Tensor  # [B, H, N, D]
     key: torch.Tensor  # [B, Hkv, S, D]
@@ -69,108 +82,143 @@ class MechanismInputs(NamedTuple):
 
 
 class LinearizedAttention:
-    """Mixed in before a stock attention class: finds this layer's cache and attends with the mechanism."""
+    """Mixed in before a stock attention class; finds the cache of this layer and attends with the mechanism."""
 
-    # Where a cache of encoder and decoder keeps the layers of this attention.
+    # The attribute of an encoder-decoder cache that holds the layers of this attention.
     cache_name = "self_attention_cache"
-    # Set by `observe_attention`: takes what the mechanism would get while the layer computes softmax.
+    # `observe_attention` sets this function, which gets the mechanism's inputs while the layer computes softmax.
     linear_attention_observer: Callable[..., None] | None = None
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the stock forward with the state layer of the cache as an additional argument of the attention function.
+
+        Raises:
+            NotImplementedError: under continuous batching.
+            ValueError: if the layer computes softmax and the cache holds a linear state.
+        """
         cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if not self.linear_attention_enabled:
             self._refuse_linear_cache(cache)
             return super().forward(*args, **kwargs)
         if kwargs.get("cache") is not None:
-            raise NotImplementedError("Continuous batching has no place for a recurrent state; use `generate`.")
+            raise NotImplementedError("Continuous batching does not support a recurrent state; use `generate`.")
         if cache is not None:
             kwargs["state_layer"] = self._claimed_state_layer(cache)
         if self.linear_attention_skips_bias:
-            kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # given, so that T5 makes none of N x N
+            kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
         return super().forward(*args, **kwargs)
 
-    def find_state_layer(self, cache):
+    def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
+        """The state layer of `cache` for this attention layer."""
         return state_layer(cache, self.layer_idx)
 
-    def _refuse_linear_cache(self, cache) -> None:
-        """Softmax attention finds no keys in a state, and cross-attention does not even `update` it before it looks."""
+    def _refuse_linear_cache(self, cache: Any) -> None:
+        """Refuse a linear state before softmax attention reads it; cross-attention reads before it calls `update`."""
         layers, place = getattr(getattr(cache, self.cache_name, cache), "layers", ()), getattr(self, "layer_idx", None)
         if place is not None and place < len(layers):
             refuse_linear_layer(layers[place])
 
-    def _claimed_state_layer(self, cache):
+    def _claimed_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
         layer = self.find_state_layer(cache)
         if layer is not None:
             layer.claim(self.linear_attention.signature)
         return layer
 
-    def attend(self, query, key, value, attention_mask, *, state_layer=None, **kwargs):
-        """The attention function's part: `query [B, H, N, D]`, `key, value [B, Hkv, S, D]` -> `[B, N, H, D]`.
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        state_layer: LinearAttentionStateLayer | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Linear attention in place of the attention function.
 
-        Dropout of attention weights has no N x N matrix to act on and is left out.
+        Dropout of attention weights is left out, because there is no N x N matrix to apply it to.
+
+        Args:
+            query: `[B, H, N, D]`.
+            key, value: `[B, Hkv, S, D]`.
+
+        Returns:
+            The output `[B, N, H, D]`, and the weights `[B, H, N, S]` if they were requested, else None.
 
         Raises:
-            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour, or a cache
-                of another batch size.
+            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour, or for a
+            cache of
+                another batch size.
         """
-        seen = 0
+        seen: int | torch.Tensor = 0
         if state_layer is not None:
             state_layer.refuse_other_rows(query.shape[0])
-            state_layer.is_claimed = False  # cross-attention updates it once only
+            state_layer.is_claimed = False  # cross-attention calls `update` only once
             seen = state_layer.get_seq_length()
         query, key, *masks_and_mode = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
         device = query.device.type
         is_autocast = torch.is_autocast_enabled(device)
-        # No autocast inside: the sums must stay float32. Entering its context costs as much as a layer norm.
+        # Autocast is disabled, because the sums must stay float32; entering its context costs as much as a layer norm.
         with torch.autocast(device_type=device, enabled=False) if is_autocast else nullcontext():
             if self._wants_weights(kwargs):
                 return self._attend_with_weights(query, key, value, *masks_and_mode, state_layer)
             return self._attend(query, key, value, *masks_and_mode, state_layer), None
 
     def mechanism_inputs(
-        self, query, key, attention_mask, *, seen=0, scaling=None, is_causal=None, position_ids=None, **kwargs
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        seen: int | torch.Tensor = 0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> MechanismInputs:
-        """What the mechanism gets, from what stock attention hands to its attention function.
+        """Convert the arguments of a stock attention function to the inputs of the mechanism.
 
-        `seen` keys are in the state already.
+        `seen` keys are already in the state.
         """
         self._refuse_arguments(kwargs)
         scaling = self._scaling(scaling)
-        if scaling != self.linear_attention_scaling:  # OPT and kin scale the query themselves
+        if scaling != self.linear_attention_scaling:  # OPT and similar models scale the query themselves
             query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
         positions = None
         if self.linear_attention.needs_positions:
-            query, key, positions = self.linear_attention.prepare(query, key, self._positions(position_ids, query))
+            query, key, positions = self.linear_attention.prepare(
+                query, key, self._positions(position_ids, query, seen)
+            )
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
-            # Moonshine says False to sdpa where a mask hides the future, or where there is none to hide.
+            # Moonshine passes False if a mask hides the future, or if there is no future to hide.
             is_causal = self.linear_attention_is_causal
         key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
         return MechanismInputs(query, key, key_mask, segments, scaling, is_causal, positions)
 
-    def _positions(self, position_ids, query) -> torch.Tensor:
+    def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
+        """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
         if position_ids is None:
-            raise ValueError(
-                f"{type(self).__name__} got no `position_ids`, which its `rope` or `trained_length` needs; pass them, "
-                "or convert with `rope` = `before_map` and without `trained_length`."
-            )
+            position_ids = (seen + torch.arange(query.shape[2], device=query.device)).unsqueeze(0)
         return position_ids.to(torch.int32).expand(query.shape[0], -1)
 
     @property
     def _drop(self) -> list[str]:
         return self.linear_attention.settings["drop"]
 
-    def _refuse_arguments(self, kwargs) -> None:
-        """What comes at run time; `refuse_features` has looked for the same in the code of the stock class."""
+    def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments at run time; `refuse_features` has looked for the same features in the stock class."""
         for name, feature in FEATURE_ARGUMENTS.items():
             if kwargs.get(name) is not None and feature not in self._drop:
                 raise ValueError(
-                    f"{type(self).__name__} passes `{name}`, which linear attention cannot honour; keep these layers "
+                    f"{type(self).__name__} passes `{name}`, which linear attention cannot honour. Keep these layers "
                     f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
                 )
 
-    def _read_mask(self, mask, key, seen, is_causal):
-        is_biased = mask is not None and mask.is_floating_point() and "position_bias" in self._drop
-        if is_biased:  # added to the mask, as in BEiT; hidden is only what has the lowest number
+    def _read_mask(
+        self, mask: torch.Tensor | None, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if mask is not None and mask.is_floating_point() and "position_bias" in self._drop:
+            # BEiT adds its bias to the mask, in which only the lowest number hides a key.
             mask = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1, keepdim=True)
         is_windowed = getattr(self.config, "sliding_window", None) is not None or "sliding_window" in self._drop
         return read_mask(mask, key.shape[2], seen, is_causal, batch_size=key.shape[0], is_windowed=is_windowed)
@@ -178,22 +226,39 @@ class LinearizedAttention:
     def _scaling(self, scaling: float | None) -> float:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
 
-    def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, positions, state_layer):
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        segments: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        positions: torch.Tensor | None,
+        state_layer: LinearAttentionStateLayer | None,
+    ) -> torch.Tensor:
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
         if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
             batch, heads, length, _ = query.shape
-            return query.new_zeros(batch, length, heads, value.shape[3])  # and a state is as it was
+            return query.new_zeros(batch, length, heads, value.shape[3])
         if segments is not None and is_tracing():
             if not is_causal:
                 raise NotImplementedError(
-                    f"{type(self.linear_attention).__name__} in an encoder takes no packed sequences inside a graph "
-                    "(torch.compile, torch.export); give each sequence its own row of the batch."
+                    f"{type(self.linear_attention).__name__} in an encoder does not support packed sequences inside a "
+                    "graph (torch.compile, torch.export); put each sequence into its own row of the batch."
                 )
             key_mask = segments
         elif segments is not None:
 
-            def attend(query, key, value, mask, **options):
+            def attend(
+                query: torch.Tensor,
+                key: torch.Tensor,
+                value: torch.Tensor,
+                mask: torch.Tensor | None,
+                **options: Any,
+            ) -> torch.Tensor:
                 options |= {"scaling": scaling, "is_causal": is_causal, "state": None}
                 return self.linear_attention(query, key, value, attention_mask=mask, **options)[0]
 
@@ -211,11 +276,19 @@ class LinearizedAttention:
             state_layer.extend(state, key.shape[2])
         return output
 
-    def _keep_last_sequence(self, key, value, segments, scaling, positions, state_layer):
-        """What follows packed sequences belongs to the last one of each row, so the state is of that one alone."""
+    def _keep_last_sequence(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: torch.Tensor,
+        scaling: float,
+        positions: torch.Tensor | None,
+        state_layer: LinearAttentionStateLayer,
+    ) -> None:
+        """Store the state of the last packed sequence of each row, because later tokens continue that sequence."""
         if self._current_state(state_layer, scaling) is not None:
             raise ValueError(
-                "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
+                "Got packed sequences after cached tokens; linear attention accepts them only with an empty cache."
             )
         last = segments == segments.amax(dim=1, keepdim=True)
         options = {"attention_mask": last, "scaling": scaling, "positions": positions}
@@ -223,7 +296,7 @@ class LinearizedAttention:
         state_layer.record(key, value, last, positions)
         state_layer.extend(state, key.shape[2])
 
-    def _current_state(self, state_layer, scaling):
+    def _current_state(self, state_layer: LinearAttentionStateLayer | None, scaling: float) -> State | None:
         if state_layer is None:
             return None
         if state_layer.pending is not None:
@@ -232,29 +305,39 @@ class LinearizedAttention:
             state_layer.absorbed(self.linear_attention.absorb(key, value, state=state_layer.state_at_crop, **options))
         return state_layer.state
 
-    def _wants_weights(self, kwargs) -> bool:
-        collector = _active_collector.get()
+    def _wants_weights(self, kwargs: Mapping[str, Any]) -> bool:
         return bool(
             kwargs.get("output_attentions")
             or getattr(self.model_config, "output_attentions", False)
-            or (collector is not None and "attentions" in collector)
+            or collects_attentions()
         )
 
-    def _refuse_some_heads(self, num_heads):
-        """Tensor parallel plans give each process some heads; they do not know of parameters that belong to them."""
+    def _refuse_some_heads(self, num_heads: int) -> None:
+        """Refuse a share of the heads: tensor parallel plans split heads, but not parameters that are per head."""
         total = self.linear_attention.shape.num_heads
         if any(parameter.shape[:1] == (total,) for parameter in self.linear_attention.parameters()):
             raise NotImplementedError(
-                f"{type(self.linear_attention).__name__} has parameters per head, for {total} heads, and got "
-                f"{num_heads}: tensor parallelism (`tp_plan`) works for those without (`performer`, or `linear` with "
-                "`feature_map` = `elu1` or `relu`). Shard this one by layer instead (FSDP2)."
+                f"{type(self.linear_attention).__name__} has parameters for {total} heads and got {num_heads} heads. "
+                "Tensor parallelism (`tp_plan`) works only for mechanisms without parameters per head (`performer`, or "
+                "`linear` with `feature_map` = `elu1` or `relu`). Shard this model by layer instead (FSDP2)."
             )
 
-    def _attend_with_weights(self, query, key, value, key_mask, segments, scaling, is_causal, positions, state_layer):
-        """Weights `[B, H, N, S]` over the keys of this call (a state has no weights left to show)."""
+    def _attend_with_weights(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        segments: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        positions: torch.Tensor | None,
+        state_layer: LinearAttentionStateLayer | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output, and the weights `[B, H, N, S]` over the keys of this call; a state has no weights to show."""
         if not self.linear_attention.supports("weights", self.linear_attention.settings):
             raise ValueError(
-                f"{type(self.linear_attention).__name__} has no matrix of weights per head to show; leave out "
+                f"{type(self.linear_attention).__name__} has no matrix of weights per head; leave out "
                 "`output_attentions`."
             )
         is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
@@ -262,14 +345,14 @@ class LinearizedAttention:
         output = self._attend(query, key, value, *given, state_layer)
         identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
         weights = self._attend(query, key, identity, *given, None).transpose(1, 2)
-        if is_all:  # from the weights, so that they have gradients
+        if is_all:  # computed from the weights, so that these get gradients
             groups = weights.shape[1] // value.shape[1]
             output = (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2)
         return output, weights
 
 
-def cross_state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer | None:
-    """The state layer of the cross-attention cache at `layer_idx`, put there first; None for a cache without one."""
+def cross_state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer | None:
+    """The state layer of the cross-attention cache at `layer_idx`, created if missing; None for a cache without one."""
     cache = getattr(cache, "cross_attention_cache", None)
     if cache is None:
         return None
@@ -287,36 +370,53 @@ class LinearizedCrossAttention(LinearizedAttention):
 
     cache_name = "cross_attention_cache"
 
-    def find_state_layer(self, cache) -> LinearAttentionStateLayer | None:
+    def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
+        """The cross-attention state layer of `cache` for this layer, or None."""
         return cross_state_layer(cache, self.layer_idx)
 
-    def _refuse_arguments(self, kwargs) -> None:
-        # T5 gives its cross-attention a bias of zeros.
+    def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        # T5 passes a bias of zeros to its cross-attention.
         super()._refuse_arguments({name: value for name, value in kwargs.items() if name != "position_bias"})
 
-    def _read_mask(self, mask, key, seen, is_causal):
-        """Of the keys alone: every query sees the same ones. After the first step they are all in the state."""
+    def _read_mask(
+        self, mask: torch.Tensor | None, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Read the mask of the keys, equal for all queries; after the first step the keys are in the state."""
         if mask is None or key.shape[2] == 0:
             return None, None
         is_shared = mask.ndim == 4 and mask.shape[0] == 1
         if mask.shape[-1] != key.shape[2] or not (is_shared or mask.shape[0] == key.shape[0]):
             raise ValueError(
                 f"Got an attention mask of {mask.shape[0]} rows and {mask.shape[-1]} columns for {key.shape[0]} rows "
-                f"of {key.shape[2]} tokens that are attended to; give one row and one column for each."
+                f"of {key.shape[2]} encoder tokens; it must have one row per input row and one column per token."
             )
         visible = mask > -1.0 if mask.is_floating_point() else mask.bool()
         if visible.ndim == 4:
             rows = visible.flatten(1, 2)  # [B, heads and queries, S]
             if not is_tracing() and (rows != rows[:, :1]).any():
-                raise ValueError("Converted cross-attention got a mask that differs by query or head; keep it softmax.")
+                raise ValueError(
+                    "Converted cross-attention got a mask that differs between queries or heads, which it cannot "
+                    "honour; keep it softmax (setting `cross_attention`)."
+                )
             visible = rows[:, 0].expand(key.shape[0], -1).contiguous()
         return visible, None
 
-    def _attend(self, query, key, value, key_mask, segments, scaling, is_causal, positions, state_layer):
-        """The new keys, if any, are the whole other sequence: the state is made of them, never continued."""
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        segments: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        positions: torch.Tensor | None,
+        state_layer: LinearAttentionStateLayer | None,
+    ) -> torch.Tensor:
+        """Attend; new keys, if any, are the whole other sequence, from which the state is made anew."""
         num_keys = key.shape[2]
         state = None if num_keys or state_layer is None else state_layer.state
-        if num_keys == 0:  # one key that nobody sees: some mechanisms take no empty sequence
+        if num_keys == 0:  # some mechanisms accept no empty sequence, so one hidden key is added
             key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
             key_mask = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
         output, new_state = self.linear_attention(

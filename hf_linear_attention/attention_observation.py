@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_layer import MechanismInputs
 from .modeling_linear_attention import linear_attention_modules, softmax_attention
+from .transformers_internals import attention_implementation, set_attention_implementation
 
 
 IMPLEMENTATION = "observed_softmax_attention"
@@ -85,7 +86,7 @@ def observe_attention(
         for module in modules:
             _eager_function(module)
             module.config = copy.copy(module.config)
-            module.config._attn_implementation_internal = IMPLEMENTATION
+            set_attention_implementation(module.config, IMPLEMENTATION)
             module.linear_attention_observer = observer
         try:
             yield model
@@ -96,7 +97,8 @@ def observe_attention(
 
 def _observed_forward(module, query, key, value, attention_mask, **kwargs):
     """The attention function registered for the layers inside `observe_attention`."""
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.model_config._attn_implementation, _eager_function(module))
+    name = attention_implementation(module.model_config)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_function(module))
     output, weights = attend(module, query, key, value, attention_mask, **{**kwargs, "dropout": 0.0})
     inputs = module.mechanism_inputs(query, key, attention_mask, **kwargs)
     module.linear_attention_observer(ObservedAttention(module, inputs, value, output, weights))
@@ -104,7 +106,9 @@ def _observed_forward(module, query, key, value, attention_mask, **kwargs):
 
 
 def _eager_function(module: Any) -> Callable[..., Any]:
-    function = inspect.unwrap(type(module).stock_class.forward).__globals__.get("eager_attention_forward")
+    # The stock forward hands it to `get_interface`, from its own file.
+    file = sys.modules[type(module).stock_class.forward.__module__]
+    function = getattr(file, "eager_attention_forward", None)
     if function is None:
         raise NotImplementedError(
             f"{type(module).stock_class.__name__} computes its own softmax, so its attention cannot be observed; train "

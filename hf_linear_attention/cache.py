@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache layer of linear attention: a state that does not grow, in the place of keys and values."""
+"""The cache layer of linear attention, which stores a state of constant size in place of keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from .mechanism import State
 
-# Where a layer has both, attention and Mamba or a convolution: what LinearAttentionLayer keeps of the latter.
+
+# Keys, values and their mask, of tokens that a state does not hold yet.
+Pending = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+
+# The attributes in which LinearAttentionLayer keeps Mamba or convolution states, for layers that also have attention.
 RECURRENT_STATES = (
     "conv_states",
     "recurrent_states",
@@ -32,25 +36,24 @@ class Tokens(NamedTuple):
 
 
 class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
-    """Holds the state of one attention layer, a tuple of float32 tensors with the batch first.
+    """Holds the state of one attention layer, a tuple of float32 tensors whose first axis is the batch.
 
-    The first base makes transformers size masks by the remaining softmax layers, the second gives it a length.
-    `static` keeps the tensors at one address and the length in a tensor, for `torch.compile`.
+    The first base class makes transformers size masks by the remaining softmax layers; the second gives this layer a
+    length. If `static` is true, the state tensors keep their addresses and the length is a tensor, as `torch.compile`
+    requires. `keys` and `values`, which some stock modules read, have length 0, because the state holds everything.
 
-    `keys` and `values`, which some stock modules read, have length 0: all is in the state.
+    A converted attention layer first calls `claim` with the signature of its mechanism. Stock code then calls `update`,
+    and finally `extend` stores the new state and counts the tokens, so a call that is refused earlier changes nothing.
+    Softmax attention does not call `claim`, and `update` therefore refuses it.
 
-    A converted attention layer calls `claim` with the signature of its mechanism, then stock code calls `update`, then
-    the mechanism's new state comes to `extend`, which counts the tokens: a call that is refused before it changes
-    nothing. Softmax attention does not claim, and so `update` refuses it.
-
-    Rollback (assisted decoding) is exact: while recording, keys and values since the last `crop` are kept beside the
-    state of that moment; `crop` goes back to it and leaves the keys that stay as `pending`, to be absorbed by the
-    mechanism before the next tokens.
+    Rollback (assisted decoding) is exact. While recording, the layer keeps the keys and values since the last `crop`
+    and the state of that moment. `crop` returns to that state and leaves the remaining keys as `pending`, which the
+    mechanism absorbs before the next tokens.
     """
 
     supports_early_init = False
     is_croppable = False
-    # Asked for instead of isinstance: a local folder loads its own copy of this class into the same process.
+    # Read instead of isinstance, because a checkpoint may load its own copy of this class into the same process.
     holds_linear_state = True
 
     def __init__(self, max_cache_len: int = -1, static: bool = False, number_of_states: int = 1):
@@ -59,27 +62,27 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.max_cache_len, self.static = max_cache_len, static
         self.is_compileable = static
         self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=int) if static else 0
-        self.siblings: list = []  # all layers of the cache
+        self.siblings: list[Any] = []  # all layers of the cache
         self.state: State | None = None
-        self.signature: str | None = None  # of the mechanism whose state this is
-        self.layout: tuple | None = None  # heads, sizes and dtypes of the keys and values that it was made of
+        self.signature: str | None = None  # identifies the mechanism that made the state
+        self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
         self.is_claimed = False
         self.state_at_crop: State | None = None
         self.recorded: list[Tokens] = []
         self.pending: Tokens | None = None
 
     @classmethod
-    def replacing(cls, layer) -> LinearAttentionStateLayer:
-        """A new layer in the place of an empty softmax one.
+    def replacing(cls, layer: Any) -> LinearAttentionStateLayer:
+        """A new layer that replaces an empty softmax layer.
 
         Raises:
-            ValueError: if that layer already holds keys and values, which no state can be made of afterwards.
+            ValueError: if that layer already holds keys and values, from which no state can be made.
         """
         length = layer.get_seq_length()
         if not isinstance(length, torch.Tensor) and length > 0:
             raise ValueError(
-                f"Got a cache that already holds {length} tokens of softmax keys and values; a linear attention layer "
-                "needs its state from the first token on. Pass an empty cache, or none."
+                f"Got a cache that already holds {length} tokens of softmax keys and values, but a linear attention "
+                "layer needs its state from the first token on. Pass an empty cache, or none."
             )
         if type(layer).__module__ != DynamicLayer.__module__:
             raise ValueError(
@@ -89,11 +92,14 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         static = isinstance(layer, StaticLayer)
         new = cls(layer.max_cache_len if static else -1, static, getattr(layer, "number_of_states", 1))
         new.record_past = getattr(layer, "record_past", False)
-        if isinstance(layer, LinearAttentionLayer):  # the model may have updated its own states before its attention
+        if isinstance(layer, LinearAttentionLayer):  # the stock model may have updated its own states already
             vars(new).update({name: vars(layer)[name] for name in RECURRENT_STATES})
         return new
 
-    def lazy_initialization(self, key_states=None, value_states=None, **recurrent):
+    def lazy_initialization(
+        self, key_states: torch.Tensor | None = None, value_states: torch.Tensor | None = None, **recurrent: Any
+    ) -> None:
+        """Adopt the device and dtype of the first keys, or initialise a recurrent state of the stock model."""
         if recurrent:
             LinearAttentionLayer.lazy_initialization(self, **recurrent)
             return
@@ -105,33 +111,36 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @property
     def num_rows(self) -> int | None:
-        """B of what it holds; None while it holds no token."""
+        """B of the stored tokens, or None before the first token."""
         held = self.state if self.pending is None else self.pending
         return held[0].shape[0] if held else None
 
     def claim(self, signature: str) -> None:
-        """A converted layer is about to `update`, whose mechanism has this signature.
+        """Announce an `update` by a converted layer whose mechanism has this signature.
 
         Raises:
-            ValueError: if the state is one of another mechanism, or of other options.
+            ValueError: if the state belongs to another mechanism or to other options.
         """
         if self.signature not in (None, signature) and self.num_rows is not None:
             raise ValueError(
-                f"Got a cache with the state of {self.signature}, in a layer of {signature}. A state goes on only in "
-                "the mechanism that made it, with the same options; let this model read the tokens into a new cache."
+                f"Got a cache with the state of {self.signature} in a layer of {signature}. Only the mechanism that "
+                "made a state can continue it, with the same options; let this model read the tokens into a new cache."
             )
         self.signature, self.is_claimed = signature, True
 
     def refuse_other_rows(self, num_rows: int) -> None:
-        """Raises `ValueError` if what it holds has another batch size."""
+        """Raise ValueError if the stored state has another batch size."""
         if self.num_rows not in (None, num_rows):
             raise ValueError(other_rows(self.num_rows, num_rows))
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Returns the new keys and values alone; the mechanism adds them to the state.
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return only the new keys and values, which the mechanism adds to the state.
 
         Raises:
-            ValueError: if softmax attention calls it, or keys and values do not fit those before; nothing has changed.
+            ValueError: if softmax attention calls it, or keys and values do not match the earlier ones; nothing has
+            changed then.
         """
         is_claimed, self.is_claimed = self.is_claimed, False
         if not is_claimed:
@@ -141,18 +150,18 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         if self.num_rows is not None and self.layout not in (None, layout):
             raise ValueError(
                 f"Got a cache made of keys and values with {_describe(self.layout)}, and new ones with "
-                f"{_describe(layout)}. Go on with the model, the dtype and the autocast that the cache was made with."
+                f"{_describe(layout)}. Use the model, dtype and autocast setting with which the cache was made."
             )
         self.layout = layout
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.keys is None or self.keys.shape[0] != key_states.shape[0]:
-            # copies: a view would keep the memory of what it is a part of
+            # A view would keep the memory of all keys and values alive.
             self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         return key_states, value_states
 
     def extend(self, state: State, num_tokens: int) -> None:
-        """Keep the state after `num_tokens` more tokens."""
+        """Store the state after `num_tokens` more tokens."""
         self.store(state)
         if self.static:
             self.cumulative_length.add_(num_tokens)
@@ -160,7 +169,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.cumulative_length += num_tokens
 
     def store(self, state: State) -> None:
-        """Keep this state in the place of the one before."""
+        """Replace the stored state."""
         self.batch_size = state[0].shape[0]
         if self.static and self.state is not None and self.state[0].shape == state[0].shape:
             for old, new in zip(self.state, state):
@@ -172,7 +181,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
                     torch._dynamo.mark_static_address(tensor)
 
     def restore(self, state: State, pending: tuple[torch.Tensor, ...], num_tokens: int) -> None:
-        """Take over what another layer held: either part may be empty, `pending` may come without its mask."""
+        """Restore a saved layer: `state` or `pending` may be empty, and `pending` may lack its mask."""
         self.lazy_initialization((state or pending)[0], None)
         self.cumulative_length = num_tokens
         if state:
@@ -182,10 +191,11 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @property
     def has_other_states(self) -> bool:
-        """Whether it also holds recurrent states of the model's own (Mamba, short convolutions)."""
+        """Whether the layer also holds recurrent states of the stock model (Mamba, short convolutions)."""
         return any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values()))
 
     def activate_past_recording(self) -> None:
+        """Record keys and values from now on, so that `crop` can remove them."""
         if not self.record_past:
             self.state_at_crop = self.state
         self.record_past = True
@@ -197,22 +207,27 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         attention_mask: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        """Keep `key`, `value` `[B, Hkv, S, D]`, their mask and their positions `[B, S]` while a rollback may come."""
+        """Store `key` and `value` `[B, Hkv, S, D]`, their mask and their positions `[B, S]` while recording."""
         if self.record_past:
             self.recorded.append(Tokens(key, value, attention_mask, positions))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. `crop(0)` only forgets what was recorded."""
+        """Remove the last `-tokens_to_remove` tokens; `crop(0)` only clears the record.
+
+        Raises:
+            RuntimeError: if nothing was recorded, or the stock model keeps recurrent states in this layer.
+            ValueError: for a positive number, or for more tokens than were recorded.
+        """
         if not self.record_past:
             raise RuntimeError(
                 "Call `activate_past_recording()` on the cache before the tokens that `crop` may remove."
             )
         if tokens_to_remove > 0:
             raise ValueError(
-                f"Got `crop({tokens_to_remove})`; give the number of tokens to remove as a negative number."
+                f"Got `crop({tokens_to_remove})`; pass the number of tokens to remove as a negative number."
             )
         if self.has_other_states:
-            raise RuntimeError("This layer also holds recurrent states of the model's own, which cannot roll back.")
+            raise RuntimeError("This layer also holds recurrent states of the stock model, which cannot roll back.")
         if self.pending is not None:
             self.recorded.insert(0, self.pending)
         available = sum(tokens.key.shape[2] for tokens in self.recorded)
@@ -229,30 +244,34 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recorded = []
 
     def absorbed(self, state: State | None) -> None:
-        """`pending` has gone into `state`: the next rollback starts from here."""
+        """Store the `state` that now includes `pending`; the next rollback starts from it."""
         self.state = self.state_at_crop = state
         self.pending = None
 
     def get_seq_length(self) -> int | torch.Tensor:
+        """The number of tokens seen; a tensor if `static`."""
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As of the first softmax layer beside this one, whose mask this is: transformers before 5.23 asks layer 0."""
+        """The mask sizes of the first softmax layer, if any: transformers before 5.23 asks layer 0 for all layers."""
         for layer in self.siblings:
-            # A recurrent layer of the model's own (Mamba, short convolutions) has no sizes.
+            # A recurrent layer of the stock model (Mamba, short convolutions) has no mask sizes.
             is_softmax = hasattr(layer, "get_mask_sizes") and not getattr(layer, "holds_linear_state", False)
             if is_softmax and not getattr(layer, "is_sliding", False):
                 return layer.get_mask_sizes(query_length)
-        # What the length of a graph's tensors follows from must not be in a tensor itself.
+        # In a graph the shape of a tensor must not depend on the value of another tensor.
         return (self.max_cache_len if self.static else self.get_seq_length() + query_length), 0
 
     def get_max_length(self) -> int:
+        """The length of a static cache, or -1 without a limit."""
         return self.max_cache_len
 
     def state_bytes(self) -> int:
+        """The size of the state in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state or ())
 
     def reset(self) -> None:
+        """Forget all tokens."""
         LinearAttentionLayer.reset(self)
         self.state = self.state_at_crop = self.pending = self.keys = self.values = None
         self.signature = self.layout = None
@@ -264,20 +283,23 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.cumulative_length = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
         self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the rows `indices`."""
         self._map_batch(lambda tensor: tensor[indices])
 
-    def _map_batch(self, function) -> None:
-        def over(tensors):
+    def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def over(tensors: tuple[Any, ...] | None) -> Any:
             return None if tensors is None else tuple(None if t is None else function(t) for t in tensors)
 
-        def over_tokens(tokens):
+        def over_tokens(tokens: Tokens | None) -> Any:
             return None if tokens is None else Tokens(*over(tokens))
 
         if self.state is not None:
@@ -288,7 +310,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recorded = [over_tokens(tokens) for tokens in self.recorded]
 
     def offload(self) -> None:
-        """Nothing to gain: the state is small and does not grow."""
+        """Do nothing: the state is small and does not grow."""
 
     prefetch = offload
 
@@ -298,32 +320,32 @@ def _describe(layout: tuple) -> str:
     return f"{num_heads} heads of {key_size} and {value_size} numbers in {key_dtype} and {value_dtype}"
 
 
-def refuse_linear_layer(layer) -> None:
-    """Raises `ValueError` if softmax attention reaches this layer of a cache, and it holds a linear state."""
+def refuse_linear_layer(layer: Any) -> None:
+    """Raise ValueError if this layer of a cache, which softmax attention is about to use, holds a linear state."""
     if getattr(layer, "holds_linear_state", False):
         raise ValueError(
-            "Got a cache of linear attention in a layer that computes softmax attention, which would find none of the "
-            "tokens before. Pass a new cache, or none."
+            "Got a cache of linear attention in a layer that computes softmax attention, which would find no earlier "
+            "tokens in it. Pass a new cache, or none."
         )
 
 
 def other_rows(cached: int, given: int) -> str:
-    """What to tell whoever continues a cache with another batch size."""
+    """The error message for continuing a cache with another batch size."""
     if cached == 1:
         advice = (
-            f"Call `cache.batch_repeat_interleave({given})` first, on a copy (`copy.deepcopy`) if you need the one row "
-            "again."
+            f"Call `cache.batch_repeat_interleave({given})` first, on a copy (`copy.deepcopy`) if you need the single "
+            "row again."
         )
     else:
-        advice = "Each row of a cache is continued by one row of the input, in the same order."
+        advice = "Each row of the input continues one row of the cache, in the same order."
     return f"Got a cache of {cached} row{'s' * (cached != 1)} and an input of {given}. {advice}"
 
 
-def refuse_other_softmax_rows(cache, layer_idx: int, num_rows: int) -> None:
-    """The same for a softmax layer of `cache`, whose stock code fails on it with some layers already changed.
+def refuse_other_softmax_rows(cache: Any, layer_idx: int, num_rows: int) -> None:
+    """Check the batch size of a softmax layer of `cache`, whose stock code would fail after it has changed some layers.
 
     Raises:
-        ValueError: if it holds keys of another batch size than `num_rows`.
+        ValueError: if the layer holds keys of another batch size than `num_rows`.
     """
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
@@ -348,8 +370,12 @@ def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
     return Tokens(torch.cat(keys, dim=2)[:, :, :length], torch.cat(values, dim=2)[:, :, :length], mask, place)
 
 
-def state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer:
-    """The state layer of `cache` at `layer_idx`, put there first if the place still holds an empty softmax layer."""
+def state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer:
+    """The state layer of `cache` at `layer_idx`; it replaces a softmax layer there that is still empty.
+
+    Raises:
+        ValueError: if the cache has no such layer, or its softmax layer already holds tokens.
+    """
     cache = getattr(cache, "self_attention_cache", cache)
     while len(cache.layers) <= layer_idx:
         if cache.layer_class_to_replicate is None:
@@ -360,5 +386,5 @@ def state_layer(cache, layer_idx: int) -> LinearAttentionStateLayer:
         layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
         layer.siblings = cache.layers
         if getattr(cache, "offloading", False) and all(cache.is_linear):
-            cache.offloading = False  # nothing is left that grows; transformers looks for a layer to prefetch in vain
+            cache.offloading = False  # transformers would look in vain for a softmax layer to prefetch
     return layer

@@ -5,6 +5,8 @@
 
     {"mechanism": "linear", "feature_map": "exp", "num_features": 64, "layers": "all"}
 
+or, where layers differ, a list of these, whose `layers` are numbers that do not overlap (`settings_of` finds one).
+
 A model type of its own is on purpose: nobody can load converted weights into a softmax model without noticing.
 """
 
@@ -12,13 +14,23 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from .transformers_internals import is_causal_lm
+from .transformers_internals import is_masked_lm
+from .transformers_internals import stock_heads
+
+
+if TYPE_CHECKING:
+    # config.json names classes of this file too, and transformers takes along what such a line imports.
+    from .modeling_linear_attention import LinearAttentionModelMixin  # noqa: F401
 
 
 PREFIX = "linear_"
@@ -26,7 +38,7 @@ MODELING_MODULE = "modeling_linear_attention"
 # Called with a config class when its first instance is built; the plugin registers the Auto classes of its heads here.
 FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
 # Settings of every mechanism, with their defaults.
-COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False}
+COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False, "rotary": None}
 # Of the settings, and what each version means; it counts up when older code would read new settings wrongly.
 #   1  as written since the first release, by which time they did not hold the field `format_version` yet
 FORMAT_VERSION = 1
@@ -66,12 +78,13 @@ class LinearAttentionSettings(dict):
         is_saved: bool = False,
     ):
         from .mechanisms import MECHANISMS
+        from .mechanisms import unknown_mechanism
 
         given = {"mechanism": "linear", **copy.deepcopy(COMMON_SETTINGS), **(settings or {})}
         check_format_version(given.pop("format_version", 1), FORMAT_VERSION, "these `linear_attention` settings")
         mechanism = MECHANISMS.get(given["mechanism"])
         if mechanism is None:
-            raise _settings_error([f"`mechanism` = {given['mechanism']!r}; it must be one of {_names(MECHANISMS)}"])
+            raise _settings_error([unknown_mechanism(given["mechanism"])])
         filled = mechanism.filled(given)
         problems = _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
@@ -89,6 +102,50 @@ class LinearAttentionSettings(dict):
             raise _settings_error(problems)
         common = {name: given[name] for name in COMMON_SETTINGS}
         super().__init__(mechanism=given["mechanism"], **filled, **common, format_version=FORMAT_VERSION)
+
+
+def entries_of(settings: Any) -> list[Any]:
+    """`config.linear_attention` as a list, of one entry where all converted layers have the same settings."""
+    return [settings] if settings is None or isinstance(settings, Mapping) else list(settings)
+
+
+def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict[str, Any]]:
+    """One `LinearAttentionSettings`, or a list of them where `settings` is one, as plain dicts.
+
+    Args:
+        checks: the further arguments of `LinearAttentionSettings`.
+
+    Raises:
+        ValueError: as there; and for entries of a list that do not say by number which layers are theirs, or overlap.
+    """
+    entries = entries_of(settings)
+    if isinstance(settings, (list, tuple)) and (problems := _entry_problems(entries)):
+        raise _settings_error(problems)
+    filled = [dict(LinearAttentionSettings(entry, **checks)) for entry in entries]
+    return filled if isinstance(settings, (list, tuple)) else filled[0]
+
+
+def _entry_problems(entries: list[Any]) -> list[str]:
+    if not entries or not all(isinstance(entry, Mapping) for entry in entries):
+        return ["a list of settings must hold one dict for each group of layers"]
+    problems: list[str] = []
+    owners: dict[int, int] = {}
+    crossed: list[int] = []
+    for number, entry in enumerate(entries):
+        layers = entry.get("layers")
+        if not isinstance(layers, (list, tuple)):
+            problems.append(f"`layers` = {layers!r} in entry {number} of the list; name its layers by their numbers")
+            continue
+        for layer in dict.fromkeys(layers):
+            if layer in owners:
+                problems.append(
+                    f"`layers` of the entries {owners[layer]} and {number} both name {layer}; keep it in one"
+                )
+            owners.setdefault(layer, number)
+        crossed += [number] if entry.get("cross_attention") else []
+    if len(crossed) > 1:
+        problems.append(f"`cross_attention` = true in the entries {crossed}; it can be in one")
+    return problems
 
 
 def check_format_version(version: Any, newest: int, what: str) -> None:
@@ -185,23 +242,42 @@ def parse_layers(text: str) -> str | list[int]:
 class LinearAttentionConfigMixin:
     """What `Linear<X>Config` adds to `<X>Config`."""
 
+    def settings_of(self, layer: int) -> dict[str, Any] | None:
+        """The settings of a self-attention layer, counted from 0, if it is converted; None where a list has none."""
+        if isinstance(self.linear_attention, Mapping):
+            return self.linear_attention
+        return next((entry for entry in self.linear_attention if layer in entry["layers"]), None)
+
     def to_dict(self) -> dict[str, Any]:
         # PEFT asks for this dict before it looks up which modules of a model type LoRA and its kin adapt.
         share_peft_targets(self.stock_model_type)
         return super().to_dict()
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
+        """Save config.json and, beside it, the code that a model of this config needs."""
+        from .mechanisms import mechanisms_of
+        from .mechanisms import save_code
+
+        if not os.path.isfile(save_directory):  # which the stock method refuses
+            save_code(save_directory, mechanisms_of(self.linear_attention), can_generate(self))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Record nothing for the classes made here, whose code `save_pretrained` writes."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
+
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        self.linear_attention = dict(
-            LinearAttentionSettings(
-                self.linear_attention,
-                model_type=self.stock_model_type,
-                # The modules of an encoder-decoder differ; each is checked when the model is built.
-                is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
-                num_layers=num_attention_layers(self),
-                max_length=max_length_of(self),
-                is_saved=self.transformers_version is not None,
-            )
+        self.linear_attention = checked_settings(
+            self.linear_attention,
+            model_type=self.stock_model_type,
+            # The modules of an encoder-decoder differ; each is checked when the model is built.
+            is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
+            num_layers=num_attention_layers(self),
+            max_length=max_length_of(self),
+            is_saved=self.transformers_version is not None,
         )
         # Every save, a Trainer checkpoint too, then names the class of every head.
         if getattr(self, "auto_map", None) is None:
@@ -231,13 +307,17 @@ def num_attention_layers(config) -> int | None:
 
 def is_causal_config(config, model_type: str) -> bool:
     """Whether the self-attention of this model looks only back."""
-    from transformers.models.auto import modeling_auto  # slow to import, see `model_heads`
-
     if (is_causal := getattr(config, "is_causal", None)) is not None:
         return bool(is_causal)
-    if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # BERT and kin are either
+    if is_masked_lm(model_type):  # BERT and kin are either
         return bool(getattr(config, "is_decoder", False))
-    return model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return is_causal_lm(model_type)
+
+
+def can_generate(config) -> bool:
+    """Whether models of this `Linear<X>Config` may generate text: not those that are encoders as a whole."""
+    is_composite = config.get_text_config(decoder=True) is not config
+    return config.is_encoder_decoder or is_composite or is_causal_config(config, config.stock_model_type)
 
 
 def max_length_of(config) -> int | None:
@@ -257,20 +337,9 @@ def max_length_of(config) -> int | None:
 
 def model_heads(model_type: str) -> dict[str, str]:
     """`{auto class: stock model class}` for every head that transformers knows for a stock model type."""
-    from transformers.models.auto import modeling_auto  # imports torch's compiler: half a second, not at import of ours
-
     family = CONFIG_MAPPING_NAMES[model_type].removesuffix("Config")
-    heads = {}
-    for name, auto_class in vars(modeling_auto).items():
-        mapping = getattr(auto_class, "_model_mapping", None)
-        if not name.startswith("AutoModel") or mapping is None:
-            continue
-        stock = mapping._model_mapping.get(model_type) or ""
-        stock = stock[0] if isinstance(stock, (tuple, list)) else stock
-        # Some heads wrap this model type in a composite of another one, with a config of its own.
-        if stock.startswith(family):
-            heads[name] = stock
-    return heads
+    # Some heads wrap this model type in a composite of another one, with a config of its own.
+    return {name: stock for name, stock in stock_heads(model_type) if stock.startswith(family)}
 
 
 def auto_map(model_type: str) -> dict[str, str]:
@@ -304,14 +373,13 @@ def _make_config_class(stock: type) -> type:
         namespace = {
             "__module__": __name__,
             "__qualname__": name,
-            "__doc__": f"`{stock.__name__}` with linear attention: one more field, the dict `linear_attention`.",
-            "__annotations__": {"linear_attention": dict | None},
+            "__doc__": f"`{stock.__name__}` with linear attention: one more field, `linear_attention`.",
+            "__annotations__": {"linear_attention": dict | list | None},
             "linear_attention": None,
             "model_type": PREFIX + stock.model_type,
             "stock_model_type": stock.model_type,
         }
         globals()[name] = type(name, (LinearAttentionConfigMixin, stock), namespace)
-        globals()[name].register_for_auto_class()
     return globals()[name]
 
 

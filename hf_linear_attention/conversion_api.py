@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,28 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .attention_observation import ObservedAttention, observe_attention
+from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import max_length_of
 from .attention_layer import LinearizedCrossAttention
 from .mechanisms import MECHANISMS
 from .modeling_linear_attention import linear_attention_modules, linear_model_class
+from .transformers_internals import base_model_class
 
 
-def convert_config(config, **linear_attention) -> Any:
-    """The `Linear<X>Config` of a stock config.
+Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def convert_config(config, settings: Settings | None = None, **linear_attention) -> Any:
+    """The `Linear<X>Config` of a stock config; `settings` as in `convert`.
 
     Raises:
+        TypeError: for `settings` and more settings beside them.
         ValueError: for a model type that is already linear or unknown, or for impossible settings.
     """
+    if settings is not None and linear_attention:
+        names = ", ".join(f"`{name}`" for name in linear_attention)
+        raise TypeError(f"Got `settings` and, beside them, {names}; put everything into `settings`.")
     model_type = config.model_type
     if hasattr(config, "linear_attention"):
         raise ValueError(f"This model is converted already (model type `{model_type}`); convert its softmax source.")
@@ -36,10 +45,19 @@ def convert_config(config, **linear_attention) -> Any:
     fields = copy.deepcopy(config.to_dict())
     for name in ("model_type", "transformers_version", "auto_map"):
         fields.pop(name, None)
-    mechanism = MECHANISMS.get(linear_attention.get("mechanism", "linear"))
-    if mechanism is not None and "trained_length" in mechanism.options:
-        linear_attention.setdefault("trained_length", max_length_of(config))
-    return linear_config_class(model_type)(**fields, linear_attention=linear_attention)
+    given = linear_attention if settings is None else settings
+    filled = [_with_trained_length(entry, config) for entry in entries_of(given)]
+    is_one = isinstance(given, Mapping)
+    return linear_config_class(model_type)(**fields, linear_attention=filled[0] if is_one else filled)
+
+
+def _with_trained_length(settings: Any, config) -> Any:
+    """Settings with the length that the config says the model was trained on, where the mechanism asks for it."""
+    if not isinstance(settings, Mapping):
+        return settings  # refused where all settings are checked
+    mechanism = MECHANISMS.get(settings.get("mechanism", "linear"))
+    known = mechanism is not None and "trained_length" in mechanism.options
+    return {"trained_length": max_length_of(config), **settings} if known else dict(settings)
 
 
 def stock_model_class(config) -> Any:
@@ -50,7 +68,7 @@ def stock_model_class(config) -> Any:
     """
     name = (getattr(config, "architectures", None) or [None])[0]
     if name is None:
-        return transformers.AutoModel._model_mapping[type(config)]
+        return base_model_class(type(config))
     model_class = getattr(transformers, name, None)
     if model_class is None:
         raise ValueError(
@@ -64,6 +82,7 @@ def convert(
     *,
     model_class: type[PreTrainedModel] | None = None,
     from_pretrained: dict[str, Any] | None = None,
+    settings: Settings | None = None,
     **linear_attention,
 ) -> PreTrainedModel:
     """A linear copy of a pretrained model: the same base weights, and new mechanisms in the converted layers.
@@ -72,13 +91,16 @@ def convert(
         model: a folder or hub name, or a loaded model (which is left as it is; its weights are copied).
         model_class: the stock class to load, such as `BertForMaskedLM`; by default the one the checkpoint names.
         from_pretrained: further arguments of `from_pretrained` when `model` is a folder or name.
+        settings: in place of `linear_attention`, a dict; or a list of dicts, for layers with different settings, each
+            with the numbers of its `layers`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`.
 
     Returns:
         A `Linear<X>...` model in evaluation mode. `save_pretrained` writes its code beside its weights.
 
     Raises:
-        TypeError: for a module that is no model of transformers, such as a `PeftModel`.
+        TypeError: for a module that is no model of transformers, such as a `PeftModel`, or for settings beside
+            `settings`.
         ValueError: for impossible settings, an architecture without convertible attention, or a loaded model whose
             weights are not those of `model_class`.
     """
@@ -90,7 +112,7 @@ def convert(
         )
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     if isinstance(model, PreTrainedModel):
-        config = convert_config(model.config, **linear_attention)
+        config = convert_config(model.config, settings, **linear_attention)
         with torch.random.fork_rng(devices=[]):
             converted: Any = linear_model_class(model_class or type(model))(config)
         _leave_out(model, converted)
@@ -102,7 +124,7 @@ def convert(
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
     stock = AutoConfig.from_pretrained(model, **hub)
-    config = convert_config(stock, **linear_attention)
+    config = convert_config(stock, settings, **linear_attention)
     return linear_model_class(model_class or stock_model_class(stock)).from_pretrained(
         model, config=config, **arguments
     )
@@ -158,13 +180,16 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
         ValueError: if there is something to fit and no token to fit it to.
         NotImplementedError: for a model whose attention cannot be observed (ALiBi families).
     """
-    settings, modules = model.config.linear_attention, list(linear_attention_modules(model).values())
-    if not modules or not MECHANISMS[settings["mechanism"]].needs_calibration(settings):
+    converted = linear_attention_modules(model).values()
+    modules = [m for m in converted if m.linear_attention.needs_calibration(m.linear_attention.settings)]
+    if not modules:
         return 0
     queries: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
     keys: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
 
     def collect(seen: ObservedAttention) -> None:
+        if seen.module not in queries:
+            return
         mask, is_cross = seen.inputs.key_mask, isinstance(seen.module, LinearizedCrossAttention)
         queries[seen.module].append(_real_tokens(seen.inputs.query, None if is_cross else mask))
         keys[seen.module].append(_real_tokens(seen.inputs.key, mask))

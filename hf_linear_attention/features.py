@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature maps phi with phi(q)·phi(k) > 0: what makes attention linear in the length.
+"""Feature maps phi with phi(q)·phi(k) > 0, which make the cost of attention linear in the length.
 
 Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, F features.
 
-A map says by `log_features` what it returns: exponents, for maps of the form exp(...) (the kernels keep a running
-maximum, so nothing over- or underflows), or the features themselves. Maps that approximate the softmax
-kernel exp(scaling q·k) take sqrt(scaling) on queries and keys each; elu1 and relu act on q and k as they come, as in
-the papers. Parameters are raw `nn.Parameter`, so LoRA "all-linear" and quantisers leave them alone.
+The attribute `log_features` of a map says what it returns. Maps of the form exp(...) return exponents, for which the
+kernels keep a running maximum, so nothing overflows or underflows; the others return the features themselves. Maps that
+approximate the softmax kernel exp(scaling q·k) apply sqrt(scaling) to queries and to keys; elu1 and relu act on q and k
+unscaled, as in their papers. Parameters are plain `nn.Parameter`s and not `nn.Linear`, so LoRA "all-linear" and
+quantisers leave them alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,10 +35,10 @@ from .kernels_torch import KernelMap
 
 
 class FeatureMap(nn.Module):
-    """`forward_queries` and `forward_keys`: `[B, heads, N, D]` -> `[B, heads, N, F]` in float32."""
+    """Base class: `forward_queries` and `forward_keys` map `[B, heads, N, D]` to `[B, heads, N, F]` in float32."""
 
     log_features: ClassVar[bool] = False
-    # Whether `num_features` can be chosen; otherwise it is `head_dim`.
+    # Whether the user may choose `num_features`; otherwise it follows from head_dim.
     has_num_features: ClassVar[bool] = False
     # Whether `forward_visible_keys` needs all keys at once.
     depends_on_all_keys: ClassVar[bool] = False
@@ -49,68 +50,74 @@ class FeatureMap(nn.Module):
 
     @staticmethod
     def default_num_features(head_dim: int) -> int:
+        """The number of features F for this head_dim if the user does not choose it."""
         return head_dim
 
     @classmethod
     def check_num_features(cls, num_features: int) -> str | None:
-        """What is wrong with this number of features, or None."""
+        """The reason why this number of features is not allowed, as a predicate, or None if it is allowed."""
         return None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initialise parameters and buffers, except those that a checkpoint has just filled."""
+        """Initialise the parameters and buffers, except those that a checkpoint has just filled."""
 
     def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Map queries `[B, H, N, D]` to `[B, H, N, F]`: features, or exponents if `log_features` is true."""
         raise NotImplementedError
 
     def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Map keys `[B, Hkv, S, D]` to `[B, Hkv, S, F]`: features, or exponents if `log_features` is true."""
         raise NotImplementedError
 
     def forward_visible_keys(self, key: torch.Tensor, scaling: float, key_mask: torch.Tensor | None) -> torch.Tensor:
-        """`forward_keys` for a map whose features depend on which keys are visible (bool `[B, S]` or None)."""
+        """`forward_keys` for maps whose features depend on which keys are visible (bool `[B, S]`, or None for all)."""
         return self.forward_keys(key, scaling)
 
     def kernel_map(self, scaling: float) -> KernelMap | None:
-        """The same map for the C kernels, which then make the features themselves; None where they do not know it."""
+        """The same map in the form that the C kernels implement, or None if they do not implement it."""
         return None
 
     def elementwise_map(self) -> ElementwiseMap | None:
-        """The same map for the causal kernel of torch, if it maps numbers one by one, queries and keys alike."""
+        """The same map for the causal kernel of torch, if it maps queries and keys alike, number by number."""
         return None
 
 
 class ElementwiseFeatureMap(FeatureMap):
-    """The same non-negative function on every element of queries and keys."""
+    """A feature map that applies one non-negative function to every element of queries and keys."""
 
     function: ClassVar[Callable[..., torch.Tensor]]
-    # Its derivative; with it the causal kernel of torch makes features block by block instead of keeping them.
+    # The derivative of `function`, with which the causal kernel of torch need not store the features.
     slope: ClassVar[Callable[..., torch.Tensor] | None] = None
 
-    def forward_queries(self, query, scaling):
+    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Apply `function` to every element."""
         return type(self).function(accumulated(query))
 
-    def forward_keys(self, key, scaling):
+    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Apply `function` to every element."""
         return type(self).function(accumulated(key))
 
-    def elementwise_map(self):
+    def elementwise_map(self) -> ElementwiseMap | None:
+        """`function` with its derivative, or None if the derivative is not defined."""
         slope = type(self).slope
         return None if slope is None else ElementwiseMap(type(self).function, slope)
 
 
-# Tokens at a time of a map on a CPU: what lies between its steps stays in cache, and only the output takes new pages.
+# Tokens per step of a map on a CPU, so that intermediate results stay in the cache and only the output is allocated.
 TOKENS_IN_CACHE = 64
 
 
 class _EluPlusOne(torch.autograd.Function):
-    """`elu_plus_one` with one new tensor and one saved one: its slope is its value, but at most 1."""
+    """`elu_plus_one` with one new tensor and one saved tensor: its derivative is min(its value, 1)."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         output = _elu_plus_one(x)
         ctx.save_for_backward(output)
         return output
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (output,) = ctx.saved_tensors
         return grad * output.clamp(max=1)
 
@@ -125,9 +132,9 @@ def _elu_plus_one(x: torch.Tensor) -> torch.Tensor:
 
 
 def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
-    """elu(x) + 1 (Katharopoulos 2020, equation 7), written so that it is positive where `F.elu(x) + 1` rounds to 0.
+    """elu(x) + 1 (Katharopoulos 2020, equation 7), in a form that stays positive where `F.elu(x) + 1` rounds to 0.
 
-    In C it goes no lower than the smallest normal number.
+    The C kernel returns at least the smallest normal number.
     """
     if x.ndim != 4 or x.device.type != "cpu" or not is_eager(x):
         return x.clamp(max=0).exp_() + x.relu()
@@ -139,12 +146,12 @@ def _slope_of_elu(x: torch.Tensor) -> torch.Tensor:
 
 
 def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
-    """relu(x) + 1e-3 (Performer's generalised ReLU attention): the constant keeps every denominator positive."""
+    """relu(x) + 1e-3 (Performer's generalised ReLU attention); the constant keeps every denominator positive."""
     return x.relu() + 1e-3
 
 
 def squared_relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 (Primer 2021's activation as a feature map), with the constant of `relu_plus_epsilon`."""
+    """relu(x)^2 + 1e-3: the activation of Primer 2021 as a feature map, with the constant of `relu_plus_epsilon`."""
     return x.relu().square() + 1e-3
 
 
@@ -157,42 +164,53 @@ def _slope_of_squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 class EluFeatureMap(ElementwiseFeatureMap):
+    """phi(x) = elu(x) + 1 (Katharopoulos 2020, equation 7)."""
+
     function, slope = staticmethod(elu_plus_one), staticmethod(_slope_of_elu)
 
-    def kernel_map(self, scaling):
+    def kernel_map(self, scaling: float) -> KernelMap | None:
+        """The C kernels implement this map."""
         return KernelMap(ELU_PLUS_ONE)
 
 
 class ReluFeatureMap(ElementwiseFeatureMap):
+    """phi(x) = relu(x) + 1e-3 (Performer 2020, generalised attention)."""
+
     function, slope = staticmethod(relu_plus_epsilon), staticmethod(_slope_of_relu)
 
 
 class SquaredReluFeatureMap(ElementwiseFeatureMap):
+    """phi(x) = relu(x)^2 + 1e-3."""
+
     function, slope = staticmethod(squared_relu_plus_epsilon), staticmethod(_slope_of_squared_relu)
 
 
 class TaylorFeatureMap(FeatureMap):
-    """exp(s) to second order, 1 + s + s^2 / 2 with s = scaling q·k: a kernel of at least 1/2 (Based, Arora 2024).
+    """exp(s) to second order, 1 + s + s^2 / 2 with s = scaling q·k, a kernel of at least 1/2 (Based, Arora 2024).
 
-    phi(x) = [1, x_a, x_a^2 / sqrt(2), x_a x_b for a < b] on x scaled by sqrt(scaling), F = 1 + D + D (D + 1) / 2: the
-    products above the diagonal stand for both, which halves the 1 + D + D^2 features of the paper.
+    phi(x) = [1, x_a, x_a^2 / sqrt(2), x_a x_b for a < b] for x scaled by sqrt(scaling), so F = 1 + D + D (D + 1) / 2.
+    Each product above the diagonal stands for two equal ones, which halves the 1 + D + D^2 features of the paper.
     """
 
     @staticmethod
     def default_num_features(head_dim: int) -> int:
+        """F = 1 + D + D (D + 1) / 2."""
         return 1 + head_dim + head_dim * (head_dim + 1) // 2
 
-    def forward_queries(self, query, scaling):
+    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The polynomial features of queries."""
         x = accumulated(query) * math.sqrt(scaling)
         first, second = torch.triu_indices(self.head_dim, self.head_dim, offset=1, device=x.device)
         squares, products = x.square() * math.sqrt(0.5), x[..., first] * x[..., second]
         return torch.cat((torch.ones_like(x[..., :1]), x, squares, products), dim=-1)
 
-    forward_keys = forward_queries
+    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The polynomial features of keys."""
+        return self.forward_queries(key, scaling)
 
 
 class LearnedFeatureMap(FeatureMap):
-    """A learned projection per head, queries and keys apart (keys: one per key/value head, so the state is too)."""
+    """Learned projections, per head for queries and per key/value head for keys, so that the state is too."""
 
     log_features = True
     has_num_features = True
@@ -203,18 +221,20 @@ class LearnedFeatureMap(FeatureMap):
 
 
 class ExpFeatureMap(LearnedFeatureMap):
-    """log phi_q(x) = x W_q and log phi_k(x) = x W_k + b - a |x|^2 / 2 on inputs scaled by sqrt(scaling).
+    """log phi_q(x) = x W_q and log phi_k(x) = x W_k + b - a |x|^2 / 2 for inputs scaled by sqrt(scaling).
 
-    W starts as `initial_scale` times an orthogonal Gaussian matrix, b and a as 0: a smooth kernel, from which training
-    sharpens. Starting as the softmax kernel's own random features (scale 1, a = 1; Performer 2020, Lemma 1) is unbiased
-    but so noisy that training has to undo it. A bias or norm term of the queries would cancel in the normalisation.
+    W starts as `initial_scale` times an orthogonal Gaussian matrix, b and a as 0. This is a smooth kernel, which
+    training sharpens. A start as random features of the softmax kernel itself (scale 1, a = 1; Performer 2020, Lemma 1)
+    is unbiased, but so noisy that training has to undo it. A bias or norm term of the queries would cancel in the
+    normalisation.
     """
 
-    # Distilled for 0.2M tokens, stories260k (64 features) reached 1.93 nats/token from 0.3, 1.94 from 0.5 and 2.62 from
-    # scale 1 with a = 1; for 0.08M tokens, MiniLM an embedding cosine of 0.877 from 0.3 and 0.901 from 0.5.
+    # Distilled for 0.2M tokens, stories260k (64 features) reached 1.93 nats/token from scale 0.3, 1.94 from 0.5 and
+    # 2.62 from 1 with a = 1. Distilled for 0.08M tokens, MiniLM reached an embedding cosine of 0.877 from scale 0.3
+    # and 0.901 from 0.5.
     initial_scale: ClassVar[float] = 0.5
 
-    def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
+    def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
         self.query_projection = nn.Parameter(torch.empty(num_heads, head_dim, self.num_features))
         self.key_projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features))
@@ -223,10 +243,12 @@ class ExpFeatureMap(LearnedFeatureMap):
 
     @staticmethod
     def default_num_features(head_dim: int) -> int:
+        """Twice the head_dim."""
         return 2 * head_dim
 
-    def reset_parameters(self, generator):
-        # One matrix per key/value head, shared by the query heads of its group: q and k must be projected alike.
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Start with orthogonal Gaussian W, and b = a = 0."""
+        # The query heads of a group start with the matrix of their key/value head, so q and k are projected alike.
         weights = [
             orthogonal_random_matrix(self.num_features, self.head_dim, generator).T
             for _ in range(self.num_key_value_heads)
@@ -237,15 +259,18 @@ class ExpFeatureMap(LearnedFeatureMap):
         init.zeros_(self.key_bias)
         init.zeros_(self.key_norm_weight)
 
-    def forward_queries(self, query, scaling):
+    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The exponents x W_q."""
         return self._project(query, self.query_projection, scaling)
 
-    def forward_keys(self, key, scaling):
+    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The exponents x W_k + b - a |x|^2 / 2."""
         exponent = self._project(key, self.key_projection, scaling) + with_dtype(self.key_bias, accumulation_dtype(key))
         weight = with_dtype(self.key_norm_weight, exponent.dtype)
         return torch.addcmul(exponent, weight, squared_norm(key), value=-scaling / 2)
 
-    def kernel_map(self, scaling):
+    def kernel_map(self, scaling: float) -> KernelMap | None:
+        """The C kernels compute these exponents as affine maps."""
         parts = (self.query_projection, self.key_projection, self.key_norm_weight, self.key_bias)
         query, key, norm, bias = (with_dtype(part, torch.float32) for part in parts)
         root = math.sqrt(scaling)
@@ -253,43 +278,49 @@ class ExpFeatureMap(LearnedFeatureMap):
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):
-    """phi(x) = [softmax(x W), softmax(-x W)] per head, W starting as the identity (Hedgehog 2024, section 4.2).
+    """phi(x) = [softmax(x W), softmax(-x W)] per head, with W starting as the identity (Hedgehog 2024, section 4.2).
 
-    The two softmaxes are apart, as in the paper; flash-linear-attention takes one softmax over both halves.
-    `num_features` = F is twice the width of W.
+    The two softmaxes are separate, as in the paper, whereas flash-linear-attention takes one softmax over both halves.
+    `num_features` = F is twice the number of columns of W.
     """
 
-    def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
+    def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
         self.query_projection = nn.Parameter(torch.empty(num_heads, head_dim, self.num_features // 2))
         self.key_projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features // 2))
 
     @staticmethod
     def default_num_features(head_dim: int) -> int:
+        """Twice the head_dim."""
         return 2 * head_dim
 
     @classmethod
-    def check_num_features(cls, num_features):
+    def check_num_features(cls, num_features: int) -> str | None:
+        """F must be even, one half for W and one for -W."""
         return None if num_features % 2 == 0 else "must be even for the feature map `hedgehog` (W and -W)"
 
-    def reset_parameters(self, generator):
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Start with W = identity; further columns are orthonormal random vectors."""
         width = self.num_features // 2
         start = torch.eye(self.head_dim, width)
-        if width > self.head_dim:  # columns that start alike stay alike
+        if width > self.head_dim:  # columns that start equal would stay equal
             extra = orthogonal_random_matrix(width - self.head_dim, self.head_dim, generator).T
             start[:, self.head_dim :] = extra / extra.norm(dim=0)
         init.copy_(self.query_projection, start.expand_as(self.query_projection))
         init.copy_(self.key_projection, start.expand_as(self.key_projection))
 
-    def kernel_map(self, scaling):
+    def kernel_map(self, scaling: float) -> KernelMap | None:
+        """The C kernels compute both softmaxes from the projections."""
         weights = self.query_projection, self.key_projection
         scaled = (with_dtype(weight, torch.float32) * math.sqrt(scaling) for weight in weights)
         return KernelMap(HEDGEHOG, *map(Affine, scaled))
 
-    def forward_queries(self, query, scaling):
+    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The logarithms of both softmaxes of the projected queries."""
         return self._log_softmaxes(query, self.query_projection, scaling)
 
-    def forward_keys(self, key, scaling):
+    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The logarithms of both softmaxes of the projected keys."""
         return self._log_softmaxes(key, self.key_projection, scaling)
 
     def _log_softmaxes(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -300,47 +331,50 @@ class HedgehogFeatureMap(LearnedFeatureMap):
 class T2rFeatureMap(LearnedFeatureMap):
     """phi(x) = relu(x W + b) per key/value head, the same for queries and keys (T2R, Kasai 2021).
 
-    As in the paper there is no constant under the relu: a query with no feature in common with any key gets 0. W
+    As in the paper, no constant is added to the relu: the output of a query that shares no feature with any key is 0. W
     starts as an orthogonal Gaussian matrix, b as 0.
     """
 
     log_features = False
 
-    def __init__(self, num_heads, num_key_value_heads, head_dim, num_features=None):
+    def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
         self.projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features))
         self.bias = nn.Parameter(torch.empty(num_key_value_heads, 1, self.num_features))
 
-    def reset_parameters(self, generator):
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Start with orthogonal Gaussian W and b = 0."""
         heads = [orthogonal_random_matrix(self.num_features, self.head_dim, generator).T for _ in self.bias]
         init.copy_(self.projection, torch.stack(heads))
         init.zeros_(self.bias)
 
-    def forward_keys(self, key, scaling):
+    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """relu(x W + b) of the keys."""
         return (self._project(key, self.projection, scaling) + self.bias.to(accumulation_dtype(key))).relu()
 
-    def forward_queries(self, query, scaling):
+    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """relu(x W + b) of the queries, with W and b of their key/value head."""
         groups = query.shape[1] // self.num_key_value_heads
         weight, bias = (x.repeat_interleave(groups, dim=0) for x in (self.projection, self.bias))
         return (self._project(query, weight, scaling) + bias.to(accumulation_dtype(query))).relu()
 
 
 def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
-    """scaling |x|^2 / 2 over the last axis, kept."""
+    """scaling |x|^2 / 2 over the last axis, which is kept with size 1."""
     return squared_norm(x) * (scaling / 2)
 
 
 def squared_norm(x: torch.Tensor) -> torch.Tensor:
-    """|x|^2 over the last axis, kept."""
-    norm = torch.linalg.vector_norm(accumulated(x), dim=-1, keepdim=True)  # makes no tensor of the size of x
+    """|x|^2 over the last axis, which is kept with size 1."""
+    norm = torch.linalg.vector_norm(accumulated(x), dim=-1, keepdim=True)  # allocates no tensor of the size of x
     return norm.square()
 
 
 def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """`[rows, columns]` whose blocks of `columns` rows are Haar orthogonal, each row with the norm of a Gaussian one.
+    """A random matrix `[rows, columns]` of Haar orthogonal blocks, its rows scaled to the norms of Gaussian vectors.
 
-    LAPACK's QR is not Haar distributed: without multiplying by sign(diag R) (Mezzadri 2007) the kernel estimate is
-    off by a factor of 0.73 to 1.26 at dimension 16. The last block may be partial.
+    Each block has `columns` rows; the last may have fewer. LAPACK's QR is not Haar distributed: without the factor
+    sign(diag R) (Mezzadri 2007), the kernel estimate is off by a factor of 0.73 to 1.26 at dimension 16.
     """
     blocks = []
     for start in range(0, rows, columns):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one entry to the kernels: what a mechanism calls, and where it is decided what computes.
+"""The single entry point to the kernels: the functions that mechanisms call, and the choice of the backend.
 
-On a CPU that is C where the package was installed with it (csrc/, float32 and bfloat16), on CUDA fla-core's kernels
-(extra `gpu`), else torch. All check the same (`kernels_checks`). torch.compile sees one operator (`kernels_operators`);
-torch.export, ONNX and torch.func get plain operations.
+On a CPU the backend is C if the package was installed with it (csrc/, float32 and bfloat16). On CUDA it is fla-core
+(extra `gpu`). Everywhere else it is torch. All backends share the checks of `kernels_checks`. torch.compile sees one
+operator (`kernels_operators`), whereas torch.export, ONNX and torch.func see plain torch operations.
 
 Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, W head dimension of the values,
 F features.
@@ -33,12 +33,12 @@ from .kernels_torch import with_dtype
 
 
 def is_tracing() -> bool:
-    """Inside a graph (torch.compile, torch.export, ONNX), where nothing may branch on data."""
+    """Whether a graph is being built (torch.compile, torch.export, ONNX), in which no branch may depend on data."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def needs_plain(tensor: torch.Tensor) -> bool:
-    """Whether operators of our own would be in the way: in exported graphs, under torch.func, in tensor subclasses."""
+    """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return True
     if torch.compiler.is_compiling():
@@ -47,12 +47,14 @@ def needs_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_eager(tensor: torch.Tensor) -> bool:
-    """Whether this computes at once, on a plain tensor: there, what is fastest eagerly does not make a graph larger."""
+    """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
     return not torch.compiler.is_compiling() and not needs_plain(tensor)
 
 
-def makes_features(query, key, value, key_mask, num_features: int) -> bool:
-    """Whether `map_attention` makes features inside a kernel, so that making them before would only cost memory."""
+def makes_features(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, num_features: int
+) -> bool:
+    """Whether `map_attention` computes the features inside a kernel, so that computing them first wastes memory."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return is_eager(value) and takes_attention(query, key, value, key_mask, num_features)
@@ -69,16 +71,18 @@ def map_attention(
     state: torch.Tensor | None = None,
     log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Attention with a feature map that the kernels know, from queries and keys: features never reach memory in C.
+    """Kernel attention for a feature map that the kernels implement; the C kernels never store the features.
 
-    Args: as `kernel_attention`, but `query [B, H, N, D]` and `key [B, Hkv, S, D]` before the feature map.
+    The arguments are those of `kernel_attention`, except that `query [B, H, N, D]` and `key [B, Hkv, S, D]` are given
+    before the feature map.
 
     Returns:
-        The output `[B, N, H, W]` in the dtype of `query`, and in the accumulation dtype its denominator and log scale
-        `[B, Hkv, G, N, 1]` (None without exponents; a constant without gradient), and the state.
+        The output `[B, N, H, W]` in the dtype of `query`; then, in the accumulation dtype, its denominator
+        `[B, Hkv, G, N, 1]`, the log scale of the same shape (a constant without gradient; None unless the map returns
+        exponents), and the state.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit each other.
+        ValueError: if the shapes, dtypes or devices do not match.
     """
     query_map, key_map = feature_map.query, feature_map.key
     affine = (None,) * 4 if query_map is None or key_map is None else (*key_map, query_map.weight)
@@ -91,7 +95,13 @@ def map_attention(
     return output, denominator, scale if feature_map.log_features else None, state
 
 
-def _with_output(query, output, denominator, scale, state):
+def _with_output(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    denominator: torch.Tensor,
+    scale: torch.Tensor | None,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     return with_dtype(output.flatten(1, 2).transpose(1, 2), query.dtype), denominator, scale, state
 
 
@@ -106,24 +116,24 @@ def kernel_attention(
     state: torch.Tensor | None = None,
     log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, equations 5, 9 and 18-20).
+    """Attention with weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, eq. 5, 9 and 18-20).
 
     Args:
-        query_features: `[B, H, N, F]`, non-negative features, or their logarithms when `log_features`.
-        key_features: `[B, Hkv, S, F]`, likewise. In the causal form S = N and the state lies before the first token.
+        query_features: `[B, H, N, F]`, non-negative features, or their logarithms if `log_features` is true.
+        key_features: `[B, Hkv, S, F]`, likewise. The causal form requires S = N.
         value: `[B, Hkv, S, W]`.
-        key_mask: bool `[B, S]`, False where a key takes no part. A query that sees no key at all returns 0. Integers
-            number packed sequences from 1 (0 at padding): a query then sees the keys of its own sequence alone. At -n
-            is a query of sequence n, whose key takes no part.
-        state: the state after the tokens before these, or None at the start.
-        log_decay: `[Hkv]`, at most 0: the weight of a key is multiplied by exp(log_decay) for every real token between
-            it and the query (ALiBi with slope -log_decay). Causal form only.
+        key_mask: bool `[B, S]`, False where a key is ignored. The output of a query that sees no key is 0. An integer
+            mask numbers packed sequences from 1, with 0 at padding: a query then sees only the keys of its own
+            sequence. An entry -n marks a token of sequence n whose key is ignored.
+        state: the state after all earlier tokens, or None if there are none.
+        log_decay: `[Hkv]`, at most 0. The weight of a key is multiplied by exp(log_decay) for every real token between
+            it and the query, which is ALiBi with slope -log_decay. Causal form only.
 
     Returns:
         The output `[B, H, N, W]` in the accumulation dtype, and the state after these tokens.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit each other.
+        ValueError: if the shapes, dtypes or devices do not match.
     """
     query, key = accumulated(query_features), accumulated(key_features)
     if state is not None and key_mask is None and query.ndim == key.ndim == 4 and query.shape[2] == key.shape[2] == 1:
@@ -137,11 +147,13 @@ def kernel_attention(
 def kernel_sums(
     query_features: torch.Tensor, key_features: torch.Tensor, value: torch.Tensor, *, log_features: bool, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`kernel_attention` before its division (arguments as there), to share a denominator with other keys.
+    """The sums of `kernel_attention` before the division, for a denominator that is shared with other keys.
+
+    The arguments are those of `kernel_attention`.
 
     Returns:
-        `(sums, log_scale, state)`: numerator and denominator `[B, Hkv, G, N, W + 1]`, which stand there divided by
-        exp(log_scale) (`[B, Hkv, G, N, 1]`, a constant without gradient; None for plain features).
+        `(sums, log_scale, state)`. The sums `[B, Hkv, G, N, W + 1]` are the numerator and the denominator, both divided
+        by exp(log_scale); `log_scale [B, Hkv, G, N, 1]` is a constant without gradient, and None for plain features.
     """
     query, key = accumulated(query_features), accumulated(key_features)
     feature_map = KernelMap(EXP if log_features else PLAIN)
@@ -158,7 +170,7 @@ def elementwise_attention(
     key_mask: torch.Tensor | None,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernel_attention` in its causal form from queries and keys whose features are made block by block, not kept."""
+    """Causal `kernel_attention` in torch that computes the features block by block instead of storing them."""
     check_attention(query, key, value, key_mask, None, state, *(None,) * 4, PLAIN, True)
     mask = None if key_mask is None else key_mask[:, None, :, None]
     query = query.unflatten(1, (key.shape[1], -1))
@@ -176,10 +188,10 @@ def attention_step(
     log_features: bool,
     log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernel_attention` of one token after others: `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]`.
+    """`kernel_attention` for one new token: `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]`.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit each other.
+        ValueError: if the shapes, dtypes or devices do not match.
     """
     if (log_features or log_decay is None) and takes_step(query, key, value, state):
         return step_in_c(query, key, value, state, log_decay, log_features)
@@ -189,7 +201,7 @@ def attention_step(
 
 
 def takes_step(*tensors: torch.Tensor) -> bool:
-    """Whether C computes a step of one token with these, outside a graph and without gradients."""
+    """Whether the C kernels compute a step of one token for these tensors: eagerly and without gradients only."""
     if torch.is_grad_enabled() or not is_eager(tensors[0]):
         return False
     return takes(*tensors)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal kernel attention in torch, block by block, with a backward pass that recomputes its sums.
+"""Causal kernel attention in torch, computed block by block, with a backward pass that recomputes its sums.
 
 Axes: B batch, Hkv key/value heads, G query heads per key/value head, N tokens, F features, D head dimension of the
-values, C tokens in a block. Inside the loops B and Hkv are one axis, and G and C another.
+values, C tokens in a block. Inside the loops B and Hkv form one axis, and G and C another.
 
-Autograd through such a loop keeps every block's sums; here nothing of size N x F x D is kept or made. The backward pass
-is two sweeps (Katharopoulos 2020, equations 13-15): forwards for the queries, which meet the sums of what lies before
-them, and backwards for keys and values, which meet those of what lies behind.
+Autograd through such a loop would keep the sums of every block; this implementation stores nothing of size N x F x D.
+The backward pass makes two sweeps (Katharopoulos 2020, equations 13-15). The forward sweep computes the gradients of
+the queries from the sums of the earlier tokens, and the reverse sweep those of keys and values from later tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import functools
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .kernels_cpu import in_large_pages
 from .kernels_torch import BLOCK_SIZE
@@ -34,19 +36,19 @@ from .kernels_torch import with_dtype
 
 
 def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     log_features: bool,
-    key_mask: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-    log_decay: torch.Tensor | None = None,
+    key_mask: Tensor | None = None,
+    state: Tensor | None = None,
+    log_decay: Tensor | None = None,
     gpu_kernel: Callable[..., Any] | None = None,
 ) -> Parts:
-    """`kernels_torch.plain_attention`, causal, in blocks as long as the exponents allow; bool masks only.
+    """Causal `kernels_torch.plain_attention` in blocks as long as the exponents allow; bool masks only.
 
-    `gpu_kernel` is `kernels_fla.causal_attention` where it takes these tensors.
+    `gpu_kernel` is `kernels_fla.causal_attention` if that accepts these tensors, and None otherwise.
     """
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
@@ -59,7 +61,7 @@ def causal_attention(
         options["block_size"] = min(size, BLOCK_SIZE)
         return plain_attention(query, key, value, log_features=log_features, is_causal=True, **options)
     query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
-    if gpu_kernel is not None and not log_features:  # it takes a decay of any steepness as it is
+    if gpu_kernel is not None and not log_features:  # without exponents the kernel handles any decay in one block
         visible = key if mask is None else key * mask
         output, denominator, sums = gpu_kernel(query, visible, value, sums, _faded(log_decay, key, mask))
         return output, denominator, None, sums
@@ -73,7 +75,7 @@ def causal_attention(
             q, scale, k, sums, maximum = exponentiate(q, k, m, sums, maximum)
         k = k if m is None else k * m
         output, denominator, sums = attend(q, k, v, sums, *(() if faded is None else (faded,)))
-        if faded is not None and maximum is not None:  # the sums fade inside, and the maximum takes that over
+        if faded is not None and maximum is not None:  # move the decay of the sums into their maximum
             total = faded.sum(dim=2)
             sums, maximum = sums * (-total.detach()).exp()[..., None, None], maximum + total.detach().unsqueeze(2)
         results.append((output, denominator, scale))
@@ -81,53 +83,62 @@ def causal_attention(
     return *joint, pack_state(sums, maximum)
 
 
-def _faded(log_decay: torch.Tensor | None, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """By how much each token makes all before it fade, `[B, Hkv, N]`."""
+def _faded(log_decay: Tensor | None, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The log decay that each token applies to all tokens before it, `[B, Hkv, N]`."""
     if log_decay is None:
         return None
     faded = log_decay[None, :, None].expand(key.shape[:3])
     return faded if mask is None else faded * mask[..., 0]
 
 
-def gradients_with_graph(function: Callable[..., Any], inputs: Any, grad_outputs: Any) -> list[torch.Tensor | None]:
-    """Gradients of `inputs` that can be differentiated again: through `function`, made of operations of torch alone.
+def gradients_with_graph(function: Callable[..., Any], inputs: Any, grad_outputs: Any) -> list[Tensor | None]:
+    """Gradients of `inputs` that can be differentiated again, through `function`, which uses torch operations only.
 
-    For the backward pass of a function of our own while torch keeps a graph of it (`create_graph=True`).
+    The backward pass of a custom function calls this while torch keeps a graph of it (`create_graph=True`).
     """
-    leaves = [x.view_as(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in inputs]
-    wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    leaves = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     pairs = [(y, g) for y, g in zip(function(*leaves), grad_outputs) if g is not None and y is not None]
     pairs = [(y, g) for y, g in pairs if y.requires_grad]
     found = iter(_grad(pairs, wanted) if pairs else ())
-    return [next(found, None) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in leaves]
+    return [next(found, None) if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
 
 
-def _grad(pairs, wanted):
+def _grad(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     outputs, grads = zip(*pairs)
     return torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True)
 
 
 class ElementwiseMap(NamedTuple):
-    """A feature of every number, and the derivative there; both of a block, which they may not change."""
+    """An elementwise feature map and its derivative; neither may change its argument."""
 
-    function: Callable[[torch.Tensor], torch.Tensor]
-    slope: Callable[[torch.Tensor], torch.Tensor]
+    function: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
 
 
 class CausalAttention(torch.autograd.Function):
     """`apply(query, key, value, state, mask=None, feature_map=None)` -> `(output, denominator, state)`.
 
-    `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]`, `value [B, Hkv, N, D]` in any dtype, `mask` bool `[B, 1, N, 1]`
-    (the keys that count; None for all), `state [B, Hkv, F, D + 1]` (what came before, or None) in the accumulation
-    dtype, as are the results: the output `[B, Hkv, G, N, D]` is normalised, 0 where the denominator
-    `[B, Hkv, G, N, 1]` is 0. Without an ElementwiseMap queries and keys are features already.
+    The arguments `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]` and `value [B, Hkv, N, D]` have any dtype, and the
+    bool `mask [B, 1, N, 1]` is True for visible keys (None: all). The state before the first token, `[B, Hkv, F, D +
+    1]` or None, and the results have the accumulation dtype. The output `[B, Hkv, G, N, D]` is normalised, and 0 where
+    the denominator `[B, Hkv, G, N, 1]` is 0. Without an ElementwiseMap, queries and keys are features already.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, state, mask=None, feature_map=None):
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: Tensor | None,
+        mask: Tensor | None = None,
+        feature_map: ElementwiseMap | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend block by block; see the class for the shapes."""
         dtype = torch.promote_types(value.dtype, torch.float32)
         batch, kv_heads, groups, length, _ = query.shape
-        # Heads beside tokens, as models go on with it.
+        # Models read the output as [B, N, H, D].
         output = query.new_empty(batch, length, kv_heads, groups, value.shape[-1], dtype=dtype)
         output = in_large_pages(output).permute(0, 2, 3, 1, 4)
         denominator = query.new_empty(*query.shape[:-1], 1, dtype=dtype)
@@ -136,7 +147,7 @@ class CausalAttention(torch.autograd.Function):
             shape = out.shape
             q, v = _features(_rows(q), dtype, feature_map), v.flatten(0, 1).to(dtype)
             k = _visible(_features(k.flatten(0, 1), dtype, feature_map), m, kv_heads)
-            # Z is the key of all that came before: with it the scores of a row add up to its denominator.
+            # With Z as one more key, which stands for all earlier ones, the scores of a row sum to its denominator.
             scores = _tril(torch.bmm(q, torch.cat((z, k), dim=1).transpose(1, 2)), before=1)
             total = scores.sum(dim=-1, keepdim=True)
             numerator = torch.bmm(q, sums).baddbmm_(scores[..., 1:], v)
@@ -150,14 +161,17 @@ class CausalAttention(torch.autograd.Function):
         return output, denominator, _state_of(sums, z, key.shape[:2])
 
     @staticmethod
-    def backward(ctx, grad_output, grad_denominator, grad_state):
+    def backward(
+        ctx: Any, grad_output: Tensor, grad_denominator: Tensor, grad_state: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key, value and state, from sums that are recomputed block by block."""
         if torch.is_grad_enabled():
             *inputs, _, _ = ctx.saved_tensors
             plain = functools.partial(_plain, feature_map=ctx.feature_map)
             return *gradients_with_graph(plain, inputs, (grad_output, grad_denominator, grad_state)), None
         query, key, value, state, mask, output, denominator = ctx.saved_tensors
         feature_map, dtype, kv_heads = ctx.feature_map, output.dtype, key.shape[1]
-        # d output = d numerator / denominator - output d denominator / denominator; none where nothing is to be seen
+        # d output = (d numerator - output d denominator) / denominator, and 0 for queries that see no key
         is_nothing = denominator < torch.finfo(dtype).tiny
         inverse = denominator.reciprocal().masked_fill_(is_nothing, 0.0)
         grads = [in_large_pages(torch.empty_like(tensor)) for tensor in (query, key, value)]
@@ -187,8 +201,15 @@ class CausalAttention(torch.autograd.Function):
         return *grads, None if state is None else _state_of(sums, z, key.shape[:2]), None, None
 
 
-def _plain(query, key, value, state, mask, feature_map):
-    """The same in plain operations."""
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor | None,
+    mask: Tensor | None,
+    feature_map: ElementwiseMap | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`CausalAttention` in plain operations, for second derivatives."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     query, key = (_features(x, dtype, feature_map) for x in (query.flatten(1, 2), key))
     key_mask = None if mask is None else mask[:, 0, :, 0]
@@ -198,46 +219,48 @@ def _plain(query, key, value, state, mask, feature_map):
     return output, denominator, state
 
 
-def _features(x: torch.Tensor, dtype: torch.dtype, feature_map: ElementwiseMap | None) -> torch.Tensor:
+def _features(x: Tensor, dtype: torch.dtype, feature_map: ElementwiseMap | None) -> Tensor:
     return x.to(dtype) if feature_map is None else feature_map.function(x.to(dtype))
 
 
-def _before_map(grad: torch.Tensor, x: torch.Tensor, feature_map: ElementwiseMap | None) -> torch.Tensor:
-    """The gradient of `x` from that of its features; in place."""
+def _before_map(grad: Tensor, x: Tensor, feature_map: ElementwiseMap | None) -> Tensor:
+    """The gradient of `x`, computed in place from the gradient of its features."""
     return grad if feature_map is None else grad.mul_(feature_map.slope(x.to(grad.dtype)))
 
 
-def _visible(key: torch.Tensor, mask: torch.Tensor | None, kv_heads: int) -> torch.Tensor:
-    """`key [B Hkv, C, F]` and 0 where the `mask [B, 1, C, 1]` is False."""
+def _visible(key: Tensor, mask: Tensor | None, kv_heads: int) -> Tensor:
+    """`key [B Hkv, C, F]` with 0 where the `mask [B, 1, C, 1]` is False."""
     return key if mask is None else key * mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
 
 
-def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The blocks of C tokens of tensors whose last axis but one is N, views; None for what is missing."""
+def _blocks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Views of blocks of C tokens; N is the last axis but one of each tensor, and a missing tensor gives None."""
     return zip(*(itertools.repeat(None) if x is None else x.split(BLOCK_SIZE, dim=-2) for x in tensors))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """`[B, Hkv, G, C, X]` -> `[B Hkv, G C, X]`."""
     return x.flatten(2, 3).flatten(0, 1)
 
 
-def _tril(scores: torch.Tensor, before: int = 0) -> torch.Tensor:
-    """`[B Hkv, G C, before + C]`, 0 where the key comes after the query; in place."""
+def _tril(scores: Tensor, before: int = 0) -> Tensor:
+    """Set scores `[B Hkv, G C, before + C]` to 0, in place, where the key comes after the query."""
     columns = scores.shape[-1]
     if scores.numel():
         scores.view(scores.shape[0], -1, columns - before, columns).tril_(before)
     return scores
 
 
-def _grad_of_sums(grad_output, grad_denominator, output, inverse):
+def _grad_of_sums(
+    grad_output: Tensor, grad_denominator: Tensor, output: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of numerator `[B Hkv, G C, D]` and denominator `[B Hkv, G C, 1]` of a block."""
     grad = grad_output * inverse
     return _rows(grad), _rows(grad_denominator - (grad * output).sum(dim=-1, keepdim=True))
 
 
-def _sums_of(state, key, value, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """S `[B Hkv, F, D]` and Z `[B Hkv, 1, F]` of a state, copies that may be changed."""
+def _sums_of(state: Tensor | None, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Copies of S `[B Hkv, F, D]` and Z `[B Hkv, 1, F]` of a state, which the caller may change."""
     if state is None:
         heads, features = key.shape[0] * key.shape[1], key.shape[-1]
         sums = key.new_zeros(heads, features, value.shape[-1], dtype=dtype)
@@ -246,6 +269,6 @@ def _sums_of(state, key, value, dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return state[..., :-1].clone(memory_format=torch.contiguous_format), state[:, None, :, -1].clone()
 
 
-def _state_of(sums, z, heads) -> torch.Tensor:
+def _state_of(sums: Tensor, z: Tensor, heads: torch.Size) -> Tensor:
     """The inverse of `_sums_of`."""
     return torch.cat((sums, z.transpose(1, 2)), dim=-1).unflatten(0, heads)

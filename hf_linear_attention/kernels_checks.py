@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels take: every shape, dtype and device is compared here, once, before anything is computed.
+"""The checks of the kernels' arguments: shapes, dtypes and devices are compared here before anything is computed.
 
-The same checks serve C and torch, so that a mistake is the same ValueError on every machine. Axes: B batch, H query
-heads, Hkv key/value heads, N queries, S keys, D head_dim, W head dimension of the values, F features.
+C and torch share these checks, so a mistake raises the same ValueError on every machine. Axes: B batch, H query heads,
+Hkv key/value heads, N queries, S keys, D head_dim, W head dimension of the values, F features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from .kernels_torch import EXP
 from .kernels_torch import HEDGEHOG
@@ -18,16 +21,16 @@ from .kernels_torch import accumulation_dtype
 Shape = tuple["int | None", ...]
 
 
-def check_shape(name: str, tensor: torch.Tensor | None, *shapes: Shape, like: torch.Tensor) -> None:
-    """Refuse a tensor that has none of these shapes (None: any length), or is not where `like`, the queries, are.
+def check_shape(name: str, tensor: Tensor | None, *shapes: Shape, like: Tensor) -> None:
+    """Check that a tensor has one of these shapes (None: any length) and is on the device of `like`, the queries.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if it does not, with the actual and the expected shape or device.
     """
     if tensor is None or (tensor.shape in shapes and tensor.device == like.device):
         return
     if tensor.device != like.device:
-        raise ValueError(f"`{name}` is on {tensor.device} and the queries on {like.device}; move one of them.")
+        raise ValueError(f"`{name}` is on {tensor.device} and the queries are on {like.device}; move one of them.")
     got = tensor.shape
     for shape in shapes:
         if len(got) == len(shape) and all(n is None or n == m for n, m in zip(shape, got)):
@@ -41,21 +44,21 @@ def check_shape(name: str, tensor: torch.Tensor | None, *shapes: Shape, like: to
     )
 
 
-def check_axes(x: torch.Tensor) -> None:
-    """The argument of the operator `elu_plus_one`.
+def check_axes(x: Tensor) -> None:
+    """Check the argument of the operator `elu_plus_one`.
 
     Raises:
-        ValueError: if it has not four axes.
+        ValueError: if it does not have four axes.
     """
     if x.ndim != 4:
         raise ValueError(f"`x` has {x.ndim} axes; it must be [batch, heads, length, head_dim].")
 
 
-def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int]:
-    """`query [B, H, N, D]`, `key [B, Hkv, S, any]`, `value [B, Hkv, S, W]` with H a multiple of Hkv -> B, H, Hkv.
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+    """Check `query [B, H, N, D]`, `key [B, Hkv, S, any]` and `value [B, Hkv, S, W]`, and return B, H and Hkv.
 
     Raises:
-        ValueError: naming the shapes that do not fit.
+        ValueError: if the shapes do not match, H is not a multiple of Hkv, or a tensor is not floating-point.
     """
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(
@@ -67,18 +70,20 @@ def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
     check_shape("key", key, (batch, None, None, None), like=query)
     check_shape("value", value, (batch, kv_heads, length, None), like=query)
     if not kv_heads or heads % kv_heads:
-        raise ValueError(f"Got {heads} query heads and {kv_heads} key/value heads; the first must be a multiple.")
+        raise ValueError(
+            f"Got {heads} query heads and {kv_heads} key/value heads; the first must be a multiple of the second."
+        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not tensor.is_floating_point():
             raise ValueError(f"`{name}` is {tensor.dtype}; it must be a floating-point tensor.")
     return batch, heads, kv_heads
 
 
-def check_mask(mask: torch.Tensor | None, key: torch.Tensor, query: torch.Tensor) -> None:
-    """`[B, S]`, bool, or integers that number packed sequences.
+def check_mask(mask: Tensor | None, key: Tensor, query: Tensor) -> None:
+    """Check a key mask `[B, S]`: bool, or integers that number packed sequences.
 
     Raises:
-        ValueError: for another shape or dtype.
+        ValueError: if it has another shape or dtype.
     """
     if mask is None:
         return
@@ -91,29 +96,41 @@ def check_mask(mask: torch.Tensor | None, key: torch.Tensor, query: torch.Tensor
 
 
 def check_attention(
-    query, key, value, key_mask, log_decay, state, key_weight, key_bias, key_norm, query_weight, function, is_causal
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    key_weight: Tensor | None,
+    key_bias: Tensor | None,
+    key_norm: Tensor | None,
+    query_weight: Tensor | None,
+    function: int,
+    is_causal: bool,
 ) -> int:
-    """The arguments of the operator `attention` (see kernels_operators) fit each other -> F, its features.
+    """Check the arguments of the operator `attention` (see kernels_operators) and return F, the number of features.
 
     Raises:
-        ValueError: for the first that does not, with the size that was got and the one that is needed.
+        ValueError: for the first invalid argument, with the actual and the expected size.
     """
     batch, heads, kv_heads = check_heads(query, key, value)
     check_mask(key_mask, key, query)
     if is_causal and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"Got {query.shape[2]} queries and {key.shape[2]} keys; causal attention needs as many keys as queries, "
-            "older ones are in the state."
+            "because the state holds the older keys."
         )
     check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
     if function not in range(4):
         raise ValueError(f"`function` = {function} is not one of 0 (none), 1 (elu + 1), 2 (exp) and 3 (Hedgehog).")
     if (key_weight is None) != (query_weight is None):
-        raise ValueError("`key_weight` and `query_weight` go together; give both or none.")
+        raise ValueError("`key_weight` and `query_weight` belong together; pass both or neither.")
     if (key_bias is not None or key_norm is not None) and (key_weight is None or function == HEDGEHOG):
         raise ValueError(
             f"Got `key_bias` or `key_norm` with `function` = {function} and "
-            f"{'no' if key_weight is None else 'a'} `key_weight`; they need one, and Hedgehog (3) has neither."
+            f"{'no' if key_weight is None else 'a'} `key_weight`; they need a `key_weight`, and Hedgehog (3) takes "
+            "neither of them."
         )
     if key_weight is None:
         columns = key.shape[3]
@@ -126,17 +143,19 @@ def check_attention(
     features = columns * (1 + (function == HEDGEHOG))
     check_shape("log_decay", log_decay, (kv_heads,), like=query)
     if log_decay is not None and not is_causal:
-        raise ValueError("`log_decay` is for causal attention; leave it out where queries look both ways.")
+        raise ValueError("`log_decay` is for causal attention only; leave it out for bidirectional attention.")
     if state is not None:
         check_state("state", state, (batch, kv_heads, features, value.shape[3] + 1 + (function >= EXP)), query, value)
     return features
 
 
-def check_step(query, key, value, state, log_decay, log_features: bool) -> None:
-    """`check_attention` of one token after others, quickly where all is well.
+def check_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+) -> None:
+    """`check_attention` for one new token, with a fast path for valid arguments.
 
     Raises:
-        ValueError: for the first argument that does not fit.
+        ValueError: for the first invalid argument.
     """
     device = query.device
     if query.ndim == key.ndim == value.ndim == 4 and log_decay is None:
@@ -157,25 +176,25 @@ def check_step(query, key, value, state, log_decay, log_features: bool) -> None:
     check_attention(query, key, value, None, log_decay, state, *(None,) * 4, EXP if log_features else PLAIN, True)
 
 
-def check_state(name: str, state: torch.Tensor, shape: Shape, query: torch.Tensor, value: torch.Tensor) -> None:
-    """A state of this shape, in the accumulation dtype of the values.
+def check_state(name: str, state: Tensor, shape: Shape, query: Tensor, value: Tensor) -> None:
+    """Check that a state has this shape and the accumulation dtype of the values.
 
     Raises:
-        ValueError: for another shape or dtype.
+        ValueError: if it has another shape or dtype.
     """
     check_shape(name, state, shape, like=query)
     if state.dtype != accumulation_dtype(value):
         raise ValueError(
-            f"`{name}` is {state.dtype}; with values of {value.dtype} it must be {accumulation_dtype(value)}, whose "
-            "sums keep growing."
+            f"`{name}` is {state.dtype}; with values of {value.dtype} it must be {accumulation_dtype(value)}, because "
+            "sums in a narrower dtype stop growing."
         )
 
 
-def check_results(query: torch.Tensor, **results: tuple[torch.Tensor | None, Shape, torch.dtype]) -> None:
-    """Results of a forward pass, or gradients of them: tensors with their shape and dtype.
+def check_results(query: Tensor, **results: tuple[Tensor | None, Shape, torch.dtype]) -> None:
+    """Check the results of a forward pass, or their gradients, each given as `(tensor, shape, dtype)`.
 
     Raises:
-        ValueError: for the first that has others.
+        ValueError: for the first tensor of another shape or dtype.
     """
     for name, (tensor, shape, dtype) in results.items():
         check_shape(name, tensor, shape, like=query)
@@ -184,12 +203,22 @@ def check_results(query: torch.Tensor, **results: tuple[torch.Tensor | None, Sha
 
 
 def check_attention_results(
-    query, key, value, features, function, grad_output, grad_denominator, grad_state, output, denominator, needed
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: int,
+    function: int,
+    grad_output: Tensor | None,
+    grad_denominator: Tensor | None,
+    grad_state: Tensor | None,
+    output: Tensor,
+    denominator: Tensor,
+    needed: Sequence[bool],
 ) -> None:
-    """What the operator `attention_backward` takes besides the arguments of `attention`.
+    """Check what the operator `attention_backward` takes in addition to the arguments of `attention`.
 
     Raises:
-        ValueError: for the first that does not fit.
+        ValueError: for the first invalid argument.
     """
     (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
     by_head, per_query = (batch, length, heads, width), (batch, kv_heads, heads // kv_heads, length, 1)

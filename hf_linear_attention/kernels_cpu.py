@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C kernels for CPUs (csrc/), if the package is installed with them: found, checked, and called through ctypes.
+"""The C kernels for CPUs (csrc/), if the package was installed with them: found, checked, and called through ctypes.
 
-The libraries stand in the folder of the installed package `hf_linear_attention`, one per instruction set; a checkpoint
-carries none, and its code finds those of the package without importing it. Nothing is compiled here. Functions of this
-file hand addresses to C: the operators (`kernels_operators`, `kernels_hybrid`, `kernels_slots`), which check every size
-before, are their only callers.
+The libraries are in the folder of the installed package `hf_linear_attention`, one per instruction set. A checkpoint
+carries none of them; its code finds those of the package without importing it. Nothing is compiled here. The functions
+of this file pass addresses to C, so only the operators (`kernels_operators`, `kernels_hybrid`, `kernels_slots`), which
+check every size first, may call them.
 
-Where there are fewer key/value heads than cores, attention is computed in parts. Forward, a long sequence is cut: each
-part first sums up its own keys, then every part attends with the merged state of those before it (in the bidirectional
-form with the state of all). That reads keys twice, which two cores win back. Backward, the query heads of a group are
-divided: each part makes gradients of keys and values of its own, which are added up.
+If there are fewer key/value heads than cores, attention is computed in parts. In the forward pass a long sequence is
+cut: each part first sums its own keys, and then attends with the merged state of the parts before it (in the
+bidirectional form, of all parts). Keys are thus read twice, which pays off from two cores on. In the backward pass the
+query heads of a group are divided: each part computes its own gradients of keys and values, which are then added.
 
 Axes: B batch, H query heads, Hkv key/value heads, G query heads per key/value head, N queries, S keys, F features, W
 head dimension of the values.
@@ -45,28 +45,28 @@ BACKEND_VARIABLE = "HF_LINEAR_ATTENTION_BACKEND"
 BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
-# What csrc/linear_attention.h says of itself: its version, bytes of its structs, and the lengths of its lists.
+# The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
 ABI = (1, 48, 88, 96, 30, 20, 5, 31)
 INSTALL = "install the package on a machine with a C compiler (gcc or clang): `pip install hf-linear-attention`"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-# Some rows lie on the stack, of 8 MB or less in a thread: beyond this many columns torch computes.
+# The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.
 MOST_COLUMNS = 1 << 16
-# Tokens; a sequence is not cut into shorter parts, where threads cost more than they win.
+# The shortest part of a sequence, in tokens; threads cost more than they save on shorter ones.
 SHORTEST_PART = 4096
-# Places in the lists of csrc/linear_attention.h.
+# Indices into the tensor lists of csrc/linear_attention.h.
 QUERY, KEY, VALUE, MASK, DECAY = range(5)
 QUERY_MAP, STATE, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = 8, *range(11, 16)
 GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(16, 20)
 GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 20, 21, 22, 23, 26, 29
-# What belongs to query heads, and the gradients to which every query head adds.
+# The tensors that are per query head, and the gradients to which every query head of a group adds.
 OF_QUERIES = (QUERY, QUERY_MAP, OUTPUT, DENOMINATOR, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY, GRAD_QUERY_MAP)
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
-# Bytes; what glibc takes from the system anew at every call.
+# In bytes: glibc requests allocations of this size from the system at every call.
 LARGE = 1 << 22
 
 
 class KernelBackend(NamedTuple):
-    """What computes on a CPU: `name` is `c` or `torch`, `instruction_set` that of the C kernels, `reason` says why."""
+    """The backend on a CPU: `c` or `torch`, the instruction set of the C kernels or None, and the reason."""
 
     name: str
     instruction_set: str | None
@@ -75,10 +75,10 @@ class KernelBackend(NamedTuple):
 
 @functools.cache
 def requested_backend() -> str:
-    """The value of the environment variable `HF_LINEAR_ATTENTION_BACKEND`: `auto` or `torch`.
+    """The value of the environment variable `HF_LINEAR_ATTENTION_BACKEND`: `auto` (the default) or `torch`.
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if it has another value.
     """
     backend = os.environ.get(BACKEND_VARIABLE, "auto")
     if backend not in BACKENDS:
@@ -87,16 +87,16 @@ def requested_backend() -> str:
 
 
 def kernel_backend() -> KernelBackend:
-    """Which kernels compute on a CPU here, and why.
+    """The backend that computes attention on this CPU, and the reason.
 
-    The C kernels take float32 and bfloat16. float16 and float64 run everywhere, in torch; sums and states of float16
-    are float32, as those of bfloat16 are.
+    The C kernels support float32 and bfloat16. torch computes float16 and float64; sums and states of float16 and
+    bfloat16 are float32.
     """
     return _loaded()[1]
 
 
 def library() -> Any:
-    """The C library, or None where torch computes."""
+    """The C library, or None if torch computes."""
     return _loaded()[0]
 
 
@@ -106,7 +106,7 @@ def _loaded() -> tuple[Any, KernelBackend]:
         return None, KernelBackend("torch", None, f"`{BACKEND_VARIABLE}` is `torch`.")
     folder = package_folder()
     if folder is None:
-        return _without(f"The package {PACKAGE} is not installed; to have its C kernels, {INSTALL}.")
+        return _without(f"The package {PACKAGE} is not installed; to get its C kernels, {INSTALL}.")
     path = folder / f"_kernels_base{SUFFIX}"
     if not path.exists():
         return _without(f"The package in {folder} was installed without its C kernels; {INSTALL}.")
@@ -120,7 +120,7 @@ def _loaded() -> tuple[Any, KernelBackend]:
     try:
         best = load(folder / f"_kernels_{name}{SUFFIX}")
     except (OSError, ValueError) as error:
-        logger.info("The C kernels for %s cannot be used, those for any processor are: %s", name, error)
+        logger.info("The C kernels for %s cannot be used; those for any processor are used instead: %s", name, error)
         name, best = "base", base
     return best, KernelBackend("c", name, f"{folder / f'_kernels_{name}{SUFFIX}'} fits this processor.")
 
@@ -131,7 +131,7 @@ def _without(reason: str) -> tuple[None, KernelBackend]:
 
 
 def package_folder() -> Path | None:
-    """Where the package is installed, found without importing it; None if it is not."""
+    """The folder of the installed package, found without importing it; None if the package is not installed."""
     try:
         spec = importlib.util.find_spec(PACKAGE)
     except (ImportError, ValueError):  # ValueError: in sys.modules without a spec
@@ -140,18 +140,18 @@ def package_folder() -> Path | None:
 
 
 def load(path: Path) -> Any:
-    """The library at `path`, its functions declared.
+    """Load the library at `path` and declare its functions.
 
     Raises:
-        OSError: if there is none, or it cannot be loaded.
-        ValueError: if it is of another version than this file.
+        OSError: if the file is missing or cannot be loaded.
+        ValueError: if it is not a library of this package, or is of another version than this file.
     """
     loaded = ctypes.CDLL(str(path))
-    numbers = (ctypes.c_int64 * 256)()  # room for what another version may have to say
+    numbers = (ctypes.c_int64 * 256)()  # another version may write more numbers than ABI has
     try:
         loaded.abi(numbers)
     except AttributeError as error:
-        raise ValueError(f"{path} is no library of {PACKAGE}.") from error
+        raise ValueError(f"{path} is not a library of {PACKAGE}.") from error
     found = tuple(numbers[: len(ABI)])
     if found != ABI or any(numbers[len(ABI) :]):
         raise ValueError(
@@ -166,7 +166,7 @@ def load(path: Path) -> Any:
 
 
 def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> bool:
-    """Whether these tensors are on a CPU, of such dtypes and not too wide, and there is a library to compute with."""
+    """Whether the C kernels support these tensors: a library is loaded, and device, dtype and row length fit."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -176,7 +176,7 @@ def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_
 
 
 def attend(function: Sequence[int], tensors: Sequence[Any]) -> None:
-    """`run_attention("attention_forward", ...)`, in parts where that makes use of more cores."""
+    """`run_attention("attention_forward", ...)`, in parts if that uses more cores."""
     query, key, is_causal = tensors[QUERY], tensors[KEY], function[2]
     length, pairs = key.shape[3], query.shape[0] * query.shape[1]
     count = min(torch.get_num_threads() // max(1, pairs), length // SHORTEST_PART)
@@ -198,7 +198,7 @@ def attend(function: Sequence[int], tensors: Sequence[Any]) -> None:
 
 
 def differentiate(function: Sequence[int], tensors: Sequence[Any]) -> None:
-    """`run_attention("attention_backward", ...)`, in parts where that makes use of more cores."""
+    """`run_attention("attention_backward", ...)`, in parts if that uses more cores."""
     pairs, groups = tensors[QUERY].shape[0] * tensors[QUERY].shape[1], tensors[QUERY].shape[2]
     count = min(torch.get_num_threads() // max(1, pairs), groups)
     if count < 2:
@@ -211,7 +211,7 @@ def differentiate(function: Sequence[int], tensors: Sequence[Any]) -> None:
             part[place] = None if part[place] is None else part[place][:, :, heads]
         for place in SHARED:
             part[place] = None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32)
-        part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # of all query heads together
+        part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # all query heads share it, so it counts once
         parts.append(part)
     run_attention("attention_backward", function, *parts)
     for place in SHARED:
@@ -225,14 +225,14 @@ def _ranges(length: int, count: int) -> list[slice]:
 
 
 def _states(function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slice]) -> list[torch.Tensor]:
-    """The state before each part; the bidirectional form needs that after the last one."""
+    """The state before each part; in the bidirectional form also the state after the last part."""
     is_exp, is_causal = function[1] >= EXP, function[2]
     mask, decay, first = (tensors[place] for place in (MASK, DECAY, STATE))
     keys = keys[:-1] if is_causal else keys
     parts = [_part(tensors, slice(0, 0), part, None) for part in keys]
     for part in parts:
         part[NEW_STATE] = torch.empty_like(tensors[NEW_STATE])
-        if is_causal:  # as many queries as keys, but no group of them: keys alone
+        if is_causal:  # C needs as many queries as keys; an empty group axis leaves only the keys to compute
             part[QUERY] = tensors[QUERY][:, :, :0]
     run_attention("attention_forward", function, *parts)
     if first is None:
@@ -249,7 +249,7 @@ def _states(function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slic
 
 
 def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tensor | None) -> list[Any]:
-    """The tensors of these queries and keys, views."""
+    """Views of the tensors for these queries and keys."""
     part = list(tensors)
     for places, tokens in (((QUERY, OUTPUT, DENOMINATOR, SCALE), queries), ((KEY, VALUE, MASK), keys)):
         for place in places:
@@ -261,10 +261,13 @@ def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tens
 def run_attention(name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None]) -> None:
     """Call `attention_forward`, `attention_backward`, `window_forward`, `window_backward` or `slots_forward`.
 
-    All `calls` at once, and the heads of each, spread over threads. `function` is the number of features, the map and
-    whether causal (of a window: places, sinks, True). The first tensors of a call are `query [B, Hkv, G, N, D]`,
-    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`, the others as csrc/linear_attention.h lists them, None where
-    missing.
+    All `calls`, and the heads of each, run at once in several threads. `function` holds the number of features, the
+    feature map and whether attention is causal (for a window: its keys per query, sinks, True). The first tensors of a
+    call are `query [B, Hkv, G, N, D]`, `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the
+    order of csrc/linear_attention.h, with None for a missing tensor.
+
+    Raises:
+        MemoryError: if the kernel finds no memory for its working space.
     """
     tasks: list[Callable[[], None]] = []
     for tensors in calls:
@@ -282,11 +285,13 @@ def _run(task: Callable[[], None]) -> None:
     task()
 
 
-def _call(name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None]):
-    """`call(start, stop)` for these numbers of a (batch, head) pair, and how many pairs there are."""
+def _call(
+    name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None]
+) -> tuple[Callable[[int, int], None], int]:
+    """`call(start, stop)`, which computes these (batch, head) pairs, and the number of pairs."""
     query, key, value, *_ = tensors
     if query is None or key is None or value is None:
-        raise ValueError("queries, keys and values are needed")
+        raise ValueError("Queries, keys and values are required; got None.")
     batch, heads, groups, length, inputs = query.shape
     features, *how = function
     shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how)
@@ -299,8 +304,15 @@ def _call(name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | N
     return call, batch * heads
 
 
-def run_plain_step(query, key, value, state, output, new_state) -> None:
-    """One token of plain features, dense: `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]`."""
+def run_plain_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    output: torch.Tensor,
+    new_state: torch.Tensor,
+) -> None:
+    """One token with plain features: dense `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]`."""
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     addresses = [tensor.data_ptr() for tensor in (query, key, value, state, output, new_state)]
     library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
@@ -313,9 +325,12 @@ def run_step(
     scaling: float | None = None,
     offsets: Sequence[int] = (0,),
 ) -> None:
-    """`log_step` or `hybrid_step` of dense tensors, in the order of csrc/linear_attention.h.
+    """Call `log_step` or `hybrid_step` with dense tensors in the order of csrc/linear_attention.h.
 
-    The last tensor has room for several results, which begin at these `offsets`, in numbers of 4 bytes.
+    The last tensor has room for several results, which begin at these `offsets`, in units of 4 bytes.
+
+    Raises:
+        MemoryError: if the kernel finds no memory for its working space.
     """
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     numbers = [None if x is None else x.data_ptr() for x in tensors]
@@ -333,18 +348,18 @@ def run_elu_plus_one(x: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, of whose new memory Linux is asked for pages of 2 MB: small ones cost more than a kernel's work."""
+    """Ask Linux to back a new large `tensor` by pages of 2 MB: faults of small pages cost more than a kernel's work."""
     size = tensor.numel() * tensor.element_size()
     if size >= LARGE and tensor.device.type == "cpu" and type(tensor) is torch.Tensor and sys.platform == "linux":
         start = tensor.data_ptr()
         skip = -start % mmap.PAGESIZE
-        # Advice: failure costs nothing but time.
+        # The call is only advice, so its failure can be ignored.
         _libc().madvise(start + skip, (size - skip) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
     return tensor
 
 
 def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
-    """For each its address, its strides but the last, which must be 1, and the size of a number, all in bytes."""
+    """For each tensor, in bytes: its address, its strides except the last, which must be 1, and its element size."""
     numbers: list[int] = []
     for tensor in tensors:
         if tensor is None:
@@ -364,5 +379,5 @@ def _libc() -> Any:
 
 @functools.cache
 def _threads(count: int, process: int) -> ThreadPoolExecutor:
-    """A pool of its own for every process: threads do not survive a fork."""
+    """A thread pool per process, because threads do not survive a fork."""
     return ThreadPoolExecutor(count, thread_name_prefix="linear_attention")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `hybrid`: exact softmax to a window and to sinks, with gradients, and one decoding step of it all.
+"""The operators of `hybrid`: exact softmax over a window and sinks, with gradients, and one whole decoding step.
 
 Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, D head_dim, F features, W head dimension of
-the values, w places of a window.
+the values, w tokens of a window.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .kernels import needs_plain
 from .kernels_causal import gradients_with_graph
@@ -46,21 +47,21 @@ WINDOW = (
 
 
 def exact_part(
-    query: torch.Tensor,
+    query: Tensor,
     near: NearKeys,
     sinks: SinkKeys,
     scaling: float,
-    log_decay: torch.Tensor | None = None,
+    log_decay: Tensor | None = None,
     is_scale_constant: bool = True,
-    sink_query: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exact softmax to a window and to sinks, see `kernels_window.plain_window`.
+    sink_query: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact softmax over a window and sinks; see `kernels_window.plain_window`.
 
     Returns:
-        Output `[B, Hkv, G, N, W]`, logarithm of its denominator and largest logit `[B, Hkv, G, N, 1]`.
+        The output `[B, Hkv, G, N, W]`, the logarithm of its denominator and the largest logit `[B, Hkv, G, N, 1]`.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit each other.
+        ValueError: if the shapes, dtypes or devices do not match.
     """
     given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
     if near.numbers is not None:
@@ -75,12 +76,22 @@ def exact_part(
     return plain_window(*given, scaling, log_decay=log_decay, is_scale_constant=is_scale_constant, **options)
 
 
-def hybrid_step(*given: Any) -> list[torch.Tensor]:
-    """The operator of that name, see `_hybrid_step`; only where `kernels.takes_step` says so."""
+def hybrid_step(*given: Any) -> list[Tensor]:
+    """Call the operator `hybrid_step` (see `_hybrid_step`); only valid if `kernels.takes_step` returned True."""
     return without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
 
 
-def _window(query, key, value, visible, sink_key, sink_value, seen, sink_query, scaling):
+def _window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    seen: Tensor,
+    sink_query: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, ...]:
     given = (query, key, value, visible, sink_key, sink_value, seen, sink_query)
     width = check_window(*given)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
@@ -92,17 +103,17 @@ def _window(query, key, value, visible, sink_key, sink_value, seen, sink_query, 
     return output, size, largest
 
 
-def _takes_window(query, key, value, visible, *sinks) -> bool:
-    """Without queries C would leave the gradients of keys unwritten."""
+def _takes_window(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *sinks: Tensor | None) -> bool:
+    """Whether C computes; without queries it would leave the gradients of the keys unwritten."""
     return bool(query.shape[2]) and takes_attention(query, key, value, visible, 1) and takes(*sinks)
 
 
-def _window_laid_out(output, size, largest):
-    """As the operator has them."""
+def _window_laid_out(output: Tensor, size: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The results in the layout of the operator."""
     return output.flatten(1, 2).transpose(1, 2), size, largest
 
 
-def _new_window_outputs(query, key, value, *_):
+def _new_window_outputs(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     (batch, heads, length, _), kv_heads = query.shape, key.shape[1]
     dtype = accumulation_dtype(query)
     output = query.new_empty(batch, length, heads, value.shape[-1], dtype=dtype)
@@ -110,12 +121,12 @@ def _new_window_outputs(query, key, value, *_):
     return output, size, largest
 
 
-def _fake_window(*given):
+def _fake_window(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     check_window(*given[:8])
     return _new_window_outputs(*given)
 
 
-def _window_backward(grad_output, grad_size, *given):
+def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *given: Any) -> list[Tensor]:
     *inputs, scaling, output, size = given
     width = check_window(*inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
@@ -138,14 +149,14 @@ def _window_backward(grad_output, grad_size, *given):
     return [*grads, or_nothing(grad_sink_query, query)]
 
 
-def _fake_window_backward(grad_output, grad_size, *given):
+def _fake_window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *given: Any) -> list[Tensor]:
     query, key, value, _, sink_key, sink_value, _, sink_query = given[:8]
     check_window(*given[:8])
     grads = [x.new_empty(x.shape) for x in (query, key, value, sink_key, sink_value)]
     return [*grads, query.new_empty(0) if sink_query is None else sink_query.new_empty(sink_query.shape)]
 
 
-def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling: float) -> list[torch.Tensor]:
+def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling: float) -> list[Tensor]:
     leaves: Any = [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
     with torch.enable_grad():
         outputs = _window_laid_out(*plain_window(*(*leaves, scaling)))
@@ -153,18 +164,20 @@ def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling
     return [grad.contiguous() for grad, x in zip(grads, leaves) if x is None or x.requires_grad]
 
 
-def _save_window(ctx, inputs, output):
+def _save_window(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.scaling = inputs[8]
     ctx.save_for_backward(*inputs[:8], output[0], output[1])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate_window(ctx, grad_output, grad_size, _):
+def _differentiate_window(
+    ctx: Any, grad_output: Tensor | None, grad_size: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
     *inputs, output, size = ctx.saved_tensors
     if torch.is_grad_enabled():
 
-        def plain(*leaves):
+        def plain(*leaves: Any) -> tuple[Tensor, Tensor, Tensor]:
             return _window_laid_out(*plain_window(*(*leaves, ctx.scaling)))
 
         return *gradients_with_graph(plain, inputs, (grad_output, grad_size, None)), None
@@ -174,27 +187,38 @@ def _differentiate_window(ctx, grad_output, grad_size, _):
     return *grads, None
 
 
-def _window_arguments(scaling: float, query, key, value, visible, sink_key, sink_value, seen, sink_query):
-    """In five axes each."""
+def _window_arguments(
+    scaling: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    seen: Tensor,
+    sink_query: Tensor | None,
+) -> list[Tensor | None]:
+    """The arguments of the C kernel, with five axes each."""
     kv_heads = key.shape[1]
     numbers = (visible[:, None, None, :, None], seen[:, None, None], torch.full((1, 1, 1, 1, 1), scaling))
     visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
     key, value, sink_key, sink_value = (with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
-    query, sink_query = (None if x is None else grouped(with_rows(x), kv_heads) for x in (query, sink_query))
-    return [query, key, value, visible, sink_key, sink_value, seen, sink_query, scale]
+    sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)
+    return [grouped(with_rows(query), kv_heads), key, value, visible, sink_key, sink_value, seen, sink_query, scale]
 
 
 def _hybrid_step(
-    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight,
-    key_dim, scaling,
-):  # fmt: skip
-    """One real token of `hybrid` after others: the oldest place of the window goes to the far sums.
+    query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
+    query_exponent: Tensor, key_exponent: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
+    log_scale: Tensor | None, norm_weight: Tensor | None, key_dim: int, scaling: float,
+) -> list[Tensor]:  # fmt: skip
+    """One new real token of `hybrid`; the oldest token of the window moves to the far sums.
 
-    `sink_query [B, H, 1, D]` is what sinks are compared with, the query itself if None. With `position [B, 1]` (int32,
-    of the token) the state has an eighth tensor, the positions of the window `[B, w]`, which moves on with its keys.
+    Sinks are compared with `sink_query [B, H, 1, D]`, or with the query itself if that is None. If `position [B, 1]`
+    (int32, of the token) is given, the state has an eighth tensor, the positions `[B, w]` of the window.
 
     Returns:
-        The tensors of the new state, then in float32 one tensor `[B H (2 W + 3)]`, which `step_parts` takes apart.
+        The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
     """
     given = (query, key, value, sink_query, position, query_exponent, key_exponent, log_decay)
     check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
@@ -218,11 +242,12 @@ def _hybrid_step(
     return results
 
 
-def step_parts(parts: torch.Tensor, query: torch.Tensor, key: torch.Tensor, width: int) -> list[torch.Tensor]:
-    """What `hybrid_step` computed of queries `[B, H, 1, D]` with keys `[B, Hkv, 1, D]`, each `[B, Hkv, G, 1, ...]`.
+def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:
+    """Split the last result of `hybrid_step` for queries `[B, H, 1, D]` and keys `[B, Hkv, 1, D]`.
 
-    The near part (W numbers; joined with the far one where `log_scale` and `norm_weight` were given), its log size and
-    largest logit, the far part and its log size.
+    Returns:
+        The near output (joined with the far one if `log_scale` and `norm_weight` were given), its log size and its
+        largest logit, the far output and its log size, each `[B, Hkv, G, 1, W or 1]`.
     """
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     columns = (width, 1, 1, width, 1)
@@ -231,23 +256,33 @@ def step_parts(parts: torch.Tensor, query: torch.Tensor, key: torch.Tensor, widt
 
 
 def _fake_hybrid_step(
-    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, *_
-):  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
+    query_exponent: Tensor, key_exponent: Tensor, log_decay: Tensor | None, state: Sequence[Tensor], *_: Any,
+) -> list[Tensor]:  # fmt: skip
     parts = state[0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
     return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state), parts]
 
 
-def check_window(query, key, value, visible, sink_key, sink_value, seen, sink_query) -> int:
-    """The arguments of the operator `window_attention` fit each other -> how many places a query sees.
+def check_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    seen: Tensor,
+    sink_query: Tensor | None,
+) -> int:
+    """Check the arguments of the operator `window_attention` and return the number of keys that a query sees.
 
     Raises:
-        ValueError: for the first that does not.
+        ValueError: for the first invalid argument.
     """
     batch, heads, kv_heads = check_heads(query, key, value)
     length, places = query.shape[2], key.shape[2]
     check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
     if places < max(length, 1):
-        raise ValueError(f"Got {places} places of keys for {length} queries; every query needs at least one.")
+        raise ValueError(f"Got {places} keys for {length} queries; every query needs at least one key of its own.")
     check_shape("visible", visible, (batch, places), like=query)
     check_shape("sink_key", sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
     sinks = sink_key.shape[2]
@@ -259,11 +294,19 @@ def check_window(query, key, value, visible, sink_key, sink_value, seen, sink_qu
     return places - length + 1
 
 
-def check_window_results(query, key, value, grad_output, grad_log_size, output, log_size) -> None:
-    """What the operator `window_attention_backward` takes besides the arguments of `window_attention`.
+def check_window_results(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor | None,
+    grad_log_size: Tensor | None,
+    output: Tensor,
+    log_size: Tensor,
+) -> None:
+    """Check what the operator `window_attention_backward` takes in addition to the arguments of `window_attention`.
 
     Raises:
-        ValueError: for the first that does not fit.
+        ValueError: for the first invalid argument.
     """
     (batch, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], accumulation_dtype(query)
     by_head, per_query = (batch, length, heads, value.shape[3]), (batch, kv_heads, heads // kv_heads, length, 1)
@@ -277,19 +320,20 @@ def check_window_results(query, key, value, grad_output, grad_log_size, output, 
 
 
 def check_hybrid_step(
-    query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale, norm_weight,
-    key_dim,
+    query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
+    query_exponent: Tensor, key_exponent: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
+    log_scale: Tensor | None, norm_weight: Tensor | None, key_dim: int,
 ) -> None:  # fmt: skip
-    """The arguments of the operator `hybrid_step` fit each other and the state, in the order of `HybridState`.
+    """Check the arguments of the operator `hybrid_step`, with the state in the order of `HybridState`.
 
     Raises:
-        ValueError: for the first that does not.
+        ValueError: for the first invalid argument.
     """
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     if len(state) != (7 if position is None else 8):
-        raise ValueError(f"Got a state of {len(state)} tensors; that of `hybrid` has 7, and 8 with positions.")
+        raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, or 8 with positions.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *window_position = state
     stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1] if key_exponent.ndim else 0
     places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
@@ -323,11 +367,11 @@ def check_hybrid_step(
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
     if (log_scale is None) != (norm_weight is None):
-        raise ValueError("`log_scale` and `norm_weight` go together; give both or none.")
+        raise ValueError("`log_scale` and `norm_weight` belong together; pass both or neither.")
     if not places or not 0 < key_dim <= stored:
         raise ValueError(
-            f"Got a window of {places} places and `key_dim` = {key_dim}; it needs one place at least, and keys of "
-            f"{stored} numbers 1 to {stored}."
+            f"Got a window of {places} tokens and `key_dim` = {key_dim}; the window must have at least one token, and "
+            f"`key_dim` must be 1 to {stored} for keys of {stored} numbers."
         )
 
 

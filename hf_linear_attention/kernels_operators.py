@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels as operators of torch: one node each for torch.compile, with what it needs to know of them.
+"""The kernels as torch operators: torch.compile sees one node for each, with its shapes and its gradients.
 
-An operator checks its arguments, then C computes where it takes them, else torch. Its backward pass is an operator too;
-where torch keeps a graph of the backward pass (second derivatives, torch.func), gradients go through plain operations.
+An operator checks its arguments; then C computes if it supports them, and torch otherwise. Its backward pass is an
+operator too. If torch keeps a graph of the backward pass (second derivatives, torch.func), the gradients are computed
+by plain operations.
 
-The operators' names carry a hash of the source that defines them: the package, a teacher and a student from checkpoints
-may bring different versions of these files into one process, and an operator of one name can be defined only once.
+The operators' names contain a hash of their source. The package, and a teacher and a student from checkpoints, may
+bring different versions of these files into one process, and an operator name can be defined only once.
 
-Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, D their head dimension, F features,
-W head dimension of the values. Inside, every tensor is `[B, Hkv, G or 1, rows, columns]`.
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, D head dimension of the keys, F
+features, W head dimension of the values. Inside, every tensor is `[B, Hkv, G or 1, rows, columns]`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .kernels_causal import causal_attention
 from .kernels_causal import gradients_with_graph
@@ -42,26 +44,27 @@ from .kernels_torch import EXP
 from .kernels_torch import HEDGEHOG
 from .kernels_torch import Affine
 from .kernels_torch import KernelMap
+from .kernels_torch import Parts
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import plain_attention
 from .kernels_torch import shown
 from .kernels_torch import with_dtype
 
 
-# Heads are filled up to 16 columns; narrower ones than this (`aft` has 1) are faster in torch.
+# C pads heads to 16 columns; heads narrower than this (`aft` has 1 column) are faster in torch.
 NARROWEST = 4
 FLOAT32 = (torch.float32,)
-# The files that every operator is made of.
+# The files that every operator depends on.
 SOURCES = ("operators", "checks", "cpu", "torch")
 ATTENTION = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, Tensor? state, Tensor? key_weight, "
     "Tensor? key_bias, Tensor? key_norm, Tensor? query_weight, int function, bool is_causal"
 )
-Tensors = Sequence["torch.Tensor | None"]
+Tensors = Sequence["Tensor | None"]
 
 
 class Operator(NamedTuple):
-    """What torch needs to know of an operator: its schema, what computes it, and what its results look like."""
+    """The definition of an operator: its schema, its function, the shapes of its results, and its gradient."""
 
     schema: str
     function: Callable[..., Any]
@@ -71,10 +74,10 @@ class Operator(NamedTuple):
 
 
 def register(operators: Mapping[str, Operator], *files: str) -> Any:
-    """Define operators whose code stands in SOURCES and in these `files` (`hybrid` is kernels_hybrid.py).
+    """Define operators whose code is in SOURCES and in these `files` (`hybrid` stands for kernels_hybrid.py).
 
     Returns:
-        Their namespace in `torch.ops`; where another copy of these very files has defined them, the one of that copy.
+        Their namespace in `torch.ops`, which is shared by all identical copies of these files.
     """
     namespace = _namespace((*SOURCES, *files))
     registered: Any = getattr(torch.ops, namespace)
@@ -89,7 +92,7 @@ def register(operators: Mapping[str, Operator], *files: str) -> Any:
             if operator.differentiate is not None:
                 options: dict[str, Any] = {"setup_context": operator.save, "lib": library}
                 torch.library.register_autograd(f"{namespace}::{name}", operator.differentiate, **options)
-        registered.library = library  # alive as long as the operators
+        registered.library = library  # dropping the library would remove its operators
     return registered
 
 
@@ -102,16 +105,16 @@ def _namespace(files: Sequence[str]) -> str:
 
 
 def without_dispatcher(registered: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator without gradients, or the `function` behind it where no mode of torch's dispatcher looks on.
+    """The `function` of an operator without gradients, or the operator itself if a torch dispatch mode is active.
 
-    A step of one token takes 20 to 100 us; the dispatcher takes 2 to 6 of them.
+    A step of one token takes 20 to 100 us, of which the dispatcher takes 2 to 6.
     """
     is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     return registered if is_watched else function
 
 
-def takes_attention(query, key, value, key_mask, features: int) -> bool:
-    """Whether C computes: on a CPU, no sequences by number, nothing empty, no thin heads, no endless rows."""
+def takes_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, features: int) -> bool:
+    """Whether C computes: on a CPU, without packed sequences, empty tensors, narrow heads or very wide rows."""
     if not query.ndim == key.ndim == value.ndim == 4:
         return False
     if key_mask is not None and key_mask.dtype != torch.bool:
@@ -122,12 +125,16 @@ def takes_attention(query, key, value, key_mask, features: int) -> bool:
     return takes(query, key, value, dtypes=NATIVE_DTYPES)
 
 
-def is_bare_hedgehog(function: int, key_weight: torch.Tensor | None) -> bool:
-    """Without a projection, which C does not know."""
+def is_bare_hedgehog(function: int, key_weight: Tensor | None) -> bool:
+    """Whether this is Hedgehog without a projection, which the C kernels do not implement."""
     return function == HEDGEHOG and key_weight is None
 
 
-def _attention(query, key, value, key_mask, log_decay, state, key_weight, key_bias, key_norm, query_weight, *how):
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, log_decay: Tensor | None,
+    state: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None, key_norm: Tensor | None,
+    query_weight: Tensor | None, *how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     function = how[0]
     affine = key_weight, key_bias, key_norm, query_weight
     features = check_attention(query, key, value, key_mask, log_decay, state, *affine, *how)
@@ -149,7 +156,9 @@ def _attention(query, key, value, key_mask, log_decay, state, key_weight, key_bi
     return output, denominator, scale, new_state
 
 
-def _new_outputs(query, key, value, features: int, function: int):
+def _new_outputs(
+    query: Tensor, key: Tensor, value: Tensor, features: int, function: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     dtype, is_exp = accumulation_dtype(value), function >= EXP
     output = query.new_empty(batch, length, heads, width)
@@ -158,22 +167,21 @@ def _new_outputs(query, key, value, features: int, function: int):
     return output, denominator, scale, denominator.new_empty(batch, kv_heads, features, width + 1 + is_exp)
 
 
-def _fake_attention(*given: Any):
+def _fake_attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     features = check_attention(*given)
     query, key, value, *_ = given
     return _new_outputs(query, key, value, features, given[10])
 
 
 def in_torch(
-    query, key, value, key_mask, log_decay, state, key_weight, key_bias, key_norm, query_weight, function, is_causal,
-    *, plain: bool = False,
-):  # fmt: skip
-    """The operator `attention` in torch: output `[B, Hkv, G, N, W]` in the accumulation dtype, None for no log scale.
-
-    With `plain` in plain operations alone.
-    """
-    maps = (None, None) if key_weight is None else (Affine(query_weight), Affine(key_weight, key_bias, key_norm))
-    feature_map = KernelMap(function, *maps)
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, log_decay: Tensor | None,
+    state: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None, key_norm: Tensor | None,
+    query_weight: Tensor | None, function: int, is_causal: bool, *, plain: bool = False,
+) -> Parts:  # fmt: skip
+    """The operator `attention` in torch with output `[B, Hkv, G, N, W]`; if `plain`, in plain operations only."""
+    feature_map = KernelMap(function)
+    if key_weight is not None and query_weight is not None:
+        feature_map = KernelMap(function, Affine(query_weight), Affine(key_weight, key_bias, key_norm))
     key, value = shown(key, key_mask), shown(value, key_mask)
     query, key = feature_map.features(query, feature_map.query), feature_map.features(key, feature_map.key)
     options: dict[str, Any] = {"log_features": feature_map.log_features, "key_mask": key_mask, "state": state}
@@ -185,7 +193,9 @@ def in_torch(
     )
 
 
-def _attention_backward(grad_output, grad_denominator, grad_state, *given):
+def _attention_backward(
+    grad_output: Tensor | None, grad_denominator: Tensor | None, grad_state: Tensor | None, *given: Any
+) -> list[Tensor]:
     *arguments, output, denominator, needed = given
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
@@ -196,10 +206,10 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
         return in_a_thread(_gradients_in_torch, (grad_output, grad_denominator, grad_state), arguments, needed)
     kv_heads = key.shape[1]
     described = _arguments(inputs, kv_heads)
-    # The C code always makes these three.
+    # The C code always computes these three.
     grads = [in_large_pages(_gradient_like(tensor)) for tensor in (query, key, value)]
     made = [grouped(grads[0], kv_heads), *(grad.unsqueeze(2) for grad in grads[1:])]
-    # These it makes for every batch member and head.
+    # It computes these per batch member and head.
     wanted = (needed[4], *needed[6:10], False, False, needed[5])
     others = [
         torch.empty(argument.shape, dtype=torch.float32) if need and argument is not None else None
@@ -220,21 +230,23 @@ def _attention_backward(grad_output, grad_denominator, grad_state, *given):
     return [or_nothing(grad, query) for grad in (*grads, None, grad_decay, grad_first, *grad_affine)]
 
 
-def _fake_attention_backward(grad_output, grad_denominator, grad_state, *given):
+def _fake_attention_backward(
+    grad_output: Tensor | None, grad_denominator: Tensor | None, grad_state: Tensor | None, *given: Any
+) -> list[Tensor]:
     *inputs, _, _, _, _, needed = given
     check_attention(*given[:12])
     others = [x.new_empty(x.shape) if need and x is not None else None for x, need in zip(inputs[3:], needed[3:])]
     return [*(_gradient_like(x) for x in inputs[:3]), *(or_nothing(grad, inputs[0]) for grad in others)]
 
 
-def or_nothing(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """An operator cannot return None in a list."""
+def or_nothing(grad: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient, or an empty tensor for None, which an operator cannot return in a list."""
     return like.new_empty(0) if grad is None else grad
 
 
-def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Sequence[bool]) -> list[torch.Tensor]:
-    inputs = [
-        x.detach().requires_grad_(need) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Sequence[bool]) -> list[Tensor]:
+    inputs: list[Any] = [
+        x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
         for x, need in zip(arguments[:10], (True, True, True, *needed[3:]))  # as C makes them
     ]
     with torch.enable_grad():
@@ -243,19 +255,20 @@ def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Seq
     return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
 
 
-def _laid_out(query, output, denominator, scale, state):
-    """As the operator has them."""
+def _laid_out(query: Tensor, output: Tensor, denominator: Tensor, scale: Any, state: Tensor) -> tuple[Any, ...]:
+    """The results in the layout of the operator."""
     return output.flatten(1, 2).transpose(1, 2).to(query.dtype), denominator, scale, state
 
 
-def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> list[torch.Tensor]:
+def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> list[Tensor]:
+    """The gradients of `inputs` through `outputs`: 0 for an unused input, empty for one that requires no gradient."""
     pairs = [(y, g) for y, g in zip(outputs, incoming) if y is not None and g is not None and y.requires_grad]
-    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     grads: Any = iter(())
     if pairs and wanted:
         grads = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    found = [next(grads, None) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in inputs]
-    made = [isinstance(x, torch.Tensor) and x.requires_grad for x in inputs]
+    found = [next(grads, None) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
+    made = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
     return [
         (_gradient_like(x).zero_() if grad is None else _gradient_like(x).copy_(grad))
         if need
@@ -265,25 +278,27 @@ def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> 
 
 
 def in_a_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """In an operator autograd is off for good; a new thread starts without that."""
+    """Call `function` in a new thread, where autograd works; inside an operator it is always disabled."""
     if torch.compiler.is_compiling():
-        raise RuntimeError("an operator's own code is never traced")
+        raise RuntimeError("The code of an operator cannot be traced.")
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(function, *arguments).result()
 
 
-def _save_attention(ctx, inputs, output):
+def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.how = inputs[10:]
     ctx.save_for_backward(*inputs[:10], output[0], output[1])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate_attention(ctx, grad_output, grad_denominator, _, grad_state):
+def _differentiate_attention(
+    ctx: Any, grad_output: Tensor | None, grad_denominator: Tensor | None, _: Any, grad_state: Tensor | None
+) -> tuple[Tensor | None, ...]:
     *inputs, output, denominator = ctx.saved_tensors
     if torch.is_grad_enabled():
 
-        def plain(*leaves):
+        def plain(*leaves: Any) -> tuple[Any, ...]:
             return _laid_out(leaves[0], *in_torch(*leaves, *ctx.how, plain=True))
 
         grads = gradients_with_graph(plain, inputs, (grad_output, grad_denominator, None, grad_state))
@@ -296,11 +311,11 @@ def _differentiate_attention(ctx, grad_output, grad_denominator, _, grad_state):
     return *grads, None, None
 
 
-def _arguments(given: Tensors, kv_heads: int) -> list[torch.Tensor | None]:
-    """Queries, keys, values, mask, decay, the affine maps of keys and of queries, and the state, in five axes each."""
+def _arguments(given: Tensors, kv_heads: int) -> list[Tensor | None]:
+    """Queries, keys, values, mask, decay, the affine maps of keys and queries, and the state, with five axes each."""
     query, key, value, mask, log_decay, state, *key_map, query_weight = given
     if query is None or key is None or value is None:
-        raise ValueError("queries, keys and values are needed")
+        raise ValueError("Queries, keys and values are required; got None.")
     batch, heads = query.shape[:2]
     return [
         grouped(with_rows(query), kv_heads),
@@ -314,36 +329,39 @@ def _arguments(given: Tensors, kv_heads: int) -> list[torch.Tensor | None]:
     ]
 
 
-def _gradient_like(x: torch.Tensor) -> torch.Tensor:
-    """New memory laid out like `x` where its rows are dense, in its own order else: C writes dense rows."""
+def _gradient_like(x: Tensor) -> Tensor:
+    """New memory for the gradient of `x`, in its layout if its rows are dense, because C writes dense rows."""
     grad = torch.empty_like(x)
     return grad if grad.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def grouped(x: Tensor, kv_heads: int) -> Tensor:
     """`[B, H, N, X]` -> `[B, Hkv, G, N, X]`."""
     return x.unflatten(1, (kv_heads, -1))
 
 
-def _per_head(x: torch.Tensor | None, batch: int, kv_heads: int, heads: int) -> torch.Tensor | None:
+def _per_head(x: Tensor | None, batch: int, kv_heads: int, heads: int) -> Tensor | None:
     """`[heads or 1, rows, columns]` -> `[B, Hkv, G, rows, columns]` in float32."""
     return None if x is None else grouped(with_rows(x.float()).expand(batch, heads, -1, -1), kv_heads)
 
 
-def _shared(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Summed over the batch, and over the heads if one `x` serves all."""
+def _shared(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `x`, summed over the batch, and over the heads if all of them share `x`."""
     return grad.flatten(1, 2).sum(0).sum_to_size(x.shape).to(x.dtype)
 
 
-def refuse_without_library(*tensors: torch.Tensor | None, dtypes=NATIVE_DTYPES) -> None:
+def refuse_without_library(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> None:
+    """Raise NotImplementedError if the C kernels do not support these tensors."""
     if not takes(*tensors, dtypes=dtypes):
         raise NotImplementedError(
-            "There is no C kernel for these tensors here; see `hf_linear_attention.kernel_backend()`, and call the "
-            "functions of hf_linear_attention.kernels, which then compute in torch."
+            "There is no C kernel for these tensors on this machine; `hf_linear_attention.kernel_backend()` says why. "
+            "Call the functions of hf_linear_attention.kernels, which fall back to torch."
         )
 
 
-def _attention_step(query, key, value, state, log_decay, log_features):
+def _attention_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+) -> tuple[Tensor, Tensor]:
     """See `kernels.attention_step`."""
     check_step(query, key, value, state, log_decay, log_features)
     refuse_without_library(query, key, value)
@@ -353,7 +371,7 @@ def _attention_step(query, key, value, state, log_decay, log_features):
     query, key, value, state = (x.contiguous() for x in (query, key, value, state))
     if not log_features:
         if log_decay is not None:
-            raise NotImplementedError("A step with a decay of plain features is torch's.")
+            raise NotImplementedError("C has no step for plain features with a decay; use `kernels.attention_step`.")
         run_plain_step(query, key, value, state, output, new_state)
         return output, new_state
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
@@ -365,16 +383,18 @@ def _attention_step(query, key, value, state, log_decay, log_features):
     return output, new_state
 
 
-def _fake_attention_step(query, key, value, state, log_decay, log_features):
+def _fake_attention_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+) -> tuple[Tensor, Tensor]:
     return state.new_empty(*query.shape[:3], value.shape[-1]), state.new_empty(state.shape)
 
 
-def with_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy whose rows are dense in memory, as the C kernels need them."""
+def with_rows(x: Tensor) -> Tensor:
+    """`x`, or a copy of it whose rows are dense in memory, as the C kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _elu_plus_one(x):
+def _elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1 of a float32 tensor of four axes, in its memory order."""
     check_axes(x)
     refuse_without_library(x, dtypes=FLOAT32)
@@ -385,19 +405,19 @@ def _elu_plus_one(x):
     return output
 
 
-def _fake_elu_plus_one(x):
+def _fake_elu_plus_one(x: Tensor) -> Tensor:
     check_axes(x)
     dense = x.is_contiguous() or x.transpose(1, -2).is_contiguous()
     return torch.empty_like(x) if dense else x.new_empty(x.shape)
 
 
-def step_in_c(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator `attention_step`; only where `kernels.takes_step` says so."""
+def step_in_c(*given: Any) -> tuple[Tensor, Tensor]:
+    """Call the operator `attention_step`; only valid if `kernels.takes_step` returned True."""
     return without_dispatcher(OPERATORS.attention_step, _attention_step)(*given)
 
 
-def elu_plus_one_in_c(x: torch.Tensor) -> torch.Tensor:
-    """The operator `elu_plus_one`; only where `kernels_cpu.takes` says so."""
+def elu_plus_one_in_c(x: Tensor) -> Tensor:
+    """Call the operator `elu_plus_one`; only valid if `kernels_cpu.takes` returned True."""
     return without_dispatcher(OPERATORS.elu_plus_one, _elu_plus_one)(x)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax attention with few keys (compressed ones, landmarks, latents) or few queries (those that gather them)."""
+"""Softmax attention with few keys (compressed keys, landmarks, latents) or few queries (those that compress them)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from .kernels_torch import with_dtype
 def slot_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """softmax(scaling q k^T) v, `[B, H, N, W]`; 0 for a row that sees no key. What is hidden may be anything.
+    """softmax(scaling q k^T) v, `[B, H, N, W]`; 0 for a row that sees no key. Hidden keys may hold any value.
 
-    torch's fused kernel is made for many of both: in C this takes two thirds of its time, where no gradient is asked.
+    torch's fused kernel is made for many queries and many keys; if no gradient is required, C takes two thirds of its
+    time.
 
     Args:
         query: `[B, H, N, D]`.
@@ -36,7 +37,7 @@ def slot_attention(
         visible: bool `[B or 1, Hkv or 1, S]`, or None for all keys.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit each other.
+        ValueError: if the shapes, dtypes or devices do not match.
     """
     check_slots(query, key, value, visible)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -61,11 +62,11 @@ def slot_attention(
     return with_dtype(logits.softmax(dim=-1) @ value, dtype)
 
 
-def check_slots(query, key, value, visible) -> None:
-    """The arguments of the operator `slot_attention` fit each other.
+def check_slots(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None) -> None:
+    """Check the arguments of the operator `slot_attention`.
 
     Raises:
-        ValueError: for the first that does not.
+        ValueError: for the first invalid argument.
     """
     batch, heads, kv_heads = check_heads(query, key, value)
     check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
@@ -76,8 +77,10 @@ def check_slots(query, key, value, visible) -> None:
         raise ValueError(f"`visible` is {visible.dtype}; it must be bool, True where a key takes part.")
 
 
-def _slot_attention(query, key, value, visible, scaling):
-    """See `kernels_slots.slot_attention`; the output is `[B, N, H, W]`."""
+def _slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """The operator behind `slot_attention`; its output is `[B, N, H, W]`."""
     check_slots(query, key, value, visible)
     refuse_without_library(query, key, value)
     batch, length, kv_heads = query.shape[0], query.shape[2], key.shape[1]
@@ -85,7 +88,7 @@ def _slot_attention(query, key, value, visible, scaling):
     if not key.shape[2]:
         return output.zero_()
     are_few_keys = key.shape[2] <= length
-    # in float32: logits of a hundred that were rounded in bfloat16 would be another softmax
+    # Scaled in float32: the softmax of logits near 100 would change if they were rounded to bfloat16.
     query, key = (query, key.float() * scaling) if are_few_keys else (query.float() * scaling, key)
     if visible is not None:
         visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
@@ -96,7 +99,9 @@ def _slot_attention(query, key, value, visible, scaling):
     return output
 
 
-def _fake_slot_attention(query, key, value, visible, scaling):
+def _fake_slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1])
 

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel attention in torch: phi(q)·S / phi(q)·Z with S = sum phi(k) v^T and Z = sum phi(k), state in, state out.
+"""Kernel attention in torch: phi(q)·S / phi(q)·Z with S = sum phi(k) v^T and Z = sum phi(k).
 
 Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, W head dimension of the values,
-F features, C tokens in a block. All sums run in float32 (float64 for float64 inputs) whatever the dtype of the input:
-bfloat16 sums of Z stop growing at 256.
+F features, C tokens in a block. All sums are computed in float32 (float64 for float64 inputs) whatever the dtype of the
+input, because a bfloat16 sum Z of ones stops growing at 256.
 
-The state is one tensor per layer, S and Z side by side (and, for log features, the running maximum m):
+The state is one tensor per layer. It holds S and Z side by side and, for log features, the running maximum m:
 
               W columns      1    1 (log features only)
            +-------------+-----+-----+
     F rows |      S      |  Z  |  m  |        [B, Hkv, F, W + 1 or W + 2]
            +-------------+-----+-----+
 
-Log features: exponential maps hand over exponents. S and Z are then stored divided by exp(m), where m is the running
-maximum per feature of the key exponents, and a query uses exp(u + m - max(u + m)): no epsilon, no overflow. Every new
-maximum is a constant that cancels between numerator and denominator, so none has a gradient.
+Log features: exponential feature maps return exponents. S and Z are then stored divided by exp(m), where m is the
+running maximum of the key exponents per feature, and a query with exponents u uses exp(u + m - max(u + m)). Hence no
+epsilon is needed and nothing overflows. Each maximum is a constant that cancels between the numerator and the
+denominator, so it needs no gradient.
 """
 
 from __future__ import annotations
@@ -24,35 +25,36 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-# What a feature map does to numbers: nothing, elu(x) + 1, exp of exponents, and the exponents of Hedgehog.
+# The functions of a feature map: identity, elu(x) + 1, exp of exponents, and the exponents of Hedgehog.
 PLAIN, ELU_PLUS_ONE, EXP, HEDGEHOG = 0, 1, 2, 3
 
-# The running maximum of an empty state. Finite, because -inf - -inf is nan, and far below any real exponent.
+# The running maximum of an empty state: far below any real exponent, yet finite, because -inf - -inf is NaN.
 EMPTY_MAXIMUM = -1e30
-# Tokens that log features may share a reference point for, largest first: the first that cannot underflow.
+# Candidate block lengths for log features, in tokens; the first one whose features cannot underflow is taken.
 BLOCK_SIZES = (4096, 1024, 256, 64, 16, 4, 1)
-# Tokens per block: calls of torch want many rows, the square of scores in a block few; from 32 to 96 all are within a
-# tenth of each other on one thread of a CPU. And of log features in a graph, where nothing may branch on data.
+# Tokens per block. Long blocks need fewer calls of torch, short ones fewer scores; 32 to 96 tokens differ by less than
+# a tenth on one CPU thread. The second number is for log features in a graph, where no branch may depend on data.
 BLOCK_SIZE, GRAPH_LOG_BLOCK_SIZE = 64, 16
 
-Parts = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor]
+Parts = tuple[Tensor, Tensor, "Tensor | None", Tensor]
 
 
 class Affine(NamedTuple):
-    """x W + b - norm |x|^2 / 2, each with one or H (for keys Hkv) heads."""
+    """The affine map x W + b - norm |x|^2 / 2. Each tensor holds one matrix for all heads, or one per head."""
 
-    weight: torch.Tensor  # [heads, D, F]
-    bias: torch.Tensor | None = None  # [heads, 1, F]
-    norm: torch.Tensor | None = None  # [heads, 1, 1]
+    weight: Tensor  # [heads, D, F]
+    bias: Tensor | None = None  # [heads, 1, F]
+    norm: Tensor | None = None  # [heads, 1, 1]
 
 
 class KernelMap(NamedTuple):
-    """A feature map that the kernels know: a function of the elements of queries and keys, or of their affine images.
+    """A feature map that the kernels implement: a function of the elements of x, or of an affine image of x.
 
-    `function` is `PLAIN` (they are features), `ELU_PLUS_ONE`, `EXP` (they are exponents) or `HEDGEHOG` (the exponents
-    [log softmax(u), log softmax(-u)]) of kernels_cpu. Queries have no bias and no norm: both would cancel.
+    `function` is `PLAIN` (the inputs are the features), `ELU_PLUS_ONE`, `EXP` (the inputs are exponents) or `HEDGEHOG`
+    (the exponents are [log softmax(u), log softmax(-u)]). Queries have no bias and no norm, because both would cancel.
     """
 
     function: int
@@ -61,10 +63,11 @@ class KernelMap(NamedTuple):
 
     @property
     def log_features(self) -> bool:
+        """Whether the map returns exponents, the logarithms of features."""
         return self.function >= EXP
 
-    def features(self, x: torch.Tensor, affine: Affine | None) -> torch.Tensor:
-        """`[B, heads, N, D]` -> `[B, heads, N, F]` in the accumulation dtype."""
+    def features(self, x: Tensor, affine: Affine | None) -> Tensor:
+        """Map `[B, heads, N, D]` to features or exponents `[B, heads, N, F]` in the accumulation dtype."""
         x = accumulated(x)
         if affine is not None:
             bias, norm = (None if part is None else part.to(x.dtype) for part in affine[1:])
@@ -76,41 +79,44 @@ class KernelMap(NamedTuple):
         return torch.cat((x.log_softmax(dim=-1), (-x).log_softmax(dim=-1)), dim=-1) if self.function == HEDGEHOG else x
 
 
-def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """float64 stays float64 (for gradient checks), everything else accumulates in float32."""
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of the sums: float64 for float64 inputs (gradient checks need it), float32 for all others."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor.to(dtype)` without the cost of a call where nothing is to be done."""
+def with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)` without the cost of the call if the dtype already matches."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def accumulated(tensor: torch.Tensor) -> torch.Tensor:
+def accumulated(tensor: Tensor) -> Tensor:
     """`tensor` in its accumulation dtype."""
     return with_dtype(tensor, accumulation_dtype(tensor))
 
 
 def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     log_features: bool,
     is_causal: bool,
-    key_mask: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-    log_decay: torch.Tensor | None = None,
+    key_mask: Tensor | None = None,
+    state: Tensor | None = None,
+    log_decay: Tensor | None = None,
     block_size: int | None = None,
 ) -> Parts:
-    """`kernels.kernel_attention` (arguments as there) on features, in plain operations, none of which branches on data.
+    """`kernels.kernel_attention` of features (arguments as there) in plain operations, with no branch on data.
 
-    What torch.export and ONNX get, and what second derivatives are made of. `key_mask` may number packed sequences from
-    1, with 0 at padding, and -n at a place of sequence n whose key takes no part.
+    torch.export and ONNX trace this function, and second derivatives are computed through it. `key_mask` may number
+    packed sequences from 1, with 0 at padding and -n at a token of sequence n whose key is ignored.
 
     Returns:
-        Output `[B, Hkv, G, N, W]`, denominator and log scale `[B, Hkv, G, N, 1]` (None for plain features; a constant)
-        and state, all in the accumulation dtype.
+        The output `[B, Hkv, G, N, W]`, the denominator and the log scale `[B, Hkv, G, N, 1]` (a constant; None for
+        plain features), and the state, all in the accumulation dtype.
+
+    Raises:
+        ValueError: for a mask that numbers packed sequences in the bidirectional form.
     """
     dtype = accumulation_dtype(value)
     query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
@@ -119,8 +125,8 @@ def plain_attention(
     if key_mask is not None and key_mask.dtype != torch.bool:
         if not is_causal:
             raise ValueError(
-                f"`key_mask` is {key_mask.dtype} and numbers packed sequences; only causal attention takes them. Give "
-                "a bool mask, and each sequence its own row of the batch."
+                f"`key_mask` is {key_mask.dtype} and numbers packed sequences, which only causal attention accepts. "
+                "Pass a bool mask and put each sequence into its own row of the batch."
             )
         segments, key_mask = key_mask.abs(), key_mask > 0
     mask = None if key_mask is None else key_mask[:, None, :, None]
@@ -134,7 +140,7 @@ def plain_attention(
     parts = query.split(size, dim=3), key.split(size, dim=2), values.split(size, dim=2)
     masks = itertools.repeat(None) if mask is None else mask.split(size, dim=2)
     together = itertools.repeat(None) if segments is None else _sequence_masks(segments, size)
-    blocks = []
+    blocks: list[tuple[Tensor, Any]] = []
     for q, k, v, m, same in zip(*parts, masks, together):
         decay = None if log_decay is None else _Decay(log_decay.to(dtype), k, m)
         output, scale, sums, maximum = _block(q, k, v, m, sums, maximum, log_features, True, same, decay)
@@ -144,8 +150,8 @@ def plain_attention(
     return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
 
 
-def _nothing(query, values, sums, maximum, log_features: bool) -> Parts:
-    """The causal form of no tokens: the state stays as it is."""
+def _nothing(query: Tensor, values: Tensor, sums: Tensor | None, maximum: Tensor | None, log_features: bool) -> Parts:
+    """Results of the causal form for no tokens; the state stays as it is."""
     batch, kv_heads, _, _, features = query.shape
     if sums is None:
         sums = values.new_zeros(batch, kv_heads, features, values.shape[-1])
@@ -154,22 +160,26 @@ def _nothing(query, values, sums, maximum, log_features: bool) -> Parts:
     return output[..., :-1], output[..., -1:], scale if log_features else None, pack_state(sums, maximum)
 
 
-def joined(parts) -> torch.Tensor:
-    """Blocks `[B, Hkv, G, C, X]` as one tensor."""
+def joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Concatenate blocks `[B, Hkv, G, C, X]` along the tokens."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
-def torch_step(query, key, value, state, log_features: bool, log_decay=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token after others in few operations: at this size each costs more than its sums.
+def torch_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_features: bool, log_decay: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One new token in few operations, because at this size each operation costs more than its arithmetic.
 
-    `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]` -> output `[B, H, 1, W]` and state.
+    `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]` give the output `[B, H, 1, W]` and the state.
     """
     output, _, state = sized_step(query, key, value, state, log_features, log_decay)
     return output, state
 
 
-def sized_step(query, key, value, state, log_features: bool, log_decay=None):
-    """`torch_step` with the denominator `[B Hkv, G, 1]` before its state; of exponents the logarithm of it."""
+def sized_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_features: bool, log_decay: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch_step` with the denominator `[B Hkv, G, 1]` (its logarithm for log features) before the state."""
     (batch, heads, _, features), kv_heads = query.shape, key.shape[1]
     width = value.shape[-1]
     rows = with_dtype(query, state.dtype).reshape(batch * kv_heads, heads // kv_heads, features)
@@ -183,21 +193,21 @@ def sized_step(query, key, value, state, log_features: bool, log_decay=None):
         state = (state * (maximum - new_maximum).exp()).addcmul_((key - new_maximum).exp_(), values)
         state = torch.cat((state[..., :-1], new_maximum), dim=-1)
         exponents = rows + new_maximum.reshape(batch * kv_heads, 1, features)
-        # Softmax divides by one more constant of the query, which cancels like the maximum.
+        # Softmax also divides by a constant of the query, which cancels as the maximum does.
         rows = exponents.softmax(dim=-1)
     else:
         state = torch.addcmul(state if decay is None else state * decay.exp(), key, values)
     sizes = (width, 1, 1) if log_features else (width, 1)
     numerator, denominator, *_ = torch.bmm(rows, state.flatten(0, 1)).split_with_sizes(sizes, dim=-1)
-    if not log_features:  # with log features Z holds a 1 in every feature; here both may be 0
+    if not log_features:  # numerator and denominator may both be 0; with log features Z is at least 1 in every feature
         denominator = denominator.clamp(min=torch.finfo(state.dtype).tiny)
     output = (numerator / denominator).view(batch, heads, 1, width)
     size = exponents.logsumexp(dim=-1, keepdim=True) + denominator.log() if log_features else denominator
     return output, size, state
 
 
-def read_state(query_features: torch.Tensor, state: torch.Tensor, log_features: bool) -> torch.Tensor:
-    """Output `[B, H, N, W]` of queries `[B, H, N, F]` that all see the keys of this state and no others."""
+def read_state(query_features: Tensor, state: Tensor, log_features: bool) -> Tensor:
+    """Output `[B, H, N, W]` of query features `[B, H, N, F]` that all see exactly the keys in this state."""
     sums, maximum = unpack_state(state, log_features)
     query = with_dtype(query_features, state.dtype).unflatten(1, (state.shape[1], -1))
     if maximum is not None:
@@ -206,38 +216,38 @@ def read_state(query_features: torch.Tensor, state: torch.Tensor, log_features: 
     return normalize((query.flatten(2, 3) @ sums).unflatten(2, query.shape[2:4])).flatten(1, 2)
 
 
-def with_ones(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[..., S, W]` -> `[..., S, W + 1]`: the column of ones makes one product give numerator and denominator."""
+def with_ones(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Append a column of ones, `[..., S, W + 1]`, so that one product yields the numerator and the denominator."""
     return F.pad(value.to(dtype), (0, 1), value=1.0)
 
 
-def normalize(sums: torch.Tensor) -> torch.Tensor:
-    """Numerator over denominator, `[..., W + 1]` -> `[..., W]`; 0, as are gradients, where the denominator is 0."""
+def normalize(sums: Tensor) -> Tensor:
+    """Divide numerator by denominator, `[..., W + 1]` -> `[..., W]`; 0, with gradient 0, where the latter is 0."""
     numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
     return numerator / denominator.masked_fill(denominator == 0, torch.inf)
 
 
-def unpack_state(state: torch.Tensor | None, log_features: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tensor of the cache -> `(S and Z [B, Hkv, F, W + 1], m [B, Hkv, F] or None)`."""
+def unpack_state(state: Tensor | None, log_features: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Split the state of the cache into S and Z `[B, Hkv, F, W + 1]` and m `[B, Hkv, F]` (None for plain features)."""
     if state is None or not log_features:
         return state, None
     return state[..., :-1], state[..., -1]
 
 
-def shown(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`x [B, heads, S, X]`, 0 where the mask `[B, S]` hides it: there may be nan, which no product with 0 hides."""
+def shown(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x [B, heads, S, X]` with 0 where the mask `[B, S]` is 0, because a hidden NaN times 0 would still be NaN."""
     return x if mask is None else x.masked_fill((mask == 0)[:, None, :, None], 0.0)
 
 
-def pack_state(sums: Any, maximum: torch.Tensor | None) -> torch.Tensor:
+def pack_state(sums: Any, maximum: Tensor | None) -> Tensor:
     """The inverse of `unpack_state`."""
     return sums if maximum is None else torch.cat((sums, maximum.unsqueeze(-1)), dim=-1)
 
 
 class _Decay:
-    """exp(log_decay) for every real token between key and query, in a block; every exponent is at most 0."""
+    """The factors exp(log_decay)^(real tokens between key and query) within a block; every exponent is at most 0."""
 
-    def __init__(self, log_decay: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None):
+    def __init__(self, log_decay: Tensor, key: Tensor, mask: Tensor | None):
         log_decay = log_decay[None, :, None]
         if mask is None:
             count = torch.arange(1, key.shape[2] + 1, device=key.device)[None, None]
@@ -251,7 +261,18 @@ class _Decay:
         self.carried_to_last = log_decay * last  # [B or 1, Hkv, 1]
 
 
-def _block(query, key, values, mask, sums, maximum, log_features, is_causal, together=None, decay=None):
+def _block(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    sums: Tensor | None,
+    maximum: Tensor | None,
+    log_features: bool,
+    is_causal: bool,
+    together: _Together | None = None,
+    decay: _Decay | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
     scale, exponent, before = None, key, (sums, maximum)
     if log_features:
@@ -277,11 +298,19 @@ def _block(query, key, values, mask, sums, maximum, log_features, is_causal, tog
     return output, scale, _add(sums, key.transpose(-1, -2) @ values), maximum
 
 
-def _fade(exponent, key, mask, sums, maximum, before, decay):
-    """What goes into the state at the end of a block: sums and keys as the last token sees them, and their maximum.
+def _fade(
+    exponent: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    sums: Tensor | None,
+    maximum: Tensor | None,
+    before: tuple[Any, Tensor | None],  # the sums are None only where the maximum is
+    decay: _Decay,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Decay the sums and keys of a block to its last token, as the state needs them, and find their maximum.
 
-    `maximum` is that of the block, `before` the sums and the maximum of the state before it: with log features that one
-    fades too, so that keys after a long decay do not vanish beside it.
+    `maximum` is that of the block. `before` holds the sums and the maximum of the state before it. With log features
+    that maximum decays too, so that keys after a long decay do not vanish beside it.
     """
     if maximum is None:
         return (
@@ -301,12 +330,10 @@ def _fade(exponent, key, mask, sums, maximum, before, decay):
     return sums, key.exp() if mask is None else _masked_exp(key, mask) * mask, new
 
 
-def merge_states(
-    first: torch.Tensor, second: torch.Tensor, log_features: bool, log_decay: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The state of the keys of both `[B, Hkv, F, W + 1 or W + 2]`.
+def merge_states(first: Tensor, second: Tensor, log_features: bool, log_decay: Tensor | None = None) -> Tensor:
+    """The state of the keys of two states `[B, Hkv, F, W + 1 or W + 2]`.
 
-    `log_decay [B or 1, Hkv, 1]` is by how much the first one fades over the tokens of the second.
+    `log_decay [B or 1, Hkv, 1]` is the decay of the first state over the tokens of the second.
     """
     sums, other = (state[..., :-1] if log_features else state for state in (first, second))
     if not log_features:
@@ -317,22 +344,22 @@ def merge_states(
     return pack_state(sums + other, new)
 
 
-def _add(carried: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+def _add(carried: Tensor | None, new: Tensor) -> Tensor:
     return new if carried is None else carried + new
 
 
 class _Together(NamedTuple):
-    """Which tokens of a block belong to one packed sequence; every mask broadcasts over heads."""
+    """Which tokens of a block belong to the same packed sequence; every mask broadcasts over heads."""
 
-    pairs: torch.Tensor  # [B, 1, 1, C, C] query and key
-    with_carried: torch.Tensor  # [B, 1, 1, C, 1] query and the last token before the block
-    carried_stays: torch.Tensor  # [B, 1, 1, 1] the last token of the block and the last before it
-    key_stays: torch.Tensor  # [B, 1, C, 1] key and the last token of the block
+    pairs: Tensor  # [B, 1, 1, C, C] query and key
+    with_carried: Tensor  # [B, 1, 1, C, 1] query and the last token before the block
+    carried_stays: Tensor  # [B, 1, 1, 1] the last token of the block and the last before it
+    key_stays: Tensor  # [B, 1, C, 1] key and the last token of the block
 
 
-def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
-    """`segments [B, S]`, 0 at padding, in blocks of `size`: the state belongs to the sequence of the newest token."""
-    # Padding goes with the sequence before it; its keys are masked anyway. Not by `cummax`, which ONNX lacks.
+def _sequence_masks(segments: Tensor, size: int) -> list[_Together]:
+    """Masks of `segments [B, S]` (0 at padding), in blocks; the state belongs to the sequence of the newest token."""
+    # Padding is counted with the sequence before it; its keys are masked anyway. ONNX lacks `cummax`.
     rank = (segments > 0).cumsum(dim=1)
     number_of = torch.zeros_like(F.pad(segments, (1, 0))).scatter(1, rank * (segments > 0), segments)
     segments = number_of.gather(1, rank)
@@ -350,8 +377,10 @@ def _sequence_masks(segments: torch.Tensor, size: int) -> list[_Together]:
     return blocks
 
 
-def exponentiate(query, key, mask, sums, maximum):
-    """Exponents -> features in [0, 1] and the carried sums rescaled to the new running maximum, a constant."""
+def exponentiate(
+    query: Tensor, key: Tensor, mask: Tensor | None, sums: Any, maximum: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Any, Tensor]:
+    """Turn exponents into features in [0, 1] and rescale the carried sums to the new running maximum, a constant."""
     new_maximum = largest_visible(key, mask)
     if maximum is not None:
         new_maximum = torch.maximum(new_maximum, maximum.detach())
@@ -363,28 +392,28 @@ def exponentiate(query, key, mask, sums, maximum):
     return query.sub_(scale).exp_(), scale, key, sums, new_maximum
 
 
-def largest_visible(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The largest of `key [..., S, F]` where `mask`, over S: `[..., F]`, EMPTY_MAXIMUM of no keys; a constant."""
+def largest_visible(key: Tensor, mask: Tensor | None) -> Tensor:
+    """The maximum of `key [..., S, F]` over S where `mask` is true, as a constant; EMPTY_MAXIMUM without keys."""
     visible = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
     if not visible.shape[-2]:
         return visible.new_full((*visible.shape[:-2], visible.shape[-1]), EMPTY_MAXIMUM)
     return visible.amax(dim=-2)
 
 
-def _masked_exp(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """exp where `mask`, and exponent 0 elsewhere: a padded key may hold an exponent that would overflow."""
+def _masked_exp(exponent: Tensor, mask: Tensor) -> Tensor:
+    """exp where `mask` is true, and 1 elsewhere, because the exponent of a padded key might overflow."""
     return exponent.masked_fill(~mask, 0.0).exp()
 
 
-def safe_block_size(key, mask, maximum, steepest: float = 0.0) -> int:
+def safe_block_size(key: Tensor, mask: Tensor | None, maximum: Tensor | None, steepest: float = 0.0) -> int:
     """The longest block in which the features of an early query cannot underflow.
 
-    A block is stabilised by the maximum over all of its keys, so a query before a very large key sees its own keys
-    scaled down by exp(maximum of the block - maximum so far), and a decay of `steepest` nats per token that is taken
-    over by the maximum at the end scales too. Up to 60 nats (600 in float64) of that, float32 keeps full relative
-    precision: exp(-60) times its last digit is a normal number.
+    A block is stabilised by the maximum over all of its keys. A query before a very large key therefore sees its own
+    keys scaled down by exp(maximum of the block - maximum so far); a decay of `steepest` nats per token scales them
+    down further where the maximum takes it over at the end of a block. Up to 60 nats (600 in float64) float32 keeps
+    full relative precision, since exp(-60) times its last digit is a normal number.
     """
-    if key.shape[2] <= 1 or not key.numel() or key.device.type == "meta":  # without numbers, nothing underflows
+    if key.shape[2] <= 1 or not key.numel() or key.device.type == "meta":  # meta tensors have no values to underflow
         return max(1, key.shape[2])
     limit = 600.0 if key.dtype == torch.float64 else 60.0
     key = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
@@ -396,10 +425,10 @@ def safe_block_size(key, mask, maximum, steepest: float = 0.0) -> int:
     return next(size for size in BLOCK_SIZES if size == 1 or is_safe(size))
 
 
-def _largest_drop(key: torch.Tensor, maximum: torch.Tensor | None, size: int) -> float:
-    """Upper bound over blocks and features of (maximum of the block) - (what its first query sees).
+def _largest_drop(key: Tensor, maximum: Tensor | None, size: int) -> float:
+    """Upper bound, over blocks and features, of the maximum of the block minus the maximum that its first query sees.
 
-    That is the first key, or where it is hidden what was carried, or without that the first visible key.
+    The first query sees the first key; if that is hidden, the carried state; without a state, the first visible key.
     """
     if missing := -key.shape[2] % size:  # padding by 0 would copy
         key = F.pad(key, (0, 0, 0, missing), value=EMPTY_MAXIMUM)

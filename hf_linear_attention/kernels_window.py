@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact softmax attention to near keys and to sink tokens in torch, and how `hybrid` joins it with far keys.
+"""Exact softmax attention to near keys and to sink tokens in torch, and its combination with far keys in `hybrid`.
 
-A part is a pair `(output [B, Hkv, G, N, W], log_size [B, Hkv, G, N, 1])`: the average over some keys and the logarithm
-of its denominator, EMPTY_MAXIMUM where no key is seen. Averages join by their sizes and stay in the range of values.
+A part is a pair `(output [B, Hkv, G, N, W], log_size [B, Hkv, G, N, 1])`: the weighted average over some keys and the
+logarithm of its denominator, which is EMPTY_MAXIMUM if no key is visible. Averages are joined by their sizes, so the
+result stays in the range of the values.
 
 Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, w width, s sinks, c queries in a block.
 """
@@ -10,6 +11,7 @@ Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, w wid
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,25 +27,25 @@ from .kernels_torch import with_ones
 
 
 Part = tuple[torch.Tensor, torch.Tensor]
-# On a CPU: 1 MB in float32.
+# Logits per step on a CPU: 1 MB in float32, which fits into its cache.
 LOGITS_IN_CACHE = 1 << 18
-# On a CPU exp of less than -87 is 60 times slower, and products with its result again. 9e-27 vanishes beside the 1 of
-# the largest logit, in float64 too: below, weights are 0.
+# On a CPU exp of less than -87 is 60 times slower, and so are products with its result. exp(-60) = 9e-27 vanishes
+# beside the weight 1 of the largest logit, even in float64, so all smaller weights are set to 0.
 LOWEST_EXPONENT = -60.0
 
 
 class NearKeys(NamedTuple):
-    """Keys in a row with room before the first query: query t sees the places t .. t + width - 1."""
+    """Consecutive keys, padded before the first query: query t sees the keys t .. t + width - 1."""
 
     key: torch.Tensor  # [B, Hkv, N + width - 1, D]
     value: torch.Tensor  # [B, Hkv, N + width - 1, D]
     visible: torch.Tensor  # [B, N + width - 1] bool
-    centre: int  # the place t + centre is query t itself
+    centre: int  # the key t + centre is that of query t itself
     numbers: torch.Tensor | None = None  # [B, N + width - 1]: query t sees places of its own packed sequence alone
 
 
 class SinkKeys(NamedTuple):
-    """Keys that every query sees, once they are there; `[B, Hkv, N, s, D]` where every query has its own."""
+    """Keys that every later query sees; their shape is `[B, Hkv, N, s, D]` if each query has its own sinks."""
 
     key: torch.Tensor  # [B, Hkv, s, D]
     value: torch.Tensor  # [B, Hkv, s, D]
@@ -68,18 +70,18 @@ def plain_window(
     numbers: torch.Tensor | None = None,
     is_scale_constant: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax output `[B, Hkv, G, N, W]`, logarithm of its denominator and largest logit `[B, Hkv, G, N, 1]`.
+    """The softmax output `[B, Hkv, G, N, W]`, its log denominator and largest logit `[B, Hkv, G, N, 1]`.
 
     The cost is O(N (c + width + s)) with blocks of c <= width queries.
 
     Args:
         query: `[B, H, N, D]`.
         key, value, visible: see `NearKeys`, and `SinkKeys` for `sink_key`, `sink_value`, `seen` and `distance`.
-        sink_query: `[B, H, N, D]`, what sinks are compared with; the queries themselves if None.
-        log_decay: `[Hkv]`, added to a logit for every token between query and key (ALiBi), or None. It needs `centre`
-            and `distance`.
-        numbers: see `NearKeys`; they need `centre`.
-        is_scale_constant: the largest logit cancels in what follows and needs no gradient.
+        sink_query: `[B, H, N, D]`, compared with the sinks; None for the queries themselves.
+        log_decay: `[Hkv]`, added to a logit for every token between query and key (ALiBi), or None. It requires
+            `centre` and `distance`.
+        numbers: see `NearKeys`; they require `centre`.
+        is_scale_constant: whether the largest logit cancels in what follows, so that it needs no gradient.
     """
     dtype, length = accumulation_dtype(query), query.shape[2]
     kv_heads, width = key.shape[1], key.shape[2] - length + 1
@@ -91,7 +93,7 @@ def plain_window(
     offset = torch.arange(width + size - 1, device=query.device) - torch.arange(size, device=query.device)[:, None]
 
     def blocks(x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Pads the N of `dim` to whole blocks and gives each its own axis."""
+        """Pad the N of `dim` to whole blocks and split it into blocks."""
         return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, -length % size)).unflatten(dim, (-1, size))
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +127,7 @@ def plain_window(
         weights, sink_weights = (_weights(x - shift) for x in (logits, sink_logits))
         sums = weights @ with_ones(value, dtype).unsqueeze(2) + sink_weights @ sink_values
         numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
-        is_empty = scale == EMPTY_MAXIMUM  # then all weights are 0
+        is_empty = scale == EMPTY_MAXIMUM  # no visible key: all weights are 0
         denominator = denominator.masked_fill(is_empty, 1.0)
         log_size = (shift + denominator.log()).masked_fill(is_empty, EMPTY_MAXIMUM)
         results.append((numerator / denominator, log_size, scale))
@@ -142,7 +144,7 @@ def packed_window(
     is_scale_constant: bool,
     sink_query: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`plain_window` within packed sequences: every query has sinks of its own, those of its sequence."""
+    """`plain_window` within packed sequences, where every query has the sinks of its own sequence."""
     none = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (sinks.key, sinks.value))
     options: dict[str, Any] = {"log_decay": log_decay, "centre": near.centre, "numbers": near.numbers}
     given: tuple[Any, ...] = (query, near.key, near.value, near.visible, *none, sinks.seen[..., :0], None, scaling)
@@ -163,13 +165,13 @@ def packed_window(
 
 
 def _weights(logits: torch.Tensor) -> torch.Tensor:
-    """exp of numbers of at most 0, exactly 0 below `LOWEST_EXPONENT`."""
+    """exp of numbers of at most 0, and exactly 0 below `LOWEST_EXPONENT`."""
     weights = logits.clamp(min=LOWEST_EXPONENT).exp()
     return F.threshold(weights, 1.01 * math.exp(LOWEST_EXPONENT), 0.0)
 
 
 def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
-    """On a CPU as many as have logits that stay in its cache, else all."""
+    """The number of blocks per step: on a CPU, as many as keep their logits in the cache; elsewhere all."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return query.shape[3]
     per_block = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[4] * key.shape[3]
@@ -177,12 +179,14 @@ def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tensor:
-    """Over the last axes of all that have places `[..., 1]`."""
+    """The maximum over the last axis of all logits, `[..., 1]`; an empty tensor is skipped."""
     largest = [(x.detach() if is_constant else x).amax(dim=-1, keepdim=True) for x in logits if x.shape[-1]]
     return torch.maximum(*largest) if len(largest) == 2 else largest[0]
 
 
-def _windows(key, value, visible, width: int, size: int, pad: int, dtype: torch.dtype):
+def _windows(
+    key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, width: int, size: int, pad: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys, values `[B, Hkv, blocks, width + c - 1, D]` and visibility `[B, blocks, width + c - 1]` of each block."""
     span = width + size - 1
     key, value = (F.pad(x.to(dtype), (0, 0, 0, pad)).unfold(2, span, size).transpose(-1, -2) for x in (key, value))
@@ -190,10 +194,10 @@ def _windows(key, value, visible, width: int, size: int, pad: int, dtype: torch.
 
 
 class NearFarMix(nn.Module):
-    """`forward(near, far, largest, half_query_norm)` -> output `[B, Hkv, G, N, D]`.
+    """Base class of the ways to combine near and far keys: `forward` returns the output `[B, Hkv, G, N, D]`.
 
-    `far` may have several parts; `largest` is the largest logit of the near keys and `half_query_norm` scaling
-    |q|^2 / 2, both `[B, Hkv, G, N, 1]`.
+    `near` is the part of the near keys, and `far` holds one or more parts of far keys. `largest` is the largest logit
+    of the near keys, and `half_query_norm` is scaling |q|^2 / 2, both `[B, Hkv, G, N, 1]`.
     """
 
     # Whether the largest near logit cancels, so that it needs no gradient.
@@ -203,11 +207,12 @@ class NearFarMix(nn.Module):
         super().__init__()
         self.num_heads = num_heads
 
-    def reset_parameters(self, feature_map: nn.Module) -> None:
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Initialise the parameters; their start may depend on the feature map of the far keys."""
         raise NotImplementedError
 
     def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What the C kernels need to join the parts of a token themselves; None where they do not know how."""
+        """The float32 parameters with which the C step joins the parts itself; None if C does not implement the mix."""
         return None
 
     def _per_query(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -216,9 +221,10 @@ class NearFarMix(nn.Module):
 
 
 class JointMix(NearFarMix):
-    """One denominator: far keys weigh exp(b - a scaling |q|^2 / 2) phi(q)·phi(k), near ones exp(scaling q·k).
+    """One denominator: far keys weigh exp(b - a scaling |q|^2 / 2) phi(q)·phi(k), near keys exp(scaling q·k).
 
-    b and a are learned per head. Both share one log-sum-exp, so the far part need not learn the softmax normaliser.
+    b and a are learned per head. Both kinds of keys share one log-sum-exp, so the far part need not learn the
+    normaliser of the softmax.
     """
 
     def __init__(self, num_heads: int):
@@ -226,49 +232,58 @@ class JointMix(NearFarMix):
         self.far_log_scale = nn.Parameter(torch.empty(num_heads))
         self.query_norm_weight = nn.Parameter(torch.empty(num_heads))
 
-    def reset_parameters(self, feature_map):
-        # With the norm terms of the softmax kernel's random features on both sides, and the mean over F features, the
-        # expected weight of a far key starts at most at exp(scaling q·k): the difference is (c^2 - 1) |q + k|^2 / 2 in
-        # the exponent, with c the initial scale of W.
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with b = -log F and a = 1."""
+        # These are the norm terms of the softmax kernel's random features, and the mean over F features. With c, the
+        # initial scale of W, the expected weight of a far key starts at exp(scaling q·k) times
+        # exp((c^2 - 1) |q + k|^2 / 2), which is at most 1.
         init.constant_(self.far_log_scale, -math.log(feature_map.num_features))
         init.ones_(self.query_norm_weight)
         if isinstance(norm_weight := getattr(feature_map, "key_norm_weight", None), torch.Tensor):
             init.ones_(norm_weight)
 
-    def kernel_parameters(self):
+    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """b and a in float32, each `[H]`."""
         return with_dtype(self.far_log_scale, torch.float32), with_dtype(self.query_norm_weight, torch.float32)
 
-    def forward(self, near, far, largest, half_query_norm):
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the parts by their log sizes; see the class."""
         log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
         exponent = torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
         return join(near, *((output, size + exponent) for output, size in far))[0]
 
 
 class SeparateMix(NearFarMix):
-    """Two denominators: (1 - m) near attention + m far attention, m = sigmoid of a learned number per head.
+    """Two denominators: (1 - m) near attention + m far attention, with m = sigmoid of a learned number per head.
 
-    The form of published hybrids (Infini-attention 2024, equation 10), for comparison. A query with no far key yet
-    takes the near part alone. Starts at m = 0.1.
+    Published hybrids have this form (Infini-attention 2024, equation 10); it is here for comparison. A query without
+    far keys uses the near part alone. m starts at 0.1.
     """
 
     def __init__(self, num_heads: int):
         super().__init__(num_heads)
         self.far_weight = nn.Parameter(torch.empty(num_heads))
 
-    def reset_parameters(self, feature_map):
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with m = 0.1."""
         init.constant_(self.far_weight, math.log(0.1 / 0.9))
 
-    def forward(self, near, far, largest, half_query_norm):
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Interpolate between the near and the far output; see the class."""
         output, size = join(*far)
         share = self._per_query(self.far_weight, output).sigmoid() * (size > EMPTY_MAXIMUM / 2)
         return torch.lerp(near[0], output, share)
 
 
 class WindowMaximumMix(NearFarMix):
-    """LoLCATs 2024, equation 7: one denominator over g exp(scaling q·k - c) near and phi(q)·phi(k) far, for comparison.
+    """LoLCATs 2024, equation 7: one denominator, near weights g exp(scaling q·k - c), far weights phi(q)·phi(k).
 
-    c is the maximum of the near logits alone, so the weight of the far part depends on it. g = sigmoid of a learned
-    number per head, 0.1 at the start as in their code.
+    c is the maximum of the near logits alone, so the weight of the far part depends on it. g is the sigmoid of a
+    learned number per head and starts at 0.1, as in the authors' code. The mix is here for comparison.
     """
 
     is_scale_constant = False
@@ -277,10 +292,14 @@ class WindowMaximumMix(NearFarMix):
         super().__init__(num_heads)
         self.window_weight = nn.Parameter(torch.empty(num_heads))
 
-    def reset_parameters(self, feature_map):
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with g = 0.1."""
         init.constant_(self.window_weight, math.log(0.1 / 0.9))
 
-    def forward(self, near, far, largest, half_query_norm):
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the parts with the near weights divided by exp(c); see the class."""
         output, size = near
         weight = F.logsigmoid(self._per_query(self.window_weight, output))
         return join((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)[0]
@@ -294,7 +313,7 @@ NORMALIZATIONS: dict[str, type[NearFarMix]] = {
 
 
 def join(*parts: Part) -> Part:
-    """One part over the keys of all; without gradients it takes the memory of the first."""
+    """Join parts into one over all of their keys; without gradients the first part's memory is overwritten."""
     output, size = parts[0]
     lerp = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
     for other, other_size in parts[1:]:
@@ -304,6 +323,6 @@ def join(*parts: Part) -> Part:
 
 
 def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
-    """log(denominator) + log_scale; where the denominator is 0 the scale means nothing."""
+    """log(denominator) + log_scale, and EMPTY_MAXIMUM where the denominator is 0."""
     tiny = torch.finfo(denominator.dtype).tiny
     return (denominator.clamp(min=tiny).log() + log_scale).masked_fill(denominator == 0, EMPTY_MAXIMUM)

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention masks that are linear in the length: which keys are padding, and which packed sequence each belongs to.
+"""Attention masks of linear size: which keys are padding, and to which packed sequence each key belongs.
 
-transformers builds masks through a function registered under the name of the attention implementation. Ours returns
-`[B, 1, 1, S]`: bool (False at padding), or integers that number packed sequences from 1 (0 at padding). Layers that
-stay softmax need N x N masks; where a model has such layers, ours are read off their diagonals.
+transformers builds masks with a function that is registered under the name of the attention implementation. Ours
+returns `[B, 1, 1, S]`: bool (False at padding), or integers that number packed sequences from 1 (0 at padding). Layers
+that stay softmax need N x N masks; in a model with such layers, our masks are read from their diagonals.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .kernels import is_tracing
+from .transformers_internals import mask_functions
 
 
-# Stock models that call a method of the mask they get back, and so cannot take None for "all visible".
+# What transformers hands over for a plainly causal mask, and for one that hides nothing.
+CAUSAL, BIDIRECTIONAL = mask_functions()
+# Stock models that call a method of the mask, and so cannot take None for "all visible".
 NEED_A_MASK = ("mpt",)
 
 
@@ -28,19 +31,19 @@ def linear_attention_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable = CAUSAL,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **kwargs,
+    **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask function of the attention implementation `linear_attention` (arguments as `sdpa_mask`).
+    """The mask function of the attention implementation `linear_attention` (arguments as for `sdpa_mask`).
 
     Raises:
-        ValueError: for a custom overlay (`or_mask_function`, `and_mask_function`, block-wise bidirectional parts):
-            linear attention cannot honour it, and it must not be ignored. For a mask of another batch size, or with
-            neither a column for every token nor one for every new token: softmax decoders take missing columns for
-            padding at the end, which hides the newest tokens.
+        ValueError: for a custom overlay (`or_mask_function`, `and_mask_function`, block-wise bidirectional parts),
+        which linear attention cannot honour and must not ignore. Also for a mask of another batch size, or with neither
+        one column per token nor one column per new token: softmax decoders treat missing columns as padding at the end,
+        which hides the newest tokens.
     """
     if use_vmap:
         raise ValueError(
@@ -51,17 +54,17 @@ def linear_attention_mask(
     if is_needed and attention_mask is None:
         attention_mask = torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
     segments = None
-    if mask_function not in (causal_mask_function, bidirectional_mask_function):
-        # Only the makers of bidirectional masks pass this argument.
+    if mask_function not in (CAUSAL, BIDIRECTIONAL):
+        # Only transformers' functions for bidirectional masks pass this argument.
         looks_ahead = "allow_is_bidirectional_skip" in kwargs
         segments = _packed_segments(mask_function, batch_size, q_length, q_offset, device, looks_ahead)
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             raise ValueError(
-                f"Got an attention mask of shape {tuple(attention_mask.shape)}; give one of rows and columns, or of "
-                "rows, 1, queries and columns."
+                f"Got an attention mask of shape {tuple(attention_mask.shape)}; its shape must be (rows, columns) or "
+                "(rows, 1, queries, columns)."
             )
-        # With a cache the older keys are in the state; without one, cross-attention has as many keys as it likes. A
+        # With a cache the older keys are in the state; without one, cross-attention may have any number of keys. A
         # static cache has room for more.
         is_cached = isinstance(q_offset, torch.Tensor) or q_offset + q_length == kv_length
         is_cached |= "allow_is_bidirectional_skip" not in kwargs and attention_mask.shape[1] != kv_length
@@ -78,17 +81,19 @@ def linear_attention_mask(
 
 
 def _known(seen: int | torch.Tensor) -> int | torch.Tensor:
-    """The length of a static cache as a number, where reading it costs nothing."""
+    """The length of a static cache as a number, if reading it costs nothing."""
     is_free = isinstance(seen, torch.Tensor) and seen.device.type == "cpu" and not is_tracing()
     return int(seen) if is_free else seen
 
 
-def _refuse_sizes(mask: torch.Tensor, batch_size: int | None, length: int, seen: int | torch.Tensor, has_room: bool):
-    """Refuse a mask `[rows, ..., columns]` that does not belong to `length` new tokens after `seen` others.
+def _refuse_sizes(
+    mask: torch.Tensor, batch_size: int | None, length: int, seen: int | torch.Tensor, has_room: bool
+) -> None:
+    """Refuse a mask `[rows, ..., columns]` that does not belong to `length` new tokens after `seen` cached ones.
 
     Args:
-        batch_size: of the tokens; None does not look at the rows.
-        has_room: whether more columns are allowed, for tokens to come (a static cache's).
+        batch_size: the batch size of the tokens; None skips the check of the rows.
+        has_room: whether more columns are allowed, for future tokens of a static cache.
 
     Raises:
         ValueError: with both sizes.
@@ -101,15 +106,19 @@ def _refuse_sizes(mask: torch.Tensor, batch_size: int | None, length: int, seen:
     before = seen if isinstance(seen, int) else "a static cache of"
     raise ValueError(
         f"Got an attention mask of {rows} rows and {columns} columns for {rows if batch_size is None else batch_size} "
-        f"rows of {length} new tokens after {before} cached ones. Give one row for each and one column for each token: "
-        + (f"{seen + length}, or {length} for the new ones alone." if isinstance(seen, int) else "old and new.")
+        f"rows of {length} new tokens after {before} cached ones. It must have one row per input row and one "
+        + (
+            f"column per token: {seen + length}, or {length} for the new ones alone."
+            if isinstance(seen, int)
+            else "column per token, old and new."
+        )
     )
 
 
 def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) -> torch.Tensor:
-    """The columns of the `length` newest keys of a mask `[B, columns]` of which `offset` keys are older.
+    """The columns of the `length` newest keys in a mask `[B, columns]`, of which the first `offset` are older.
 
-    A mask of the new keys alone (columns == length) is returned as it is.
+    A mask of the new keys alone (columns == length) is returned unchanged.
     """
     if mask.shape[1] == length:
         return mask
@@ -120,8 +129,15 @@ def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) ->
     return mask.index_select(1, first + torch.arange(length, device=mask.device))
 
 
-def _packed_segments(mask_function, batch_size, length, offset, device, may_look_ahead) -> torch.Tensor | None:
-    """Numbers of the packed sequences `[B, N]` from 1, or None if there is one; asks the function at O(N) places."""
+def _packed_segments(
+    mask_function: Callable[..., Any],
+    batch_size: int,
+    length: int,
+    offset: int | torch.Tensor,
+    device: torch.device | str,
+    may_look_ahead: bool,
+) -> torch.Tensor | None:
+    """Number the packed sequences `[B, N]` from 1, by O(N) calls of the mask function; None if there is only one."""
     if length <= 1:
         return None
     rows = torch.arange(batch_size, device=device)[:, None]
@@ -130,8 +146,8 @@ def _packed_segments(mask_function, batch_size, length, offset, device, may_look
     looks_ahead = torch.as_tensor(mask_function(rows, head, later - 1, later))
     if not may_look_ahead and not is_tracing() and looks_ahead.any():
         raise ValueError(
-            "Linear attention got a mask in which tokens of a causal model look ahead (a prefix or a block that is "
-            "bidirectional); it cannot honour that. Keep these layers softmax (setting `layers`)."
+            "Linear attention got a mask that lets tokens of a causal model look ahead (a bidirectional prefix or "
+            "block), which it cannot honour. Keep these layers softmax (setting `layers`)."
         )
     connected = torch.as_tensor(mask_function(rows, head, later, later - 1), device=device)
     connected = connected.expand(batch_size, length - 1)
@@ -150,31 +166,37 @@ def read_mask(
     batch_size: int | None = None,
     is_windowed: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Any mask that reaches an attention layer -> `(key mask bool [B, S] or None, segments [B, S] or None)`.
+    """Convert any mask that reaches an attention layer to `(key mask bool [B, S], segments [B, S])`, each or None.
 
     Args:
-        mask: None; `[B, columns]` (flash attention's); `[B, 1, 1, columns]` (ours); or `[B, 1, N, columns]`, bool or
-            additive, of softmax attention.
+        mask: None; `[B, columns]`, as for flash attention; `[B, 1, 1, columns]`, from `linear_attention_mask`; or
+            `[B, 1, N, columns]`, bool or additive, as for softmax attention.
         length: S, the number of new keys.
-        seen: the number of keys before them, already in the state.
-        batch_size: B, to check; a mask of four dimensions may also have one row for all.
-        is_windowed: whether the mask may be one of a layer that sees the nearest tokens only, without columns for
-            those before.
+        seen: the number of earlier keys, which are in the state.
+        is_causal: whether the layer is causal.
+        batch_size: B, which is checked; a mask of four axes may also have one row for all.
+        is_windowed: whether the mask may come from a sliding-window layer and lack the columns of older keys.
 
     Raises:
-        ValueError: if the mask is one that linear attention cannot honour, or has another size than the tokens.
+        ValueError: if linear attention cannot honour the mask, or its size does not match the tokens.
     """
     if mask is None:
         return None, None
     if mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[1] != 1):
-        raise ValueError(f"Linear attention takes one mask for all heads; got a mask of shape {tuple(mask.shape)}.")
+        raise ValueError(
+            f"Got an attention mask of shape {tuple(mask.shape)}; linear attention takes one mask for all heads, of "
+            "shape (rows, columns) or (rows, 1, queries, columns)."
+        )
     is_shared = mask.ndim == 4 and mask.shape[0] == 1
-    # Columns for older keys that a window has left behind are missing; the newest are the last.
+    # The mask of a window lacks the columns of older keys; the last columns are those of the newest keys.
     before = 0 if is_windowed and mask.ndim == 4 else _known(seen)
     has_room = mask.ndim == 4 and (is_windowed or isinstance(seen, torch.Tensor))
     _refuse_sizes(mask, None if is_shared else batch_size, length, before, has_room)
     if mask.ndim == 4 and mask.shape[2] not in (1, length):
-        raise ValueError(f"Got an attention mask of shape {tuple(mask.shape)} for {length} new tokens.")
+        raise ValueError(
+            f"Got an attention mask of shape {tuple(mask.shape)} for {length} new tokens; its third axis must have 1 "
+            f"or {length} entries."
+        )
     if length == 0:
         return None, None
     key_mask, segments = _read_columns(mask, length, seen, is_causal)
@@ -183,9 +205,11 @@ def read_mask(
     return key_mask, segments
 
 
-def _read_columns(mask, length, seen, is_causal):
+def _read_columns(
+    mask: torch.Tensor, length: int, seen: int | torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if mask.is_floating_point():
-        mask = mask > -1.0  # additive: 0 where visible, a huge negative number elsewhere
+        mask = mask > -1.0  # an additive mask is 0 where a key is visible, and a large negative number elsewhere
     if mask.ndim == 4 and mask.shape[2] > 1:
         return _read_square_mask(mask[:, 0], length, seen, is_causal)
     columns = _new_columns(mask if mask.ndim == 2 else mask[:, 0, 0], length, seen)
@@ -193,16 +217,18 @@ def _read_columns(mask, length, seen, is_causal):
     return columns > 0, columns if is_packed else None
 
 
-def _read_square_mask(mask, length, seen, is_causal):
-    """`mask [B, N, columns]`: the diagonal tells padding, the place before it whether two tokens are together."""
+def _read_square_mask(
+    mask: torch.Tensor, length: int, seen: int | torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Read `mask [B, N, columns]`: its diagonal shows padding, and the entry before it whether a sequence continues."""
     start = min(seen, mask.shape[2] - length) if isinstance(seen, int) else seen
     position = torch.arange(length, device=mask.device)
     square = mask.index_select(2, start + position)
     valid = square.diagonal(dim1=1, dim2=2)
     if not is_causal:
-        # Padded queries may see nothing, so a key is real if any query sees it.
+        # A padded query may see no key, so a key counts as real if any query sees it.
         valid = square.any(dim=1)
-    # The newest real token before each one; a boundary lies where a real token does not see it.
+    # `previous` is the newest real token before each one; a sequence starts where a real token does not see it.
     previous = torch.where(valid, position, -1).cummax(dim=1).values.roll(1, dims=1)
     previous[:, 0] = -1
     together = square.gather(2, previous.clamp(min=0).unsqueeze(2)).squeeze(2) | (previous < 0) | ~valid
@@ -213,8 +239,8 @@ def _read_square_mask(mask, length, seen, is_causal):
     return (None if valid.all() else valid), (segments if (segments > 1).any() else None)
 
 
-def _check_square_mask(square, segments, is_causal) -> None:
-    """Refuse what padding, causality, packing and a band (sliding window) do not explain."""
+def _check_square_mask(square: torch.Tensor, segments: torch.Tensor, is_causal: bool) -> None:
+    """Refuse a mask that is not explained by padding, causality, packing and a band (sliding window)."""
     expected = (segments.unsqueeze(2) == segments.unsqueeze(1)) & (segments > 0).unsqueeze(1)
     if is_causal:
         expected = expected.tril()
@@ -222,38 +248,50 @@ def _check_square_mask(square, segments, is_causal) -> None:
     if (visible & ~expected).any():
         raise ValueError(
             "Linear attention got a mask that lets tokens see more than causality, padding and packed sequences allow "
-            "(a prefix or a block that is bidirectional); it cannot honour that. Keep these layers softmax (`layers`)."
+            "(a bidirectional prefix or block), which it cannot honour. Keep these layers softmax (setting `layers`)."
         )
     missing = expected & ~visible & (segments > 0).unsqueeze(2)
     if not is_causal and missing.triu(1).any() and not missing.tril(-1).any():
         raise ValueError(
-            "Linear attention got a causal mask in a layer that was taken to look both ways; keep it softmax "
+            "Linear attention got a causal mask in a layer that was taken to be bidirectional; keep it softmax "
             "(setting `layers`)."
         )
-    # A band (sliding window) only hides what lies beyond everything visible; anything between is a hole.
+    # A band (sliding window) hides keys only outside the visible range; a hidden key within that range is a hole.
     counted = visible.long().cumsum(dim=2)
     if (missing & (counted > 0) & (counted < counted[..., -1:])).any():
         raise ValueError(
-            "Linear attention got a mask with holes: it honours causality, padding and packed sequences, and no other "
-            "pattern. Keep these layers softmax (setting `layers`)."
+            "Linear attention got a mask with holes, but it honours only causality, padding and packed sequences. "
+            "Keep these layers softmax (setting `layers`)."
         )
 
 
-def attend_packed(attend: Callable, query, key, value, key_mask, segments, positions=None):
-    """Attention within each packed sequence: `attend(query, key, value, key_mask)` on the sequences as a padded batch.
+def attend_packed(
+    attend: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    segments: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend within each packed sequence, by calling `attend(query, key, value, key_mask)` on a padded batch of them.
 
-    Sequences are grouped by length to the next power of two, so the padding at most doubles the work. Any mechanism
-    is exact this way, and none has to know of packing.
+    Sequences are grouped by length, rounded up to a power of two, so padding at most doubles the work. This is exact
+    for any mechanism, and no mechanism needs to know about packing.
 
     Args:
-        query: `[B, H, N, D]`; key, value `[B, Hkv, N, D]`; segments `[B, N]`, runs of equal numbers, 0 at padding.
-        positions: `[B, N]`, handed on as an argument of that name, or None.
+        attend: returns `[b, n, H, D]` for a batch of sequences.
+        query: `[B, H, N, D]`.
+        key, value: `[B, Hkv, N, D]`.
+        key_mask: bool `[B, N]`, False for keys to ignore, or None.
+        segments: `[B, N]`, runs of equal numbers, 0 at padding.
+        positions: `[B, N]`, passed to `attend` as an argument of that name, or None.
 
     Returns:
         `[B, N, H, D]`, 0 at padding.
     """
     batch, heads, length, _ = query.shape
-    # Every row starts a run, whatever the number before it.
+    # Each row starts a new run, even if its first number equals the last one of the row before.
     change = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
     starts = change.flatten().nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([batch * length]))

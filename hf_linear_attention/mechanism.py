@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an attention mechanism, and of the options it can be configured with.
+"""The contract of an attention mechanism and of its options.
 
-A mechanism replaces softmax(q k^T) v inside one attention layer. It is one file `mechanism_<name>.py` and one line in
-`mechanisms.py`; its class attributes say what it can do, and a configuration that asks for more is refused by name.
+A mechanism replaces softmax(q k^T) v inside one attention layer. It consists of a file `mechanism_<name>.py` and a line
+in `mechanisms.py`. Its class attributes say what it can do, and a configuration that asks for more is refused with the
+name of what is missing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -21,17 +22,19 @@ State = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a mechanism: a key of `config.linear_attention` and a flag `--<name>` of the conversion script."""
+    """An option of a mechanism: a key of `config.linear_attention` and a flag `--<name>` of the conversion script."""
 
     kind: type
     default: Any
     help: str
     choices: tuple[str, ...] = ()
     minimum: int | float | None = None
-    is_per_layer: bool = False  # a list with one value for each attention layer of the model is allowed too
+    below: float | None = None
+    is_per_layer: bool = False  # whether a list with one value per attention layer is allowed too
+    needs: Mapping[str, Container[Any]] = field(default_factory=dict)  # values of other options; else it has no effect
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with this value, or None."""
+        """What is wrong with this value, as a predicate, or None."""
         if self.is_per_layer and isinstance(value, (list, tuple)):
             problems = [(layer, self._problem(entry)) for layer, entry in enumerate(value)]
             return next((f"{problem} (layer {layer})" for layer, problem in problems if problem), None)
@@ -49,6 +52,8 @@ class Option:
             return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
         if self.minimum is not None and value < self.minimum:
             return f"must be at least {self.minimum}"
+        if self.below is not None and value >= self.below:
+            return f"must be less than {self.below}"
         return None
 
 
@@ -66,11 +71,11 @@ class Rotary:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a mechanism has to know of the attention layer it serves.
+    """The properties of an attention layer that its mechanism needs.
 
-    `layer` counts the attention layers of the model from 0; `max_length` is the longest input the model takes, in
-    tokens or patches (None where the architecture sets no limit); `alibi_slopes` are the model's, one per key/value
-    head (None without ALiBi); `rotary` says how the layer rotates queries and keys (None where that is not known).
+    `layer` counts the attention layers of the model from 0. `max_length` is the longest input of the model in tokens or
+    patches, or None if the architecture sets no limit. `alibi_slopes` has one slope per key/value head, or is None
+    without ALiBi. `rotary` says how the layer rotates queries and keys, or is None where that is not known.
     """
 
     num_heads: int
@@ -83,12 +88,12 @@ class LayerShape:
 
 
 class AttentionMechanism(nn.Module):
-    """Base class. `settings` holds a value for every name in `options`, already validated.
+    """Base class of all mechanisms; `settings` holds a valid value for every name in `options`.
 
-    The attributes `supports_<capability>` say what the mechanism can do; where some settings can do less, it overrides
-    `obstacle`, which is what everything asks. `constants` means that equal values come out unchanged (the weights of a
-    query sum to 1), `weights` that there is one matrix of weights a head, `state` that a causal form decodes from a
-    state of constant size, `alibi` that ALiBi is honoured exactly.
+    The attributes `supports_<capability>` say what the mechanism can do. If some settings can do less, the class
+    overrides `obstacle`, which every caller asks. `constants`: equal values come out unchanged, because the weights of
+    a query sum to 1. `weights`: there is one matrix of weights per head. `state`: the causal form decodes from a state
+    of constant size. `alibi`: ALiBi is honoured exactly.
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -108,41 +113,48 @@ class AttentionMechanism(nn.Module):
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
         self.settings, self.shape = dict(settings), shape
-        # A state is continued only where this is the same.
+        # Only a mechanism with the same signature may continue a state.
         options = ", ".join(f"{name}={settings.get(name)!r}" for name in self.options)
         self.signature = f"{type(self).__name__}({options})"
 
     def layer_setting(self, name: str) -> Any:
-        """The value of an option for this layer, where `is_per_layer` allows a list of them.
+        """The value of an option for this layer; an option with `is_per_layer` may be a list of values.
 
         Raises:
-            ValueError: if the list ends before this layer.
+            ValueError: if the list has no value for this layer.
         """
         value = self.settings[name]
         if not isinstance(value, (list, tuple)):
             return value
         if self.shape.layer >= len(value):
-            raise ValueError(f"`{name}` = {list(value)} has no value for layer {self.shape.layer}; give one a layer.")
+            raise ValueError(
+                f"`{name}` = {list(value)} has no value for layer {self.shape.layer}; give one value per layer."
+            )
         return value[self.shape.layer]
 
     @classmethod
     def filled(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The value of every option, the default of those that `settings` lacks."""
+        """The value of every option, with defaults for those that `settings` lacks."""
         return {name: settings.get(name, option.default) for name, option in cls.options.items()}
 
     @classmethod
     def unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
-        """The options that the other ones leave without effect: `{name: what it has no effect with}`."""
-        return {}
+        """The options that have no effect with the other ones, as `{option: the setting that disables it}`."""
+        unused: dict[str, str] = {}
+        for name, option in cls.options.items():
+            for other, values in option.needs.items():
+                if other in cls.options and settings[other] not in values:
+                    unused.setdefault(name, f"`{other}` = `{settings[other]}`")
+        return unused
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
-        """Every impossible combination of options in `settings`, each as one sentence."""
+        """Every invalid combination of options in `settings`, each as one sentence."""
         return []
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """Why these settings lack a capability, as the predicate of a sentence; None if they have it."""
+        """Why these settings lack a capability, as the predicate of a sentence, or None if they have it."""
         return None if getattr(cls, f"supports_{capability}") else f"has no {capability} form"
 
     @classmethod
@@ -151,20 +163,22 @@ class AttentionMechanism(nn.Module):
         return cls.obstacle(capability, settings) is None
 
     def share_with(self, first: AttentionMechanism) -> None:
-        """Called on every layer but the first with the first layer's mechanism, for parameters shared by all layers."""
+        """Share parameters with the mechanism of the first layer; called for every other layer."""
 
     def reset_parameters(self) -> None:
-        """Initialise parameters and buffers that no checkpoint has filled. The same seed gives the same values."""
+        """Initialise the parameters and buffers that no checkpoint has filled; equal seeds give equal values."""
 
     @classmethod
     def needs_calibration(cls, settings: Mapping[str, Any]) -> bool:
-        """Whether `calibrate` has constants to fit, so that a conversion must show it real queries and keys."""
+        """Whether `calibrate` has constants to fit, so that a conversion must provide real queries and keys."""
         return False
 
-    def calibrate(self, query, key, *, attention_mask: torch.Tensor | None, scaling: float) -> None:
-        """Fit constants of the function (persistent buffers) to real queries and keys, once; most have none.
+    def calibrate(
+        self, query: torch.Tensor, key: torch.Tensor, *, attention_mask: torch.Tensor | None, scaling: float
+    ) -> None:
+        """Fit constants (persistent buffers) to real queries and keys, once; most mechanisms have none.
 
-        Shapes as in `forward`; `attention_mask` is bool `[B, S]` or None.
+        The shapes are those of `forward`; `attention_mask` is bool `[B, S]` or None.
         """
 
     def prepare(
@@ -172,14 +186,16 @@ class AttentionMechanism(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries, keys and positions for `forward`, from those after rotary embedding.
 
+        Where it returns positions, `forward` takes them as a further argument of that name.
+
         `positions` `[B, N]` (int32) are the `position_ids` of the tokens, or None unless `needs_positions`.
         """
         return query, key, None
 
     def generator(self, draw: int = 0) -> torch.Generator:
-        """A CPU generator of `seed`, the layer and the number of the draw: every process draws the same projections."""
+        """A CPU generator seeded by `seed`, the layer and the draw, so every process draws the same projections."""
         number = self.settings.get("seed", 0) * 100_003 + self.shape.layer + draw * 2_654_435_761
-        return torch.Generator().manual_seed(number % 2**32)  # all that the generator looks at
+        return torch.Generator().manual_seed(number % 2**32)  # the generator uses only 32 bits
 
     def forward(
         self,
@@ -191,26 +207,34 @@ class AttentionMechanism(nn.Module):
         scaling: float,
         is_causal: bool,
         state: State | None,
-        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State | None]:
-        """Attention output and new state.
+        """Compute the attention output and the new state.
 
         Args:
             query: `[B, H, N, D]`, after rotary embedding and normalisation.
             key, value: `[B, Hkv, S, D]`; with a state, only the keys after it.
             attention_mask: bool `[B, S]`, False at padded keys, or None. Inside a traced graph a causal mechanism may
-                get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
+            get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
             scaling: the factor of the layer's q·k.
-            state: what came before, as returned by an earlier call; never changed in place. None at the start.
-            positions: `[B, N]`, what `prepare` returned; only for a mechanism whose `prepare` returns any.
+            is_causal: whether a query sees only its own and earlier keys.
+            state: the result of an earlier call, which is never changed in place, or None at the start.
 
         Returns:
-            The output `[B, N, H, D]` in the dtype of `query`; 0 for a query that sees no key. And the new state (None
-            if the mechanism has none).
+            The output `[B, N, H, D]` in the dtype of `query`, which is 0 for a query that sees no key; and the new
+            state, or None if the mechanism has no state.
         """
         raise NotImplementedError
 
-    def absorb(self, key, value, *, attention_mask, scaling, state, positions=None) -> State | None:
+    def absorb(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        state: State | None,
+        positions: torch.Tensor | None = None,
+    ) -> State | None:
         """The state after these keys, without an output."""
         query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
         options = {} if positions is None else {"positions": positions}
@@ -219,10 +243,20 @@ class AttentionMechanism(nn.Module):
         )
         return state
 
-    def attention_weights(self, query, key, *, attention_mask, scaling, is_causal, positions=None) -> torch.Tensor:
-        """The matrix `[B, H, N, S]` that this mechanism never forms, for inspection: its output on v = identity.
+    def attention_weights(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The matrix `[B, H, N, S]`, which the mechanism never forms itself, for inspection.
 
-        Costs O(N S) memory (Performer 2020, appendix C.4). Every mechanism here is linear in v.
+        It is the output for v = identity (Performer 2020, appendix C.4), because every mechanism here is linear in v,
+        and costs O(N S) memory.
         """
         batch, num_kv_heads, length, _ = key.shape
         identity = torch.eye(length, dtype=query.dtype, device=key.device).expand(batch, num_kv_heads, -1, -1)

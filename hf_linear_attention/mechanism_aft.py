@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`aft`: the Attention-Free Transformer (Zhai 2021): keys weigh values channel by channel, queries only gate.
+"""`aft`: the Attention-Free Transformer (Zhai 2021), where keys weigh values per channel and queries only gate.
 
     o_td = sigmoid(q_td) sum_s exp(k_sd + w_ts) v_sd / sum_s exp(k_sd + w_ts)          no q·k anywhere
 
@@ -9,14 +9,17 @@
     conv      the same, a function of t - s alone          O(N window D) yes: the same
     simple    0                                            O(N D)        yes: sums
 
-Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, W window, T max_length. w is per key/value
-head, whose channels share it ("heads" of AFT-conv), so a state is per key/value head too. Positions count real tokens.
-Every exponential is taken after a maximum; conv is no convolution with exp(w) - 1 plus global sums, as in the paper's
-equation 5, because that difference cancels where w < 0: near and far keys are summed apart and then added.
+Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, W window, T max_length. w is per key/value head
+and shared by its channels (the "heads" of AFT-conv), so the state is per key/value head too. Positions count real
+tokens. Every exponential is taken after subtracting a maximum. `conv` does not use the paper's equation 5, a
+convolution with exp(w) - 1 plus global sums, because that difference cancels where w < 0; near and far keys are summed
+separately instead.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,21 +35,26 @@ from .kernels import kernel_sums
 from .kernels_torch import largest_visible
 from .kernels_torch import normalize
 from .mechanism import AttentionMechanism
+from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import State
 from .segments import real_first
 from .segments import take
 from .segments import way_back
 from .segments import without_padding
 
 
-# Nats between the largest and the smallest weight that one float32 product keeps at full relative precision.
+# The range of weights, in nats, within which one float32 product keeps full relative precision.
 SAFE_SPREAD = 80.0
-# Elements of the [B, Hkv, queries, S, D] tensor that the exact form of `full` makes at a time.
+# The largest number of elements of the tensor [B, Hkv, queries, S, D] in the exact form of `full`.
 EXACT_ELEMENTS = 1 << 22
+
+# Sums and their log scale: the sums are to be multiplied by exp(log scale).
+Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 class WindowState(NamedTuple):
-    """The window is aligned to the right, its newest real token last."""
+    """The state of `local` and `conv`; the window is right-aligned, with its newest real token last."""
 
     sums: torch.Tensor  # [B, Hkv D, 1, 3] float32: S, Z and m of the tokens that have left the window
     key: torch.Tensor  # [B, Hkv, W, D]
@@ -58,18 +66,34 @@ class WindowState(NamedTuple):
 class AftAttention(AttentionMechanism):
     """Attention-Free Transformer: exp(k + w) weighs values per channel and sigmoid(q) gates. Not for untrained swaps.
 
-    It computes nothing like the softmax of a pretrained q·k: a converted model has to be trained, much longer than
-    after a swap to kernel attention, and `scaling` has no meaning here. w starts as 0.
+    It computes nothing like the softmax of pretrained queries and keys. A converted model has to be trained, for much
+    longer than after a conversion to kernel attention, and `scaling` has no effect. w starts as 0.
     """
 
     options: ClassVar[dict[str, Option]] = {
         "variant": Option(
             str, "simple", "which position biases are learned", choices=("simple", "local", "conv", "full")
         ),
-        "window_size": Option(int, 32, "W: local and conv learn biases for |t - s| < W", minimum=1),
-        "position_rank": Option(int, 64, "rank of full's matrix of biases; 0 learns all T x T", minimum=0),
-        "max_length": Option(int, None, "T of full and local; by default the model's own limit", minimum=1),
-        "seed": Option(int, 0, "seed of the factorised biases", minimum=0),
+        "window_size": Option(
+            int, 32, "W: local and conv learn biases for |t - s| < W", minimum=1, needs={"variant": ("local", "conv")}
+        ),
+        "position_rank": Option(
+            int, 64, "rank of full's matrix of biases; 0 learns all T x T", minimum=0, needs={"variant": ("full",)}
+        ),
+        "max_length": Option(
+            int,
+            None,
+            "T of full and local; by default the model's own limit",
+            minimum=1,
+            needs={"variant": ("local", "full")},
+        ),
+        "seed": Option(
+            int,
+            0,
+            "seed of the factorised biases",
+            minimum=0,
+            needs={"variant": ("full",), "position_rank": range(1, sys.maxsize)},
+        ),
     }
     supports_causal = supports_bidirectional = supports_padding = supports_state = supports_gqa = True
     supports_weights = False
@@ -77,10 +101,10 @@ class AftAttention(AttentionMechanism):
     query_position: torch.Tensor
     key_position: torch.Tensor
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
         self.variant, self.window_size = settings["variant"], settings["window_size"]
-        self.max_length = settings["max_length"] or shape.max_length
+        self.max_length = settings["max_length"] or shape.max_length or 0  # 0 only if unused
         heads, rank, offsets = shape.num_key_value_heads, settings["position_rank"], 2 * self.window_size - 1
         sizes: dict[str, tuple[int, ...]] = {}
         if self.variant == "full" and rank:
@@ -93,40 +117,57 @@ class AftAttention(AttentionMechanism):
             self.register_parameter(name, nn.Parameter(torch.empty(size)))
 
     @classmethod
-    def obstacle(cls, capability, settings):
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """`full` has no causal form and no state."""
         if settings["variant"] == "full" and capability in ("causal", "state"):
             return f"with `variant` = `full`, which would need all earlier keys at each step, has no {capability} form"
         return super().obstacle(capability, settings)
 
     @classmethod
-    def unused(cls, settings):
-        variant, rank = settings["variant"], settings["position_rank"]
-        is_used = {
-            "window_size": variant in ("local", "conv"),
-            "position_rank": variant == "full",
-            "max_length": variant in ("local", "full"),
-            "seed": variant == "full",
-        }
-        unused = {name: f"`variant` = `{variant}`" for name, used in is_used.items() if not used}
-        return unused if rank else {"seed": "`position_rank` = 0", **unused}
-
-    @classmethod
-    def problems(cls, settings, max_length):
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """`full` and `local` need a maximum length."""
         if settings["variant"] in ("full", "local") and (settings["max_length"] or max_length) is None:
-            return ["`max_length` is needed: the architecture sets no limit of its own; give the longest input"]
+            return ["`max_length` is required, because the architecture sets no limit; set it to the longest input"]
         return []
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Start with w = 0."""
         for name, parameter in self.named_parameters(recurse=False):
-            if name == "query_position":  # one factor must differ from 0, or neither would ever get a gradient
+            if name == "query_position":  # if both factors were 0, neither would ever get a gradient
                 init.copy_(parameter, torch.randn(parameter.shape, generator=self.generator()) * 0.02)
             else:
                 init.zeros_(parameter)
 
-    def attention_weights(self, query, key, *, attention_mask, scaling, is_causal):
-        raise NotImplementedError("`aft` weighs every channel by itself, so it has no matrix of weights per head.")
+    def attention_weights(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Raise NotImplementedError, because the weights differ between channels."""
+        raise NotImplementedError("`aft` weighs every channel separately, so it has no matrix of weights per head.")
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Weigh the values per channel and gate them; see `AttentionMechanism.forward`.
+
+        Raises:
+            ValueError: for more than `max_length` positions (`full` and `local`).
+            NotImplementedError: for packed sequences in a traced graph (`local`, `conv` and `full`).
+        """
         if self.variant == "simple" and not is_causal:
             output, state = _mean_by_keys(key, value, attention_mask), None
         elif self.variant == "simple":
@@ -135,7 +176,7 @@ class AftAttention(AttentionMechanism):
             if attention_mask is not None and attention_mask.dtype != torch.bool:
                 raise NotImplementedError(
                     f"`aft` with `variant` = `{self.variant}` cannot be traced for packed sequences (a forward without "
-                    "a cache inside torch.compile); pass `past_key_values`, or compile the decode step only."
+                    "a cache inside torch.compile). Pass `past_key_values`, or compile only the decoding step."
                 )
             output, state = self._ordered(key, value, attention_mask, is_causal, state)
         gate = query.to(output.dtype).sigmoid()
@@ -144,8 +185,10 @@ class AftAttention(AttentionMechanism):
         output = without_padding(output, None if attention_mask is None else attention_mask > 0)
         return output.transpose(1, 2).to(query.dtype), state if is_causal else None
 
-    def _causal_simple(self, key, value, mask, state):
-        """Kernel attention with every channel as a head of one log feature, k, and a query that is always log 1."""
+    def _causal_simple(
+        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, state: State | None
+    ) -> tuple[torch.Tensor, State]:
+        """Kernel attention in which every channel is a head with one log feature, k, and the query feature is log 1."""
         key, value = _channels(key), _channels(value)
         output, new_state = kernel_attention(
             torch.zeros_like(key),
@@ -158,8 +201,10 @@ class AftAttention(AttentionMechanism):
         )
         return output.squeeze(3).unflatten(1, (self.shape.num_key_value_heads, -1)).transpose(2, 3), (new_state,)
 
-    def _ordered(self, key, value, mask, is_causal, state):
-        """The variants to which positions matter: real tokens are moved to the right end first, in order."""
+    def _ordered(
+        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, state: State | None
+    ) -> tuple[torch.Tensor, State | None]:
+        """The variants that depend on positions; real tokens are first moved to the right end, in order."""
         place = None
         if not key.shape[2]:
             return key * value, tuple(state or self._initial_state(key, value))
@@ -178,7 +223,7 @@ class AftAttention(AttentionMechanism):
         return output, new_state
 
     def _positions(self, real: torch.Tensor, num_seen: torch.Tensor | int = 0) -> torch.Tensor:
-        """`[B, N]`: the number of real tokens before each one.
+        """The number of real tokens before each token, `[B, N]`.
 
         Raises:
             ValueError: if there are more than `max_length`.
@@ -194,12 +239,14 @@ class AftAttention(AttentionMechanism):
         return position
 
     def _near_bias(self, position: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """w of the window, `[B or 1, Hkv, N or 1, 2 W - 1]`, of queries at `position [B, N]`."""
+        """w within the window, `[B or 1, Hkv, N or 1, 2 W - 1]`, for queries at `position [B, N]`."""
         bias = self.position_bias.to(dtype)
         return bias[:, position].transpose(0, 1) if self.variant == "local" else bias.unsqueeze(0)
 
-    def _causal_window(self, key, value, real, state, is_padded):
-        """Query t sees the places 1 + t .. W + t of the line (old window, then new tokens) near by, 0 .. t far away."""
+    def _causal_window(
+        self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, state: State | None, is_padded: bool
+    ) -> tuple[torch.Tensor, State]:
+        """Attend to the old window followed by the new tokens: query t sees 1 + t .. W + t near and 0 .. t far."""
         length, w, dtype = key.shape[2], self.window_size, accumulation_dtype(key)
         old = WindowState._make(state) if state else self._initial_state(key, value)
         position = self._positions(real, old.num_seen)
@@ -215,16 +262,16 @@ class AftAttention(AttentionMechanism):
         new = WindowState(sums, key[:, :, -w:], value[:, :, -w:], real[:, -w:], num_seen)
         return normalize(_add_scaled((far, near))).squeeze(-1), tuple(new)
 
-    def _window(self, key, value, real):
-        """Near are the keys with |t - s| < W; far ones come from one scan from each end."""
+    def _window(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """Attend to near keys, |t - s| < W, and to far keys, which are summed by one scan from each end."""
         length, w = key.shape[2], self.window_size
         bias = self._near_bias(self._positions(real), accumulation_dtype(key))
         left, _ = _far(*_padded(key, value, real, w, 0), length, None)
         right, _ = _far(*_padded(key.flip(2), value.flip(2), real.flip(1), w, 0), length, None)
         near = _near(*_padded(key, value, real, w - 1, w - 1), bias)
-        return normalize(_add_scaled((left, tuple(part.flip(2) for part in right), near))).squeeze(-1)
+        return normalize(_add_scaled((left, (right[0].flip(2), right[1].flip(2)), near))).squeeze(-1)
 
-    def _initial_state(self, key, value) -> WindowState:
+    def _initial_state(self, key: torch.Tensor, value: torch.Tensor) -> WindowState:
         batch, heads, _, dim = key.shape
         sums = key.new_zeros(batch, heads * dim, 1, 3, dtype=accumulation_dtype(key))
         sums[..., -1] = EMPTY_MAXIMUM
@@ -236,7 +283,7 @@ class AftAttention(AttentionMechanism):
             torch.zeros(batch, 1, dtype=torch.long, device=key.device),
         )
 
-    def _full(self, key, value, real):
+    def _full(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         position, dtype = self._positions(real), accumulation_dtype(key)
         if self.settings["position_rank"]:
             rows, columns = (x.to(dtype)[:, position].transpose(0, 1) for x in (self.query_position, self.key_position))
@@ -260,7 +307,7 @@ class AftAttention(AttentionMechanism):
 
 
 def _mean_by_keys(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`simple` without an order, `[B, Hkv, 1, D]`: all queries get the same mean; arbitrary for a row without a key."""
+    """Bidirectional `simple`, `[B, Hkv, 1, D]`: all queries get the same mean, which is arbitrary without keys."""
     key = key.to(accumulation_dtype(key))
     if mask is not None:
         key, value = torch.where(mask[:, None, :, None], key, EMPTY_MAXIMUM), without_padding(value, mask)
@@ -272,13 +319,17 @@ def _channels(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(2, 3).flatten(1, 2).unsqueeze(-1)
 
 
-def _padded(key, value, real, before: int, after: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Empty places around the tokens."""
+def _padded(
+    key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, before: int, after: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add `before` and `after` empty positions around the tokens."""
     return F.pad(key, (0, 0, before, after)), F.pad(value, (0, 0, before, after)), F.pad(real, (before, after))
 
 
-def _far(key, value, real, length: int, state):
-    """Sums with w = 0 over the places 0 .. t of the line for t < length: `((sums, log scale), state)`, see `_near`."""
+def _far(
+    key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, length: int, state: torch.Tensor | None
+) -> tuple[Scaled, torch.Tensor]:
+    """Sums with w = 0 over the positions 0 .. t for each t < length, as in `_near`, and their state."""
     heads = key.shape[1]
     key, value = _channels(key[:, :, :length]), _channels(value[:, :, :length])
     parts: tuple[Any, ...] = kernel_sums(
@@ -294,11 +345,10 @@ def _far(key, value, real, length: int, state):
     return tuple(x.squeeze(2).unflatten(1, (heads, -1)).transpose(2, 3) for x in scaled), state
 
 
-def _near(key, value, real, bias):
+def _near(key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, bias: torch.Tensor) -> Scaled:
     """Sums of exp(k + w) [v, 1] over a window that starts at t: `(sums [B, Hkv, N, D, 2], log scale [..., 1])`.
 
-    key, value `[B, Hkv, N + span - 1, D]`, bias `[B or 1, Hkv, N or 1, span]`. Numerator and denominator are
-    exp(log scale) times larger than they stand there.
+    key and value are `[B, Hkv, N + span - 1, D]`, and bias is `[B or 1, Hkv, N or 1, span]`.
     """
     span, dtype = bias.shape[-1], accumulation_dtype(key)
     windows = key.to(dtype).unfold(2, span, 1)  # [B, Hkv, N, D, span]
@@ -310,10 +360,10 @@ def _near(key, value, real, bias):
     return torch.stack((numerator, weights.sum(dim=-1)), dim=-1), scale
 
 
-def _add_scaled(parts) -> torch.Tensor:
-    """The sum of `sums * exp(scale)` over the parts, divided by what makes the largest denominator 1.
+def _add_scaled(parts: Sequence[Scaled]) -> torch.Tensor:
+    """Add `sums * exp(scale)` over the parts, divided by a factor that makes the largest denominator 1.
 
-    By the denominators and not by the scales: the scale of a part that sees no key means nothing.
+    The factor follows from the denominators, because the scale of a part without visible keys is meaningless.
     """
     sizes = [torch.where(s[..., -1:] > 0, scale + s.detach()[..., -1:].log(), EMPTY_MAXIMUM) for s, scale in parts]
     largest = torch.stack(sizes).amax(dim=0)
@@ -323,14 +373,14 @@ def _add_scaled(parts) -> torch.Tensor:
 
 
 def _spread(x: torch.Tensor, top: torch.Tensor, real: torch.Tensor) -> float:
-    """The largest distance of a visible entry to the maximum of its row or column."""
-    if not is_eager(x) or x.device.type == "meta" or not x.numel():  # no number to look at: the exact form
+    """The largest distance of a visible entry from the maximum of its row or column."""
+    if not is_eager(x) or x.device.type == "meta" or not x.numel():  # unknown values require the exact form
         return SAFE_SPREAD + 1
     return (top - x.detach()).masked_fill(~real, 0.0).max().item()
 
 
-def _exact_full(bias, key, value):
-    """A maximum for each query and channel; some queries at a time, because the logits are `[B, Hkv, n, S, D]`."""
+def _exact_full(bias: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`full` with one maximum per query and channel; the logits are `[B, Hkv, n, S, D]` for n queries at a time."""
     step = max(1, EXACT_ELEMENTS // max(1, key.numel()))
     outputs = []
     for rows in bias.split(step, dim=2):

@@ -16,9 +16,11 @@ are global: they also see every key exactly (Longformer 2020, section 3.1).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from .features import FEATURE_MAPS
 from .features import half_squared_norm
@@ -37,8 +39,10 @@ from .kernels_torch import sized_step
 from .kernels_torch import with_dtype
 from .kernels_window import NORMALIZATIONS
 from .kernels_window import log_size
+from .kernels_window import Part
+from .mechanism import LayerShape
 from .mechanism import Option
-from .mechanism_window import ORDINARY
+from .mechanism import State
 from .mechanism_window import WindowAttention
 from .mechanism_window import WindowState
 from .positions import DECAY_OPTION
@@ -46,6 +50,8 @@ from .positions import LearnedDecay
 from .positions import ROPE_OPTIONS
 from .positions import decay_of
 from .positions import taken_back
+from .window_keys import ORDINARY
+from .window_keys import Line
 
 
 class HybridAttention(WindowAttention):
@@ -70,7 +76,7 @@ class HybridAttention(WindowAttention):
         **ROPE_OPTIONS,
     }
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
         feature_map = FEATURE_MAPS[settings["feature_map"]]
         self.feature_map = feature_map(
@@ -86,33 +92,37 @@ class HybridAttention(WindowAttention):
         self.uses_far = True  # False leaves window and sinks alone, to measure what the far part is worth
 
     @classmethod
-    def problems(cls, settings, max_length):
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """`num_features` must fit the feature map."""
         if settings["num_features"] is None:
             return []
         problem = FEATURE_MAPS[settings["feature_map"]].check_num_features(settings["num_features"])
         return [f"`num_features` = {settings['num_features']} {problem}"] if problem else []
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Initialise the feature map, the mix of near and far keys, and the decay."""
         super().reset_parameters()
         self.feature_map.reset_parameters(self.generator())
         self.mix.reset_parameters(self.feature_map)
         if self.decay is not None:
             self.decay.reset_parameters()
 
-    def _unpacked(self, state):
+    def _unpacked(self, state: State) -> tuple[Tensor | None, WindowState]:
         return state[0], WindowState(*state[1:])
 
-    def _initial_state(self, key, value):
+    def _initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, WindowState]:
         shape = (*key.shape[:2], self.feature_map.num_features, value.shape[-1] + 2)
         sums = key.new_zeros(shape, dtype=accumulation_dtype(key))
         sums[..., -1] = EMPTY_MAXIMUM
         return sums, super()._initial_state(key, value)[1]
 
-    def _without_slow(self, x, positions):
+    def _without_slow(self, x: Tensor, positions: Any) -> Tensor:
         """Queries or keys `[B, heads, N, D]` as the feature map sees them."""
         return x if self.shift is None else self.shift(x, -positions)
 
-    def _step(self, query, key, value, scaling, state, positions):
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+    ) -> tuple[Tensor, State] | None:
         """`_attend_back` of one token in few operations: at this size each costs more than its sums."""
         if self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
@@ -122,7 +132,9 @@ class HybridAttention(WindowAttention):
             return self._step_in_torch(query, key, value, scaling, state, positions)
         return None
 
-    def _step_in_c(self, query, key, value, scaling, state, positions):
+    def _step_in_c(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+    ) -> tuple[Tensor, State]:
         old = WindowState(*state[1:])
         # Under autocast rotary positions make queries and keys float32 where values stay bfloat16.
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
@@ -142,7 +154,9 @@ class HybridAttention(WindowAttention):
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
         return with_dtype(near.view(batch, 1, heads, width), query.dtype), tuple(new)
 
-    def _exponents_of_step(self, query, old: WindowState, scaling, positions):
+    def _exponents_of_step(
+        self, query: Tensor, old: WindowState, scaling: float, positions: Any
+    ) -> tuple[Tensor, Tensor]:
         """Of the query, and of the key that leaves the window."""
         leaving, position = old.key[:, :, :1], None
         if old.position is not None:
@@ -152,15 +166,16 @@ class HybridAttention(WindowAttention):
             self.feature_map.forward_keys(self._without_slow(leaving, position), scaling),
         )
 
-    def _step_in_torch(self, query, key, value, scaling, state, positions):
+    def _step_in_torch(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+    ) -> tuple[Tensor, State]:
         """Where every place of the window holds a token that is no sink."""
         old, dtype = WindowState(*state[1:]), state[0].dtype
         (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[-1]
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-        far, far_size, sums = sized_step(
-            *self._exponents_of_step(query, old, scaling, positions),
-            *(old.value[:, :, :1], state[0], True, None if self.decay is None else self.decay()),
-        )
+        exponents = self._exponents_of_step(query, old, scaling, positions)
+        log_decay = None if self.decay is None else self.decay()
+        far, far_size, sums = sized_step(*exponents, old.value[:, :, :1], state[0], True, log_decay)
         windows = [torch.cat((x[:, :, 1:], new), dim=2) for x, new in ((old.key, key), (old.value, value))]
         to_sinks = self._sink_query(query, positions)
         queries = (query, query if to_sinks is None else to_sinks)
@@ -180,12 +195,21 @@ class HybridAttention(WindowAttention):
             new_state += (torch.cat((old.position[:, 1:], positions), dim=1),)
         return with_dtype(output, query.dtype), new_state
 
-    def _behind(self, query, line, mask, scaling, positions, sums=None):
+    def _behind(
+        self,
+        query: Tensor,
+        line: Line,
+        mask: Tensor,
+        scaling: float,
+        positions: Any,
+        sums: Tensor | None = None,
+    ) -> tuple[list[Part], Tensor | None]:
         decay = self.decay or self.alibi
         query, key, value = accumulated(query), line.key, line.value
         if self.shift is not None:
-            query, key = self.shift(query, -positions), self.shift(key, -line.position)
-        options = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
+            place: Any = line.position
+            query, key = self.shift(query, -positions), self.shift(key, -place)
+        options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
         scale: Any  # never None: these are logarithms
@@ -200,7 +224,7 @@ class HybridAttention(WindowAttention):
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return [(output, log_size(denominator, scale))], sums
 
-    def _joined(self, exact, behind, largest, query, scaling):
+    def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
         if not self.uses_far:
             return exact[0]
         norm = half_squared_norm(query, scaling).unflatten(1, (exact[0].shape[1], -1))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +13,13 @@ from .kernels import is_eager
 from .kernels import kernel_attention
 from .kernels import makes_features
 from .kernels import map_attention
+from .kernels_torch import KernelMap
 from .kernels_torch import read_state
 from .kernels_torch import with_dtype
 from .mechanism import AttentionMechanism
+from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import State
 from .features import FEATURE_MAPS
 from .features import FeatureMap
 from .positions import DECAY_OPTION
@@ -24,7 +27,7 @@ from .positions import ROPE_OPTIONS
 from .positions import decay_of
 from .positions import taken_back
 
-# 4 MB of them in float32.
+# The number of features per step on a CPU: 4 MB in float32.
 FEATURES_IN_CACHE = 1 << 20
 
 
@@ -40,7 +43,7 @@ class LinearAttention(AttentionMechanism):
     supports_causal = supports_bidirectional = supports_cross = supports_padding = supports_state = True
     supports_gqa = supports_constants = supports_alibi = True
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = self.build_feature_map(sizes, settings)
@@ -49,23 +52,26 @@ class LinearAttention(AttentionMechanism):
         self.needs_positions = self.shift is not None
 
     def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> FeatureMap:
-        """phi for (H, Hkv, D)."""
+        """The feature map for `sizes` = (H, Hkv, D)."""
         return self.feature_map_class(settings)(*sizes, settings["num_features"])
 
     @classmethod
     def feature_map_class(cls, settings: Mapping[str, Any]) -> type[FeatureMap]:
+        """The class of the feature map that `settings` name."""
         return FEATURE_MAPS[settings["feature_map"]]
 
     @classmethod
-    def obstacle(cls, capability, settings):
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """`t2r` does not keep constants, and a learned decay is for causal attention only."""
         if capability == "constants" and settings.get("feature_map") == "t2r":
-            return "with `feature_map` = `t2r` gives 0 to a query whose features are all 0"
+            return "with `feature_map` = `t2r` returns 0 for a query whose features are all 0"
         if capability in ("bidirectional", "cross") and settings.get("decay") == "learned":
             return f"with `decay` = `learned` has no {capability} form"
         return super().obstacle(capability, settings)
 
     @classmethod
-    def problems(cls, settings, max_length):
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """`num_features` must suit the feature map."""
         if settings["num_features"] is None:
             return []
         feature_map = cls.feature_map_class(settings)
@@ -78,17 +84,32 @@ class LinearAttention(AttentionMechanism):
         problem = feature_map.check_num_features(settings["num_features"])
         return [f"`num_features` = {settings['num_features']} {problem}"] if problem else []
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Initialise the feature map and the decay."""
         self.feature_map.reset_parameters(self.generator())
         if self.decay is not None:
             self.decay.reset_parameters()
 
-    def prepare(self, query, key, positions):
-        if self.shift is None:
+    def prepare(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Take back the rotary frequencies that the feature map must not see."""
+        if self.shift is None or positions is None:
             return query, key, None
         return self.shift(query, -positions), self.shift(key, -positions), None
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """phi(q)·S / phi(q)·Z by the fastest kernel for these arguments; see `AttentionMechanism.forward`."""
         old: Any = state[0] if state else None
         is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
         if is_step:
@@ -120,7 +141,16 @@ class LinearAttention(AttentionMechanism):
         output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         return with_dtype(output, query.dtype), (old,)
 
-    def _with_map(self, kernel_map, query, key, value, mask, is_causal, state):
+    def _with_map(
+        self,
+        kernel_map: KernelMap,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, State]:
         output, _, _, new_state = map_attention(
             kernel_map,
             query,
@@ -133,7 +163,16 @@ class LinearAttention(AttentionMechanism):
         )
         return output, (new_state,)
 
-    def _kernel(self, query, key, value, mask, scaling, is_causal, state):
+    def _kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return kernel_attention(
             self.feature_map.forward_queries(query, scaling),
             self.feature_map.forward_visible_keys(key, scaling, mask),
@@ -145,17 +184,17 @@ class LinearAttention(AttentionMechanism):
             log_decay=self.decay() if self.decay is not None else None,
         )
 
-    def _takes_pieces(self, query, mask) -> bool:
+    def _takes_pieces(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
         return query.device.type == "cpu" and not is_packed and is_eager(query)
 
-    def _tokens_at_a_time(self, query, key, mask) -> int:
-        """On a CPU, new pages of memory for features of all tokens would cost more than their sums."""
+    def _tokens_at_a_time(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> int:
+        """On a CPU, allocating features for all tokens at once would cost more than summing them."""
         if not self._takes_pieces(query, mask) or self.feature_map.depends_on_all_keys:
             return max(1, query.shape[2], key.shape[2])
         tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)
 
 
-def _mask_pieces(mask, size: int, key):
+def _mask_pieces(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequence[torch.Tensor | None]:
     return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linformer`: keys and values compressed along the length by E and F (Wang 2020, equation 7).
+"""`linformer`: keys and values are compressed along the length by E and F (Wang 2020, equation 7).
 
 softmax(scaling q (E K)^T) (F V)        E, F: [k, n]        K, V: [n, D] per head
 
@@ -8,7 +8,7 @@ E =  [ k/n k/n  0   0   0   0  ]   k slots   positions; random E is unusable on 
      [  0   0  k/n k/n  0   0  ]             weights (relative error 3.5 and more)
      [  0   0   0   0  k/n k/n ]
 
-What E and F are (`projection`; section 4 of the paper, "general projections"):
+The option `projection` chooses E and F (section 4 of the paper, "general projections"):
 
     learned     any matrix, started as the means
     mean-pool   the means over the row's own length, nothing to learn: the best of the four without training
@@ -30,7 +30,9 @@ from transformers import initialization as init
 from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
 from .mechanism import AttentionMechanism
+from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import State
 from .kernels import needs_plain
 from .segments import real_first
 from .segments import segment_mean_weights
@@ -41,13 +43,17 @@ from .segments import without_padding
 from .kernels_slots import slot_attention
 
 
+# What mean-pool lacks.
+WITH_MATRICES = {"projection": ("learned", "conv", "random")}
+
+
 class LinformerAttention(AttentionMechanism):
     """Softmax attention to `projection_size` compressed keys. Encoders only: every slot mixes all positions.
 
     Inputs shorter than `max_length` use the first columns of E and F. A slot of a learned projection is rescaled by the
-    share of its absolute weight that falls on real tokens (so a partly filled segment stays a mean), and takes no part
-    in the softmax when less than half of one token's share of E does. Padding is compacted away first, so it may lie
-    anywhere.
+    share of its absolute weight that falls on real tokens, so a partly filled segment remains a mean. A slot takes no
+    part in the softmax if its weight on real tokens is less than half of one token's share of E. Padding is moved to
+    the end first, so it may be anywhere.
     """
 
     options: ClassVar[dict[str, Option]] = {
@@ -65,16 +71,19 @@ class LinformerAttention(AttentionMechanism):
             "headwise",
             "what shares E and F: none, headwise (the heads of a layer), key-value (E = F too), layerwise (all layers)",
             choices=("none", "headwise", "key-value", "layerwise"),
+            needs=WITH_MATRICES,
         ),
-        "max_length": Option(int, None, "n, the longest input; by default the model's own limit", minimum=1),
-        "seed": Option(int, 0, "seed of the random projections", minimum=0),
+        "max_length": Option(
+            int, None, "n, the longest input; by default the model's own limit", minimum=1, needs=WITH_MATRICES
+        ),
+        "seed": Option(int, 0, "seed of the random projections", minimum=0, needs={"projection": ("random",)}),
     }
     supports_bidirectional = supports_padding = supports_gqa = supports_constants = True
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
         self.num_slots = self.layer_setting("projection_size")
-        self.max_length = settings["max_length"] or shape.max_length
+        self.max_length = settings["max_length"] or shape.max_length or 0  # 0 only for mean-pool
         size, shares_values = None, settings["projection_sharing"] in ("key-value", "layerwise")
         if self.projection is not None:
             matrices = shape.num_key_value_heads if settings["projection_sharing"] == "none" else 1
@@ -84,28 +93,24 @@ class LinformerAttention(AttentionMechanism):
 
     @property
     def projection(self) -> Projection | None:
-        """Looked up, not kept: its functions cannot be pickled."""
+        """The kind of projection; a property, because its functions cannot be pickled. None for mean-pool."""
         return PROJECTIONS[self.projection_kind(self.settings)]
 
     def _add_projection(self, name: str, size: tuple[int, ...] | None) -> None:
         tensor = None if size is None else torch.empty(size)
         if self.projection is not None and not self.projection.is_learned:
-            self.register_buffer(name, tensor)  # persistent: it is part of the function
+            self.register_buffer(name, tensor)  # persistent, because it is part of the function
         else:
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
 
     @classmethod
     def projection_kind(cls, settings: Mapping[str, Any]) -> str:
+        """The value of the option `projection`."""
         return settings["projection"]
 
     @classmethod
-    def unused(cls, settings):
-        kind = cls.projection_kind(settings)
-        names = {"mean-pool": ("projection_sharing", "max_length", "seed"), "random": ()}.get(kind, ("seed",))
-        return dict.fromkeys(names, f"`projection` = `{kind}`")
-
-    @classmethod
-    def problems(cls, settings, max_length):
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """`max_length` must be known, and `projection_size` must not exceed it; sharing needs equal sizes."""
         sharing, sizes = settings["projection_sharing"], settings["projection_size"]
         if cls.projection_kind(settings) == "mean-pool":
             return []
@@ -113,8 +118,8 @@ class LinformerAttention(AttentionMechanism):
         largest = max(sizes) if isinstance(sizes, (list, tuple)) else sizes
         if length is None:
             problems.append(
-                "`max_length` is needed: the architecture sets no limit of its own; give the longest input, or choose "
-                "`projection` = `mean-pool`"
+                "`max_length` is required, because the architecture sets no limit; set it to the longest input, or "
+                "choose `projection` = `mean-pool`"
             )
         elif largest > length:
             problems.append(f"`projection_size` = {sizes} is larger than the longest input, {length}")
@@ -123,15 +128,17 @@ class LinformerAttention(AttentionMechanism):
         return problems
 
     @classmethod
-    def obstacle(cls, capability, settings):
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """Only mean-pool keeps constants."""
         if capability == "constants" and cls.projection_kind(settings) != "mean-pool":
-            return "has an F that need not keep constants"
+            return "has an F whose rows need not sum to 1"
         return super().obstacle(capability, settings)
 
-    def share_with(self, first):
+    def share_with(self, first: AttentionMechanism) -> None:
+        """Use E and F of the first layer if `projection_sharing` = `layerwise`."""
         if self.settings["projection_sharing"] == "layerwise":
             del self.key_projection
-            # Not registered: a parameter registered in two modules cannot be saved.
+            # A registered module would register its parameters twice, and such a model cannot be saved.
             object.__setattr__(self, "_first", first)
 
     @property
@@ -142,22 +149,40 @@ class LinformerAttention(AttentionMechanism):
 
     @staticmethod
     def _applied(projection: torch.Tensor) -> torch.Tensor:
-        """E or F as it is applied, from what is stored."""
+        """E or F as applied, computed from the stored parameter."""
         return projection
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Start the projections as their kind defines."""
         if self.projection is None:
             return
         generator = self.generator()
         for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
             init.copy_(tensor, self.projection.initial(tensor.shape, self.num_slots, generator))
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Compress keys and values and attend to the result; see `AttentionMechanism.forward`.
+
+        Raises:
+            ValueError: for more positions than E has columns.
+        """
         key, value, hidden = self._compress(key, value, attention_mask)
         return slot_attention(query, key, value, ~hidden, scaling).transpose(1, 2), None
 
-    def _compress(self, key, value, mask):
-        """`[B, Hkv, S, D]` -> E K and F V `[B, Hkv, k, D]`, and which slots are empty `[B or 1, 1 or Hkv, k]`."""
+    def _compress(
+        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """E K and F V, `[B, Hkv, k, D]` each, and which slots are empty, `[B or 1, 1 or Hkv, k]`."""
         if self.projection is None:
             return mean_pool(key, value, mask, self.num_slots)
         self._check_length(key)
@@ -165,8 +190,8 @@ class LinformerAttention(AttentionMechanism):
         key, empty = self.projection.compress(without_padding(key, mask), key_projection, mask)
         return key, self.projection.compress(without_padding(value, mask), value_projection, mask)[0], empty
 
-    def _check_length(self, key):
-        """Raises ValueError for more positions than E has columns."""
+    def _check_length(self, key: torch.Tensor) -> None:
+        """Raise ValueError for more positions than E has columns."""
         if key.shape[2] > self.max_length:
             raise ValueError(
                 f"Got {key.shape[2]} positions, but this Linformer was built for at most `max_length` = "
@@ -175,14 +200,16 @@ class LinformerAttention(AttentionMechanism):
 
 
 def mean_pool_matrix(slots: int, length: int) -> torch.Tensor:
-    """`[slots, length]`: slot s averages positions floor(s length / slots) .. floor((s + 1) length / slots)."""
+    """The matrix `[slots, length]` whose row s averages the positions p with floor(p slots / length) = s."""
     owner = (torch.arange(length) * slots) // length
     pool = F.one_hot(owner, slots).T.float()
     return pool / pool.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def mean_pool(key, value, mask: torch.Tensor | None, slots: int):
-    """Means over `slots` segments of each row's real tokens; a row of fewer tokens keeps them one by one."""
+def mean_pool(
+    key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, slots: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Means over `slots` segments of each row's real tokens; a shorter row keeps its tokens unchanged."""
     weights = None
     empty = (torch.arange(slots, device=key.device) >= key.shape[2])[None, None]
     if mask is not None:
@@ -193,13 +220,14 @@ def mean_pool(key, value, mask: torch.Tensor | None, slots: int):
     return key, value, empty
 
 
-def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None):
-    """`x [B, Hkv, n, D]`, `projection [1 or Hkv, k, max_length]` -> `([B, Hkv, k, D], empty [B or 1, 1 or Hkv, k])`.
+def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compress `x [B, Hkv, n, D]`, which is 0 at the padding of `mask`, by `projection [1 or Hkv, k, max_length]`.
 
-    `x` holds 0 at the padding of `mask`.
+    Returns:
+        The slots `[B, Hkv, k, D]`, and which of them are empty `[B or 1, 1 or Hkv, k]`.
     """
     slots, max_length = projection.shape[1:]
-    if mask is None and not needs_plain(x) and x.shape[2] == max_length:  # exported graphs take any length
+    if mask is None and not needs_plain(x) and x.shape[2] == max_length:  # an exported graph accepts any length
         return project(x, projection, mask)
     columns = _columns(projection, mask, x.shape[2])
     total, mass = (weights.abs().to(accumulation_dtype(x)).sum(dim=-1) for weights in (projection, columns))
@@ -207,14 +235,14 @@ def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | Non
     return weigh_tokens(columns.to(x.dtype), x) * scale.to(x.dtype).unsqueeze(-1), empty
 
 
-def project(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None):
-    """As `compress`, with the matrix as it is: fewer columns of a Gaussian are a Gaussian, and no slot is empty."""
+def project(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compress` without rescaling: fewer columns of a Gaussian matrix are still Gaussian, and no slot is empty."""
     empty = torch.zeros(1, 1, projection.shape[1], dtype=torch.bool, device=x.device)
     return weigh_tokens(_columns(projection, mask, x.shape[2]).to(x.dtype), x), empty
 
 
 def _columns(projection: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch.Tensor:
-    """Of E, the column of each token, `[1 or B, 1 or Hkv, k, n]`: they count real tokens, and padding has 0."""
+    """The column of E for each token, `[1 or B, 1 or Hkv, k, n]`; columns count real tokens, and padding gets 0."""
     if mask is None:
         return projection[None, ..., :length]
     rank = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -222,8 +250,8 @@ def _columns(projection: torch.Tensor, mask: torch.Tensor | None, length: int) -
     return columns * mask[:, None, None, :]
 
 
-def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None):
-    """As `compress`, for the E whose row s holds `kernel [1 or Hkv, w]` at positions s w .. (s + 1) w - 1."""
+def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compress` by the E whose row s holds `kernel [1 or Hkv, w]` at the positions s w .. (s + 1) w - 1."""
     width, length = kernel.shape[1], x.shape[2]
     if mask is not None:
         places = real_first(mask)
@@ -240,21 +268,21 @@ def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None):
 
 
 def _share(total: torch.Tensor, mass: torch.Tensor, density: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor that makes up for the weight of a slot that is not on real tokens, and which slots are empty."""
+    """The factor that makes up for a slot's weight on missing tokens, and which slots are empty."""
     least = total * (0.5 * density)
     return total / torch.maximum(mass, least), mass <= least
 
 
 class Projection(NamedTuple):
-    """A kind of E and F."""
+    """A kind of E and F: its size, its start and its application."""
 
     is_learned: bool
-    # (k, n) -> the size of one matrix or kernel
+    # Returns the size of one matrix or kernel from (k, n).
     size: Callable[[int, int], tuple[int, ...]]
-    # (size with the heads before it, k, generator) -> where it starts
+    # Returns the initial value from (size with a leading axis of heads, k, generator).
     initial: Callable[[torch.Size, int, torch.Generator], torch.Tensor]
-    # (x, projection, mask) -> what `compress` returns
-    compress: Callable
+    # Takes and returns the same as the function `compress`.
+    compress: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 PROJECTIONS: dict[str, Projection | None] = {

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linformer_linear`: linear attention whose keys and values are compressed along the length first, in its valid form.
+"""`linformer_linear`: linear attention whose keys and values are first compressed along the length, in its valid form.
 
     o = Phi(Q) [(E Phi(K))^T (F V)]  /  Phi(Q) [(E Phi(K))^T (F 1)]        E, F >= 0: [k, n]
 
-The weights Phi(Q) Phi(K)^T E^T F are non-negative because every factor is, and sum to 1 because the denominator is the
-numerator for v = 1. Neither holds for the combination as it is often written down, with any E and F and the denominator
-Phi(Q) sum Phi(K) of plain linear attention: see `reference.linformer_linear_slides` and
-`benchmarks/linformer_plus_linear.py`, also for what there is to gain.
+The weights Phi(Q) Phi(K)^T E^T F are non-negative because every factor is, and they sum to 1 because the denominator is
+the numerator for v = 1. The combination is often written with arbitrary E and F and with the denominator Phi(Q) sum
+Phi(K) of plain linear attention; then neither holds. `reference.linformer_linear_slides` and
+`benchmarks/linformer_plus_linear.py` show this, and what the valid form gains.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +21,9 @@ from .kernels_torch import accumulation_dtype
 from .kernels_torch import largest_visible
 from .kernels_torch import normalize
 from .kernels_torch import with_ones
+from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import State
 from .mechanism_linear import LinearAttention
 from .mechanism_linformer import LinformerAttention
 from .mechanism_linformer import compress
@@ -31,9 +34,9 @@ from .segments import without_padding
 class LinformerLinearAttention(LinformerAttention):
     """Linear attention on keys and values compressed along the length by non-negative E and F. Encoders only.
 
-    E and F are the absolute values of what is learned, and start as segment means. Each row of E is rescaled by the
-    share of its weight that falls on real tokens, as in `linformer`; F is not, so that a slot counts for as many tokens
-    as it holds.
+    E and F are the absolute values of the learned parameters and start as segment means. Each row of E is rescaled by
+    the share of its weight that falls on real tokens, as in `linformer`. F is not rescaled, so a slot counts for as
+    many tokens as it holds.
     """
 
     options: ClassVar[dict[str, Option]] = {
@@ -44,33 +47,52 @@ class LinformerLinearAttention(LinformerAttention):
         **{name: LinformerAttention.options[name] for name in ("projection_size", "projection_sharing", "max_length")},
     }
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
         self.feature_map = LinearAttention.feature_map_class(settings)(
             shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
         )
 
     @classmethod
-    def projection_kind(cls, settings):
+    def projection_kind(cls, settings: Mapping[str, Any]) -> str:
+        """E and F are always learned."""
         return "learned"
 
     @classmethod
-    def problems(cls, settings, max_length):
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """The problems of both parts, compression and feature map."""
         return super().problems(settings, max_length) + LinearAttention.problems(settings, max_length)
 
     @classmethod
-    def obstacle(cls, capability, settings):
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """The normalisation keeps constants, whatever E and F are."""
         return None if capability == "constants" else super().obstacle(capability, settings)
 
     @staticmethod
-    def _applied(projection):
+    def _applied(projection: torch.Tensor) -> torch.Tensor:
         return non_negative(projection)
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Start E and F as segment means and initialise the feature map."""
         super().reset_parameters()
         self.feature_map.reset_parameters(self.generator())
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Compress the key features and the values, and attend to the slots; see `AttentionMechanism.forward`.
+
+        Raises:
+            ValueError: for more positions than E has columns.
+        """
         self._check_length(key)
         mask = attention_mask
         key = without_padding(key, mask)
@@ -89,14 +111,16 @@ class LinformerLinearAttention(LinformerAttention):
 
 
 def non_negative(x: torch.Tensor) -> torch.Tensor:
-    """|x|, with derivative 1 at 0: torch's is 0 there, and the zeros of a segment mean would stay zeros for ever."""
+    """|x| with derivative 1 at 0, where torch's derivative is 0 and the zeros of a segment mean would remain zeros."""
     return torch.where(x >= 0, x, -x)
 
 
-def exponentiate(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None):
-    """Logarithms of features -> features in [0, 1]; the maxima are constants that cancel, so none needs a gradient.
+def exponentiate(
+    queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn exponents into features in [0, 1]; the maxima are constants that cancel, so they need no gradient.
 
-    `queries [B, H, N, F]`, `keys [B, Hkv, S, F]`; padded keys may be anything.
+    `queries` are `[B, H, N, F]` and `keys` are `[B, Hkv, S, F]`; padded keys may hold any value.
     """
     visible = keys if mask is None else keys.masked_fill(~mask[:, None, :, None], EMPTY_MAXIMUM)
     largest = largest_visible(visible, None).unsqueeze(2)

@@ -5,13 +5,14 @@ softmax(s Q Kl^T)  pinv(softmax(s Ql Kl^T))  softmax(s Ql K^T) V        Ql, Kl: 
 
      N x M       x        M x M           x        M x N
 
-The pseudo-inverse is a few steps of an iteration, and not to convergence: on the attention of a real MiniLM the exact
-one is 5 to 1000 times worse, its small singular values are noise.
+The pseudo-inverse is approximated by a few steps of an iteration. On the attention of a real MiniLM the exact pseudo-
+inverse is 5 to 1000 times worse, because its small singular values are noise.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,9 @@ from transformers import initialization as init
 
 from .kernels_torch import accumulation_dtype
 from .mechanism import AttentionMechanism
+from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import State
 from .segments import real_first
 from .segments import segment_mean_weights
 from .segments import segment_means
@@ -33,9 +36,9 @@ from .kernels_slots import slot_attention
 class NystromAttention(AttentionMechanism):
     """Softmax attention through `num_landmarks` segment means of queries and keys (Nystromformer).
 
-    Landmarks are means over the real tokens of each row, so neither padding nor batch mates change anything. A row of
-    at most `num_landmarks` tokens is exact: its landmarks are its tokens, where A pinv(A) A = A. The weights of longer
-    rows may be negative, and need not sum to 1.
+    Landmarks are means over the real tokens of each row, so neither padding nor other rows of the batch change a
+    result. A row of at most `num_landmarks` tokens is exact, since its landmarks are its tokens and A pinv(A) A = A.
+    The weights of longer rows may be negative and need not sum to 1.
     """
 
     options: ClassVar[dict[str, Option]] = {
@@ -47,24 +50,37 @@ class NystromAttention(AttentionMechanism):
     }
     supports_bidirectional = supports_padding = supports_gqa = True
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
         self.num_landmarks, self.pinv_iterations = settings["num_landmarks"], settings["pinv_iterations"]
         width = settings["conv_kernel_size"]
         self.conv_weight = nn.Parameter(torch.empty(shape.num_heads, 1, width, 1)) if width else None
 
     @classmethod
-    def problems(cls, settings, max_length):
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """The convolution must be centred on its token."""
         width = settings["conv_kernel_size"]
         if width and width % 2 == 0:
             return [f"`conv_kernel_size` = {width} must be odd, to be centred on its token, or 0 for no convolution"]
         return []
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Start with a convolution of zeros, so a converted model starts without it."""
         if self.conv_weight is not None:
-            init.zeros_(self.conv_weight)  # a converted model starts without it
+            init.zeros_(self.conv_weight)
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Attend through the landmarks, or exactly for short inputs; see `AttentionMechanism.forward`."""
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         dtype, mask = accumulation_dtype(query), attention_mask
         query_, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -77,17 +93,25 @@ class NystromAttention(AttentionMechanism):
             output = output + self._convolve(values, mask, self.conv_weight)
         return without_padding(output, mask).transpose(1, 2).to(query.dtype), None
 
-    def _through_landmarks(self, query, key, value, mask, scaling, groups):
+    def _through_landmarks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        groups: int,
+    ) -> torch.Tensor:
         weights = occupied = visible = None
         if mask is not None:
             weights = segment_mean_weights(mask, self.num_landmarks, query.dtype).unsqueeze(1)
             occupied, visible = weights.sum(dim=3) > 0, mask.unsqueeze(1)  # [B, 1, M], [B, 1, N]
 
-        def means(x):
+        def means(x: torch.Tensor) -> torch.Tensor:
             return segment_means(without_padding(x, mask), self.num_landmarks, weights)
 
         query_landmarks, key_landmarks = means(query), means(key)  # [B, H, M, D], [B, Hkv, M, D]
-        # Grouped queries: the landmarks of a group are rows of one product with their key/value head.
+        # For grouped queries, one product with the key/value head takes the landmarks of all its query heads.
         rows = query_landmarks.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, Hkv, G M, D]
         gathered = slot_attention(rows, key, value, visible, scaling).unflatten(2, (groups, -1)).flatten(1, 2)
         key_landmarks = key_landmarks.repeat_interleave(groups, dim=1)
@@ -100,7 +124,7 @@ class NystromAttention(AttentionMechanism):
         return slot_attention(query, key_landmarks, summaries, occupied, scaling)
 
     def _convolve(self, value: torch.Tensor, mask: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-        """One kernel per head along the real tokens; `[B, H, N, D]`, arbitrary at padding."""
+        """Convolve the real tokens with one kernel per head, `[B, H, N, D]`; the result is arbitrary at padding."""
         if not value.shape[2]:
             return value
         weight = weight.to(value.dtype)
@@ -112,8 +136,10 @@ class NystromAttention(AttentionMechanism):
         return take(together, way_back(places))
 
 
-def landmark_weights(query, key, occupied: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """softmax(scaling Ql Kl^T) `[B, H, M, M]`, 0 where one of the two landmarks stands for no token (`[B, 1, M]`)."""
+def landmark_weights(
+    query: torch.Tensor, key: torch.Tensor, occupied: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """softmax(scaling Ql Kl^T) `[B, H, M, M]`, 0 where one of the landmarks is empty (`occupied` is `[B, 1, M]`)."""
     logits = scaling * query @ key.transpose(-1, -2)
     if occupied is None:
         return logits.softmax(dim=-1)
@@ -124,9 +150,10 @@ def landmark_weights(query, key, occupied: torch.Tensor | None, scaling: float) 
 def iterative_pinv(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     """Approximate pseudo-inverse of each matrix of `[..., M, M]` (Razavi 2014; Nystromformer, equation 15).
 
-    Starts from A^T / (|A|_1 |A|_inf) of each matrix by itself; the common implementations take the maximum over the
-    whole batch, so that an output depends on the other samples. The last step, which corrects those before it, is in
-    float64 (not on Apple GPUs, which have none): rounding falls by a fifth, for a tenth of the time at 512 tokens.
+    The iteration starts from A^T / (|A|_1 |A|_inf) of each matrix, whereas common implementations take the maximum over
+    the whole batch, so that an output depends on the other samples. The last step corrects the earlier ones and runs in
+    float64 (except on Apple GPUs, which lack it): the rounding error falls by a fifth, for a tenth of the time at 512
+    tokens.
     """
     size = matrix.abs()
     norms = size.sum(dim=-2).amax(dim=-1) * size.sum(dim=-1).amax(dim=-1)

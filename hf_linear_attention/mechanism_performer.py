@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from transformers import initialization as init
 
 from .kernels import kernel_attention
+from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import State
 from .mechanism_linear import LinearAttention
 from .positions import ROPE_OPTIONS
 from .features_random import RANDOM_FEATURES
@@ -19,12 +22,11 @@ from .features_random import RandomFeatureMap
 class PerformerAttention(LinearAttention):
     """Linear attention whose features estimate exp(q·k) without bias and without training.
 
-    The features are redrawn only in training mode, at the first of every `redraw_interval` forward passes that start
-    a sequence; a forward that is recomputed in the backward pass (gradient checkpointing) is not counted. The k-th
-    projection follows from `seed`, the layer and k, so all ranks agree; the count and the projection are buffers, so a
-    resumed run draws what the uninterrupted one would. With `uniform_mixing` = w the output is (1 - w) times the
-    attention plus w times the mean of the visible values: the shrinkage that reference implementations hide as an
-    epsilon in every feature, by name.
+    The features are redrawn only in training mode, at the first of every `redraw_interval` forward passes that start a
+    sequence. A forward pass that gradient checkpointing recomputes is not counted. The k-th projection follows from
+    `seed`, the layer and k, so all ranks agree; the count and the projection are buffers, so a resumed run draws the
+    same projections as an uninterrupted one. With `uniform_mixing` = w the output is (1 - w) times the attention plus w
+    times the mean of the visible values; reference implementations hide this shrinkage as an epsilon in every feature.
     """
 
     options: ClassVar[dict[str, Option]] = {
@@ -37,28 +39,31 @@ class PerformerAttention(LinearAttention):
         "num_features": Option(int, None, "random features per head; by default 4 x head_dim", minimum=1),
         "orthogonal": Option(bool, True, "projections in orthogonal blocks; false draws every row by itself"),
         "redraw_interval": Option(int, 0, "training forwards between new projections; 0 never redraws", minimum=0),
-        "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0),
+        "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0, below=1),
         **ROPE_OPTIONS,
         "seed": Option(int, 0, "seed of the random projection", minimum=0),
     }
     feature_map: RandomFeatureMap
     num_forwards: torch.Tensor
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
         self.uniform_mixing, self.redraw_interval = settings["uniform_mixing"], settings["redraw_interval"]
         if self.redraw_interval:
             self.register_buffer("num_forwards", torch.zeros((), dtype=torch.long))
 
     @classmethod
-    def feature_map_class(cls, settings):
+    def feature_map_class(cls, settings: Mapping[str, Any]) -> type[RandomFeatureMap]:
+        """The class of the random features that `settings` name."""
         return RANDOM_FEATURES[settings["features"]]
 
-    def build_feature_map(self, sizes, settings):
+    def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> RandomFeatureMap:
+        """The random features for `sizes` = (H, Hkv, D)."""
         return self.feature_map_class(settings)(*sizes, settings["num_features"], settings["orthogonal"])
 
     @classmethod
-    def obstacle(cls, capability, settings):
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """`trig` has no causal form, no state, and weights that may cancel."""
         if settings["features"] == "trig":
             if capability in ("causal", "state"):
                 return f"with `features` = `trig`, whose early denominators may be negative, has no {capability} form"
@@ -66,39 +71,63 @@ class PerformerAttention(LinearAttention):
                 return "with `features` = `trig` has weights that may cancel"
         return super().obstacle(capability, settings)
 
-    @classmethod
-    def problems(cls, settings, max_length):
-        problems = super().problems(settings, max_length)
-        if settings["uniform_mixing"] >= 1:
-            problems.append(
-                f"`uniform_mixing` = {settings['uniform_mixing']} leaves nothing of the attention; give less than 1"
-            )
-        return problems
-
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Draw the projection and reset the count of forward passes."""
         super().reset_parameters()
         if self.redraw_interval:
             init.zeros_(self.num_forwards)
 
     @classmethod
-    def needs_calibration(cls, settings):
+    def needs_calibration(cls, settings: Mapping[str, Any]) -> bool:
+        """Only FAVOR++ has a constant to fit."""
         return settings["features"] == "favor++"
 
-    def calibrate(self, query, key, *, attention_mask, scaling):
-        """FAVOR++: fit A to these queries and keys. The other features have nothing to fit."""
+    def calibrate(
+        self, query: torch.Tensor, key: torch.Tensor, *, attention_mask: torch.Tensor | None, scaling: float
+    ) -> None:
+        """Fit A of FAVOR++ to these queries and keys; the other features have no constants."""
         self.feature_map.calibrate(query, key, scaling, attention_mask)
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Redraw the projection if it is due, and attend; see `AttentionMechanism.forward`."""
         if self.redraw_interval and self.training and state is None:
             self._count_forward()
         return self._attend(query, key, value, attention_mask, scaling, is_causal, state)
 
-    def absorb(self, key, value, *, attention_mask, scaling, state, positions=None):
-        # Not through `forward`: these keys belong to a sequence that was attended to already.
+    def absorb(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        state: State | None,
+        positions: torch.Tensor | None = None,
+    ) -> State | None:
+        """The state after these keys; their sequence was already counted, so this is no new forward pass."""
         query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
         return self._attend(query, key, value, attention_mask, scaling, True, state)[1]
 
-    def _attend(self, query, key, value, attention_mask, scaling, is_causal, state):
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
         has_state = self.supports("state", self.settings)
         output, new_state = super().forward(
             query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=state
@@ -114,13 +143,13 @@ class PerformerAttention(LinearAttention):
                 state=state[1] if state else None,
             )
             mean = mean.transpose(1, 2).to(output.dtype)
-            output, new_state = torch.lerp(output, mean, self.uniform_mixing), (*new_state, mean_state)
+            output, new_state = torch.lerp(output, mean, self.uniform_mixing), (*(new_state or ()), mean_state)
         return output, new_state if has_state else None
 
     @torch.compiler.disable
     def _count_forward(self) -> None:
-        """Count a training forward, and redraw first where the interval is over. Reads one number from the device."""
-        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a recomputation, of the same function
+        """Count a training forward pass and redraw first if the interval is over; reads one number from the device."""
+        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes this forward pass
             return
         count = int(self.num_forwards)
         if count and count % self.redraw_interval == 0:

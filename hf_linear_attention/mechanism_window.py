@@ -11,10 +11,12 @@ see every key exactly (Longformer 2020, section 3.1).
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .kernels import is_eager
 from .kernels_hybrid import exact_part
@@ -24,6 +26,7 @@ from .kernels_window import NearKeys
 from .kernels_window import Part
 from .kernels_window import SinkKeys
 from .mechanism import AttentionMechanism
+from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
 from .positions import TRAINED_LENGTH_OPTION
@@ -32,10 +35,12 @@ from .positions import alibi_of
 from .segments import real_first
 from .segments import take
 from .segments import way_back
-
-
-# What a place of the window holds.
-EMPTY, ORDINARY, SINK = 0, 1, 2
+from .window_keys import EMPTY
+from .window_keys import ORDINARY
+from .window_keys import SINK
+from .window_keys import Line
+from .window_keys import far_and_near
+from .window_keys import within_sequences
 
 
 class WindowState(NamedTuple):
@@ -44,13 +49,13 @@ class WindowState(NamedTuple):
     A key is kept once, with its rotary position.
     """
 
-    key: torch.Tensor  # [B, Hkv, w, D]
-    value: torch.Tensor  # [B, Hkv, w, D]
-    kind: torch.Tensor  # [B, w] int8: EMPTY, ORDINARY or SINK
-    sink_key: torch.Tensor  # [B, Hkv, s, D]
-    sink_value: torch.Tensor  # [B, Hkv, s, D]
-    num_seen: torch.Tensor  # [B, 1] int64: real tokens so far
-    position: torch.Tensor | None = None  # [B, w] int32, where what leaves the window has to be moved
+    key: Tensor  # [B, Hkv, w, D]
+    value: Tensor  # [B, Hkv, w, D]
+    kind: Tensor  # [B, w] int8: EMPTY, ORDINARY or SINK
+    sink_key: Tensor  # [B, Hkv, s, D]
+    sink_value: Tensor  # [B, Hkv, s, D]
+    num_seen: Tensor  # [B, 1] int64: real tokens so far
+    position: Tensor | None = None  # [B, w] int32, where what leaves the window has to be moved
 
 
 class WindowAttention(AttentionMechanism):
@@ -75,7 +80,7 @@ class WindowAttention(AttentionMechanism):
     # Whether the largest logit of exact keys cancels, so that it needs no gradient.
     is_scale_constant = True
 
-    def __init__(self, settings, shape):
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
         self.window_size, self.num_sinks = settings["window_size"], settings["num_sinks"]
         self.alibi = alibi_of(shape)
@@ -85,15 +90,30 @@ class WindowAttention(AttentionMechanism):
         self.to_sinks = RotaryShift(shape.rotary) if shape.rotary and self.trained_length and self.num_sinks else None
         self.needs_positions = self.to_sinks is not None
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Only ALiBi has any."""
         if self.alibi is not None:
             self.alibi.reset_parameters()
 
-    def prepare(self, query, key, positions):
+    def prepare(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keep the rotary positions: exact attention needs them."""
         return query, key, positions
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state, positions=None):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, State | None]:
+        """Exact attention to the window and the sinks; see `AttentionMechanism.forward`."""
         numbers = None
+        place: Any = None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             self._refuse_numbers(is_causal, state)
             numbers, attention_mask = attention_mask, attention_mask > 0
@@ -103,12 +123,11 @@ class WindowAttention(AttentionMechanism):
             output, state = self._attend_from_start(query, key, value, scaling, positions)
             return output.transpose(1, 2), state
         if attention_mask is None and is_causal and state and query.shape[2] == 1:
-            output = self._step(query, key, value, scaling, state, positions)
-            if output is not None:
-                return output
+            step = self._step(query, key, value, scaling, state, positions)
+            if step is not None:
+                return step
         if attention_mask is None:
             attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-            place = None
         else:  # real tokens to the right end, in order
             place = real_first(~attention_mask)
             query, key, value = (take(x, place) for x in (query, key, value))
@@ -125,7 +144,7 @@ class WindowAttention(AttentionMechanism):
             output = take(output.masked_fill(~attention_mask[:, None, :, None], 0.0), way_back(place))
         return output.transpose(1, 2).to(query.dtype), state
 
-    def _refuse_numbers(self, is_causal, state) -> None:
+    def _refuse_numbers(self, is_causal: bool, state: State | None) -> None:
         """Raises ValueError where packed sequences have no form."""
         if state:
             raise ValueError(
@@ -137,33 +156,45 @@ class WindowAttention(AttentionMechanism):
                 "sequence its own row of the batch."
             )
 
-    def _nothing(self, query, key, value, is_causal, state):
+    def _nothing(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, state: State | None
+    ) -> tuple[Tensor, State | None]:
         """No tokens: an empty output that hangs on its inputs, and the state as it is."""
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         output = query[..., :1] * value.to(query.dtype).repeat_interleave(groups, dim=1)
         state = (state or self._packed(*self._initial_state(key, value))) if is_causal else None
         return output.transpose(1, 2), state
 
-    def _step(self, query, key, value, scaling, state, positions) -> tuple[torch.Tensor, State] | None:
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+    ) -> tuple[Tensor, State] | None:
         """What `forward` returns of one token after others, where that takes fewer operations; else None."""
         return None
 
-    def _unpacked(self, state: State) -> tuple[torch.Tensor | None, WindowState]:
+    def _unpacked(self, state: State) -> tuple[Tensor | None, WindowState]:
         """The sums of the keys behind the window, if the mechanism has any, and the rest."""
         return None, WindowState(*state)
 
-    def _packed(self, sums: torch.Tensor | None, exact: WindowState) -> State:
+    def _packed(self, sums: Tensor | None, exact: WindowState) -> State:
         return tuple(tensor for tensor in (sums, *exact) if tensor is not None)
 
-    def _behind(self, query, line: Line, mask, scaling, positions, sums=None) -> tuple[list[Part], torch.Tensor | None]:
+    def _behind(
+        self,
+        query: Tensor,
+        line: Line,
+        mask: Tensor,
+        scaling: float,
+        positions: Any,
+        sums: Tensor | None = None,
+    ) -> tuple[list[Part], Tensor | None]:
         """The parts of the keys of `line` where `mask`: query t sees its places 0..t. And the sums after them."""
         return [], None
 
-    def _joined(self, exact: Part, behind: list[Part], largest, query, scaling) -> torch.Tensor:
+    def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
         """`[B, Hkv, G, N, D]` of exact keys and those behind the window."""
         return exact[0]
 
-    def _sink_query(self, query, positions):
+    def _sink_query(self, query: Tensor, positions: Any) -> Tensor | None:
         """What sinks are compared with: queries no farther from the start than the softmax model was trained."""
         if self.to_sinks is None:
             return None
@@ -172,20 +203,22 @@ class WindowAttention(AttentionMechanism):
             return None
         return self.to_sinks(query, positions.clamp(max=last) - positions)
 
-    def _attend_from_start(self, query, key, value, scaling, positions):
+    def _attend_from_start(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, positions: Any
+    ) -> tuple[Tensor, State]:
         """`_attend_back` of whole sequences without padding: what is where follows from the length alone."""
         batch, _, length, _ = key.shape
         w, s = self.window_size, self.num_sinks
         leaving, first = min(w, length), min(s, length)
-        (far_key, near_key), (far_value, near_value) = (_far_and_near(x, w) for x in (key, value))
+        (far_key, near_key), (far_value, near_value) = (far_and_near(x, w) for x in (key, value))
         far_position = F.pad(positions, (leaving, -leaving)) if self.keeps_positions else None
-        far = Line(far_key, far_value, None, far_position)
         far_mask = self._later(batch, length, leaving + first, key.device)
+        far = Line(far_key, far_value, far_mask, far_position)
         behind, sums = self._behind(query, far, far_mask, scaling, positions)
         visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
         near = NearKeys(near_key, near_value, visible, w - 1)
         # Padded by a negative number a tensor is cropped; and copied, so that a state keeps no more than itself.
-        sinks = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (key, value))
+        sinks: Any = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (key, value))
         window = tuple(F.pad(x, (0, 0, w - length, 0)) for x in (key, value))
         seen = torch.ones(batch, length, s, dtype=torch.bool, device=key.device).tril()
         position = torch.arange(1, length + 1, device=key.device)[None] if self.alibi is not None else None
@@ -197,15 +230,25 @@ class WindowAttention(AttentionMechanism):
             kind[:, : w - leaving] = EMPTY
         num_seen = torch.full((batch, 1), length, dtype=torch.long, device=key.device)
         window_position = F.pad(positions, (w - length, 0)).contiguous() if self.keeps_positions else None
-        state = WindowState(*window, kind, *sinks, num_seen, window_position)
+        state = WindowState(window[0], window[1], kind, sinks[0], sinks[1], num_seen, window_position)
         return with_dtype(output, query.dtype), self._packed(sums, state)
 
-    def _later(self, batch: int, length: int, start: int, device) -> torch.Tensor:
+    def _later(self, batch: int, length: int, start: int, device: torch.device) -> Tensor:
         """bool `[B, length]`, True from `start` on."""
         start = min(start, length)
         return F.pad(torch.ones(batch, length - start, dtype=torch.bool, device=device), (start, 0))
 
-    def _attend_back(self, query, key, value, mask, scaling, state, positions, is_padded):
+    def _attend_back(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scaling: float,
+        state: State | None,
+        positions: Any,
+        is_padded: bool,
+    ) -> tuple[Tensor, State]:
         """The causal form. Padding is at the left end of the new tokens."""
         sums, old = self._unpacked(state) if state else self._initial_state(key, value)
         w = self.window_size
@@ -215,7 +258,7 @@ class WindowAttention(AttentionMechanism):
             torch.cat((old.key, key.to(old.key.dtype)), dim=2),
             torch.cat((old.value, value.to(old.value.dtype)), dim=2),
             torch.cat((old.kind, kind), dim=1),
-            torch.cat((old.position, positions), dim=1) if self.keeps_positions else None,
+            None if old.position is None else torch.cat((old.position, positions), dim=1),
         )
         line = line.aligned_right() if is_padded else line
         sinks = self._collect_sinks(key, value, position, kind, old)
@@ -225,16 +268,19 @@ class WindowAttention(AttentionMechanism):
         near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
         to_sinks = self._sink_query(query, positions)
         output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
-        *window, window_position = line.last(w)
-        return output, self._packed(sums, WindowState(*window, *sinks, position[:, -1:], window_position))
+        last = line.last(w)
+        kept = WindowState(*last[:3], *sinks, position[:, -1:], last.position)
+        return output, self._packed(sums, kept)
 
-    def _attend_packed(self, query, key, value, numbers, scaling, positions):
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, numbers: Tensor, scaling: float, positions: Any
+    ) -> tuple[Tensor, State]:
         """`_attend_back` within each of the packed sequences that `numbers [B, N]` count; 0 is padding, on the left.
 
         The state is that of each row's last sequence.
         """
         w, s, length = self.window_size, self.num_sinks, query.shape[2]
-        position, first = _within_sequences(numbers)
+        position, first = within_sequences(numbers)
         kind = self._kind(numbers > 0, position)
         line = Line(key, value, kind, positions if self.keeps_positions else None).padded(w, 0)
         line_numbers = F.pad(numbers, (w, 0))
@@ -245,18 +291,20 @@ class WindowAttention(AttentionMechanism):
         places = first.unsqueeze(-1) + torch.arange(s, device=key.device)  # [B, N, s]
         seen = torch.arange(s, device=key.device) < position.unsqueeze(-1)
         places = places.clamp(max=length - 1).flatten(1)
-        sinks = tuple(take(x, places).unflatten(2, (length, s)) for x in (key, value))  # [B, Hkv, N, s, D]
+        sinks: Any = tuple(take(x, places).unflatten(2, (length, s)) for x in (key, value))  # [B, Hkv, N, s, D]
         visible = to_near.kind == ORDINARY
         near = NearKeys(to_near.key, to_near.value, visible, w - 1, line_numbers[:, 1:])
         to_sinks = self._sink_query(query, positions)
         output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
-        window_key, window_value, window_kind, window_position = line.last(w)
-        window_kind = torch.where(line_numbers[:, -w:] == numbers[:, -1:], window_kind, EMPTY).to(torch.int8)
+        last = line.last(w)
+        kind = torch.where(line_numbers[:, -w:] == numbers[:, -1:], last.kind, EMPTY).to(torch.int8)
         sinks = tuple((x * seen[:, None, :, :, None])[:, :, length - 1 :].sum(dim=2) for x in sinks)
-        state = WindowState(window_key, window_value, window_kind, *sinks, position[:, -1:], window_position)
+        state = WindowState(last.key, last.value, kind, sinks[0], sinks[1], position[:, -1:], last.position)
         return output, self._packed(sums, state)
 
-    def _attend_both_ways(self, query, key, value, mask, scaling, positions):
+    def _attend_both_ways(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, positions: Any
+    ) -> Tensor:
         """The bidirectional form: one causal sweep over what lies before the window, one over what lies behind it."""
         length, w = query.shape[2], self.window_size
         position = mask.cumsum(dim=1)
@@ -272,15 +320,15 @@ class WindowAttention(AttentionMechanism):
         seen = (torch.arange(self.num_sinks, device=key.device) < position[:, -1:, None]).expand(-1, length, -1)
         to_sinks = self._sink_query(query, positions)
         output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
-        if to_sinks is not None:  # the distance counts, whichever of the two moves
+        if to_sinks is not None and self.to_sinks is not None:  # the distance counts, whichever of the two moves
             key = self.to_sinks(key, positions.clamp(max=self.trained_length - 1) - positions)
         return self._with_global_queries(output, query, key, value, mask, position, kind, scaling)
 
-    def _kind(self, mask, position):
+    def _kind(self, mask: Tensor, position: Tensor) -> Tensor:
         """What each token is, `[B, N]`, from its position among the real ones, counted from 1."""
         return torch.where(mask, torch.where(position <= self.num_sinks, SINK, ORDINARY), EMPTY).to(torch.int8)
 
-    def _initial_state(self, key, value) -> tuple[torch.Tensor | None, WindowState]:
+    def _initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, WindowState]:
         batch, heads, _, _ = key.shape
         w, s = self.window_size, self.num_sinks
         return None, WindowState(
@@ -293,28 +341,50 @@ class WindowAttention(AttentionMechanism):
             torch.zeros(batch, w, dtype=torch.int32, device=key.device) if self.keeps_positions else None,
         )
 
-    def _chosen_sinks(self, position, kind, dtype):
+    def _chosen_sinks(self, position: Tensor, kind: Tensor, dtype: torch.dtype) -> Tensor:
         """`[B, 1, s, N]`: 1 where the token is the sink, 0 elsewhere."""
         wanted = torch.arange(1, self.num_sinks + 1, device=position.device)
         return ((position[:, None] == wanted[:, None]) & (kind == SINK)[:, None])[:, None].to(dtype)
 
-    def _collect_sinks(self, key, value, position, kind, old: WindowState | None = None):
+    def _collect_sinks(
+        self, key: Tensor, value: Tensor, position: Tensor, kind: Tensor, old: WindowState | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of the sinks with those among the new tokens, each at its place `[B, Hkv, s, D]`."""
         place = self._chosen_sinks(position, kind, torch.int8)[:, 0].max(dim=-1)
-        sinks = tuple(take(x, place.indices) * place.values[:, None, :, None].to(x.dtype) for x in (key, value))
+        sinks: Any = tuple(take(x, place.indices) * place.values[:, None, :, None].to(x.dtype) for x in (key, value))
         return sinks if old is None else (old.sink_key + sinks[0], old.sink_value + sinks[1])
 
-    def _attend(self, query, near: NearKeys, sinks, seen, position, behind, scaling, to_sinks):
+    def _attend(
+        self,
+        query: Tensor,
+        near: NearKeys,
+        sinks: Any,
+        seen: Tensor,
+        position: Any,
+        behind: list[Part],
+        scaling: float,
+        to_sinks: Tensor | None,
+    ) -> Tensor:
         """`[B, H, N, D]` of exact keys and those behind the window."""
         distance = log_decay = None
         if self.alibi is not None:
             log_decay = self.alibi()
             distance = (position.unsqueeze(-1) - torch.arange(1, self.num_sinks + 1, device=query.device)).abs()
-        sink_keys = SinkKeys(*sinks, seen, distance)
+        sink_keys = SinkKeys(sinks[0], sinks[1], seen, distance)
         output, size, largest = exact_part(query, near, sink_keys, scaling, log_decay, self.is_scale_constant, to_sinks)
         return self._joined((output, size), behind, largest, query, scaling).flatten(1, 2)
 
-    def _with_global_queries(self, output, query, key, value, mask, position, kind, scaling):
+    def _with_global_queries(
+        self,
+        output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        position: Tensor,
+        kind: Tensor,
+        scaling: float,
+    ) -> Tensor:
         """`output` with the rows of the first s tokens replaced by exact attention to every key."""
         if not self.num_sinks:
             return output
@@ -325,94 +395,3 @@ class WindowAttention(AttentionMechanism):
         weights = logits.masked_fill(~mask[:, None, None], EMPTY_MAXIMUM).softmax(dim=-1)
         exact = weights @ value.to(output.dtype).repeat_interleave(groups, dim=1)
         return torch.where((kind == SINK)[:, None, :, None], chosen.transpose(-1, -2) @ exact, output)
-
-
-class Line(NamedTuple):
-    """Keys and values in a row, `[B, Hkv, L, D]` twice, what is where, and its position, `[B, L]`."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    kind: torch.Tensor | None  # None where a mask says it
-    position: torch.Tensor | None  # where the mechanism keeps them
-
-    def aligned_right(self) -> Line:
-        """Real tokens moved to the right end, so that a window is the last w of them."""
-        place = real_first(self.kind == EMPTY)
-        position = None if self.position is None else self.position.gather(1, place)
-        return Line(take(self.key, place), take(self.value, place), self.kind.gather(1, place), position)
-
-    def padded(self, left: int, right: int) -> Line:
-        """With empty places at both ends."""
-        key, value = (F.pad(x, (0, 0, left, right)) for x in (self.key, self.value))
-        position = None if self.position is None else F.pad(self.position, (left, right))
-        return Line(key, value, F.pad(self.kind, (left, right), value=EMPTY), position)
-
-    def last(self, length: int) -> Line:
-        return self._part(slice(-length, None))
-
-    def first(self, length: int) -> Line:
-        return self._part(slice(length))
-
-    def _part(self, places: slice) -> Line:
-        position = None if self.position is None else self.position[:, places]
-        return Line(self.key[:, :, places], self.value[:, :, places], self.kind[:, places], position)
-
-    def ranges(self, length: int, places: slice) -> tuple[Line, Line]:
-        """The first `length` places, and other `places`."""
-        key, value = (_ranges(x, length, places) for x in (self.key, self.value))
-        first, other = (
-            self._part(part)._replace(key=k, value=v) for part, k, v in zip((slice(length), places), key, value)
-        )
-        return first, other
-
-    def flipped(self) -> Line:
-        position = None if self.position is None else self.position.flip(1)
-        return Line(self.key.flip(2), self.value.flip(2), self.kind.flip(1), position)
-
-
-def _ranges(x: torch.Tensor, length: int, places: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` places of `x [B, Hkv, L, D]`, and other `places`."""
-    if not torch.is_grad_enabled() or not is_eager(x):  # no place for functions of our own
-        return x[:, :, :length], x[:, :, places]
-    return _TwoRanges.apply(x, length, places)
-
-
-def _far_and_near(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [B, Hkv, N, D]` with room before the first token: as far keys, `width` places behind their query, and as near
-    ones, up to it."""
-    length = x.shape[2]
-    if is_eager(x):
-        return _ranges(F.pad(x, (0, 0, width, 0)), length, slice(1, None))
-    leaving = min(width, length)  # in a graph two nodes instead of three
-    return F.pad(x, (0, 0, leaving, -leaving)), F.pad(x, (0, 0, width - 1, 0))
-
-
-class _TwoRanges(torch.autograd.Function):
-    """`apply(x [B, Hkv, L, D], length, places)` -> the first places, others; autograd's slices make a tensor each."""
-
-    @staticmethod
-    def forward(ctx, x, length, places):
-        ctx.shape, ctx.length, ctx.places = x.shape, length, places
-        return x[:, :, :length], x[:, :, places]
-
-    @staticmethod
-    def backward(ctx, grad_first, grad_other):
-        grad = grad_first.new_empty(ctx.shape)
-        grad[:, :, : ctx.length] = grad_first
-        grad[:, :, ctx.length :] = 0
-        grad[:, :, ctx.places] += grad_other
-        return grad, None, None
-
-
-def _within_sequences(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token of packed sequences its position, from 1, and the place where its sequence starts, both `[B, N]`.
-
-    `numbers [B, N]` count the sequences, with all padding, 0, on the left; its positions are 0.
-    """
-    place = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
-    starts = (numbers != F.pad(numbers[:, :-1], (1, 0))) & (numbers > 0)
-    sequence = starts.cumsum(dim=1)
-    # Not `cummax`, which ONNX lacks. What does not start a sequence goes to sequence 0, which is no one's.
-    start_of = torch.zeros_like(F.pad(place, (1, 0))).scatter(1, sequence * starts, place)
-    first = start_of.gather(1, sequence)
-    return torch.where(numbers > 0, place - first + 1, 0), first

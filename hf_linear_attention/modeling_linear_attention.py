@@ -23,10 +23,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 
 from .alibi_attention import adapter_of
 from .architectures import OWN_SOFTMAX
@@ -38,7 +34,9 @@ from .architectures import layer_type
 from .architectures import refuse_features
 from .architectures import skips_position_bias
 from .mechanism import LayerShape
+from .mechanism import Rotary
 from .cache import state_layer
+from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import model_heads
 from .attention_layer import LinearizedCrossAttention
@@ -48,21 +46,26 @@ from .attention_layer import IMPLEMENTATION
 from .attention_layer import LinearizedAttention
 from .attention_layer import check_softmax_cache
 from .mechanisms import MECHANISMS
-from .prompt_state import load_prompt_state
-from .prompt_state import save_prompt_state
+from .mechanisms import mechanisms_of
+from .mechanisms import unknown_mechanism
 from .positions import kept_frequencies
-from .positions import rotary_of
+from .prompt_state import load_prompt_state  # of decoders
+from .prompt_state import save_prompt_state  # of decoders
+from .transformers_internals import ModelHooks
+from .transformers_internals import attention_implementation
+from .transformers_internals import copy_checkpoint_conversion
+from .transformers_internals import set_attention_implementation
 
 
 # The classes made here, by their stock class and whether they are its form for cross-attention.
 CLASSES: dict[tuple[type, bool], Any] = {}
 
 
-class LinearAttentionModelMixin:
+class LinearAttentionModelMixin(ModelHooks):
     """Mixed in before a stock model class."""
 
     stock_class: type[PreTrainedModel]
-    save_prompt_state, load_prompt_state = save_prompt_state, load_prompt_state
+    save_prompt_state, load_prompt_state = save_prompt_state, load_prompt_state  # of decoders
 
     def __init__(self, config, *args, **kwargs):
         # The generic classification heads build their base by `AutoModel.from_config`, which must give our class.
@@ -93,21 +96,21 @@ class LinearAttentionModelMixin:
         (GPT-2's scaled `c_proj`), lest it overwrite loaded weights; stock code and ours never do that."""
         return False
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Record nothing for the classes made here: their config saves the code, that of its own mechanisms alone."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
+
+    def default_attention_implementation(self) -> str | None:
         """By default masks are linear in the length too, where no softmax layer needs them square."""
-        settings = self.config.linear_attention
+        settings = entries_of(self.config.linear_attention)[0]  # of several, none is for all layers
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
         is_pure = settings["layers"] == "all" and (settings["cross_attention"] or not has_cross_attention)
-        if attn_implementation is None and is_pure and not has_own_dispatch(self.stock_class):
-            return IMPLEMENTATION
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
 
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls.stock_class._can_set_attn_implementation()
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+    def prepare_generation(self, generation_config, model_kwargs) -> None:
+        """Put the state layers into the cache."""
         cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
         if cache is None:
             return
@@ -183,35 +186,112 @@ def linearize(model: PreTrainedModel) -> None:
     Raises:
         ValueError: if the settings ask for what a layer or the mechanism cannot do.
     """
-    settings = model.config.linear_attention
+    # The config may come from the code of another checkpoint.
+    if unknown := mechanisms_of(model.config.linear_attention) - set(MECHANISMS):
+        raise ValueError(f"{unknown_mechanism(min(unknown))}.")
     modules = list(self_attention_modules(model).values())
+    groups = [(settings, _chosen(model, modules, settings)) for settings in entries_of(model.config.linear_attention)]
+    for settings, chosen in groups:
+        refuse_features(model, chosen, settings["drop"])
+    converted = {layer for _, chosen in groups for layer in chosen}
+    for layer, module in enumerate(modules):
+        if converted and layer not in converted and getattr(module, "layer_idx", None) is not None:
+            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
+    for settings, chosen in groups:
+        _convert_layers(model, len(modules), settings, chosen)
+
+
+def _chosen(model: PreTrainedModel, modules: Sequence[Any], settings: Mapping[str, Any]) -> dict[int, Any]:
+    """`{layer: attention module}` to convert with these settings; cross-attention is counted after self-attention."""
     chosen = {layer: modules[layer] for layer in converted_layers(settings, modules)}
     if settings["cross_attention"]:
         cross = attention_modules(model, cross=True).values()
         if not cross:
             raise ValueError(f"`cross_attention` = true, but {type(model).__name__} has none.")
         chosen |= dict(enumerate(cross, start=len(modules)))
-    refuse_features(model, chosen)
-    for layer, module in enumerate(modules):
-        if chosen and layer not in chosen and getattr(module, "layer_idx", None) is not None:
-            module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
+    return chosen
+
+
+def _convert_layers(
+    model: PreTrainedModel, num_self_attention: int, settings: dict[str, Any], chosen: Mapping[int, Any]
+) -> None:
+    """Give these attention modules a mechanism with the same settings; what it shares, they share."""
     first = None
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
-    if settings.get("rope", "before_map") != "before_map" or settings.get("trained_length"):
-        shapes = {n: dataclasses.replace(shape, rotary=rotary_of(chosen[n], model)) for n, shape in shapes.items()}
-        if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
-            settings["rope_frequencies"] = kept_frequencies(shapes, len(modules), settings, model.config)
+    if _needs_rotary(settings):
+        shapes = _with_rotary(shapes, model, settings, chosen)
     for layer, module in chosen.items():
         shape = shapes[layer]
-        needed = (
-            "cross" if layer >= len(modules) else "causal" if is_causal_attention(module, model) else "bidirectional"
-        )
+        needed = "causal" if is_causal_attention(module, model) else "bidirectional"
+        needed = "cross" if layer >= num_self_attention else needed
         _refuse_shape(module, shape, needed, settings)
         child = MECHANISMS[settings["mechanism"]](settings, shape)
         if first is not None:
             child.share_with(first)
         first = first or child
         _swap(module, child, model.config, needed)
+
+
+def _needs_rotary(settings: Mapping[str, Any]) -> bool:
+    clamps_sinks = settings.get("trained_length") is not None and bool(settings.get("num_sinks"))
+    return clamps_sinks or settings.get("rope", "before_map") != "before_map"
+
+
+def _with_rotary(
+    shapes: Mapping[int, LayerShape], model: PreTrainedModel, settings: dict[str, Any], modules: Mapping[int, Any]
+) -> dict[int, LayerShape]:
+    """The shapes with what the settings say of rotary positions; new settings are told what the layers do.
+
+    Raises:
+        ValueError: if the setting `rope` asks for what these layers cannot do.
+    """
+    if settings["rotary"] is None:
+        settings["rotary"] = _observed_rotary(model, modules, settings)
+    rotary = {
+        layer: Rotary(tuple(entry["inverse_frequencies"]), entry["pairing"] == "interleaved")
+        for entry in settings["rotary"]
+        for layer in entry["layers"]
+    }
+    shapes = {layer: dataclasses.replace(shape, rotary=rotary.get(layer)) for layer, shape in shapes.items()}
+    if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
+        settings["rope_frequencies"] = kept_frequencies(shapes, settings["trained_length"])
+    _refuse_frequencies(settings.get("rope_frequencies"), shapes)
+    return shapes
+
+
+def _refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, LayerShape]) -> None:
+    for layer, shape in shapes.items():
+        kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
+        number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0
+        if isinstance(kept, int) and kept > number:
+            raise ValueError(f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies.")
+
+
+def _observed_rotary(
+    model: PreTrainedModel, modules: Mapping[int, Any], settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    rope = settings.get("rope", "before_map")
+    try:
+        from hf_linear_attention.rotary_positions import observed_rotary
+    except ImportError:  # in a checkpoint, whose config was written when it was converted
+        raise ValueError(
+            "The config says nothing of the model's rotary positions (`rotary`); install hf-linear-attention, load the "
+            "model with it, and save it again."
+        ) from None
+    try:
+        found = observed_rotary(model, modules)
+        if not found:
+            name = type(next(iter(modules.values()))).__name__
+            raise ValueError(f"{name} has no rotary positions that could be left out; leave the option away.")
+    except ValueError as error:
+        if rope == "before_map":  # then only sinks would need them
+            return []
+        raise RotaryError(f"`rope` = `{rope}`, but {error}") from None
+    return found
+
+
+class RotaryError(ValueError):
+    """The rotary positions of this model are none that the setting `rope` could divide."""
 
 
 def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping[str, Any]) -> None:
@@ -236,11 +316,11 @@ def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
     module.linear_attention_enabled = True
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"
-    module.linear_attention_skips_bias = skips_position_bias(module, config.linear_attention)
+    module.linear_attention_skips_bias = skips_position_bias(module, mechanism.settings)
     # A config of its own: no `attn_implementation` that is set later can turn this layer back into softmax silently.
     module.model_config = getattr(module, "config", config)
     module.config = copy.copy(module.model_config)
-    module.config._attn_implementation_internal = IMPLEMENTATION
+    set_attention_implementation(module.config, IMPLEMENTATION)
     module.__class__ = _attention_class(type(module), is_cross=needed == "cross")
 
 
@@ -265,19 +345,19 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
         for module in linear_attention_modules(model).values()
         if layers is None or module.linear_attention.shape.layer in layers
     ]
-    implementations = {id(m.model_config): (m.model_config, m.model_config._attn_implementation) for m in modules}
+    implementations = {id(m.model_config): (m.model_config, attention_implementation(m.model_config)) for m in modules}
     configs = [module.config for module in modules]
     try:
         for config, implementation in implementations.values():
             if implementation == IMPLEMENTATION:
-                stock = super(LinearAttentionModelMixin, model)
-                config._attn_implementation_internal = stock._check_and_adjust_attn_implementation(None)
+                hooks: Any = model
+                set_attention_implementation(config, hooks.stock_attention_implementation())
         for module in modules:
             module.config, module.linear_attention_enabled = module.model_config, False
         yield model
     finally:
         for config, implementation in implementations.values():
-            config._attn_implementation_internal = implementation
+            set_attention_implementation(config, implementation)
         for module, config in zip(modules, configs):
             module.config, module.linear_attention_enabled = config, True
 
@@ -309,9 +389,6 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     initialize.__signature__ = inspect.signature(stock.__init__)
     model_class.__init__ = initialize
     _copy_checkpoint_conversion(stock, model_class)
-    for auto_class, head in model_heads(stock.config_class.model_type).items():
-        if head == stock.__name__:
-            model_class.register_for_auto_class(auto_class)
     return model_class
 
 
@@ -346,8 +423,7 @@ def _copy_checkpoint_conversion(stock: type, model_class: type) -> None:
     """Renamed weights of older or split checkpoints (ViT, GPT-NeoX, MoE) must load into our class as into the stock."""
     model_type = stock.config_class.model_type
     for source, target in ((stock.__name__, model_class.__name__), (model_type, model_class.config_class.model_type)):
-        if (mapping := get_checkpoint_conversion_mapping(source)) is not None:
-            register_checkpoint_conversion_mapping(target, mapping, overwrite=True)
+        copy_checkpoint_conversion(source, target)
 
 
 def __getattr__(name: str):

@@ -38,8 +38,8 @@ INITIAL_HALF_LIFE = 2000
 TRAINED_LENGTH_OPTION = Option(
     int,
     None,
-    "tokens that the softmax model was trained on, by default what its config says: sinks are seen no farther away than "
-    "that, `rope` = `partial` keeps what turns within it, and `decay` = `learned` starts with that half-life",
+    "tokens that the softmax model was trained on, by default what its config says: sinks are seen no farther away, "
+    "`rope` = `partial` keeps the frequencies that turn within it, and `decay` = `learned` starts with that half-life",
     minimum=1,
 )
 ROPE_OPTIONS: dict[str, Option] = {
@@ -57,6 +57,7 @@ ROPE_OPTIONS: dict[str, Option] = {
         "those whose wavelength is at most the trained length",
         minimum=0,
         is_per_layer=True,
+        needs={"rope": ("partial",)},
     ),
     "trained_length": TRAINED_LENGTH_OPTION,
 }
@@ -96,21 +97,24 @@ def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.
         return torch.tensor(frequencies, device=device)
 
 
-def rotary_of(module, model) -> Rotary | None:
-    for found in model.modules():
-        if type(found).__name__.endswith("RotaryEmbedding"):
-            with torch.device("cpu"):
-                return Rotary(tuple(type(found)(model.config).inv_freq.tolist()))
-    return None
+def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None) -> list[int]:
+    """How many frequencies of each attention layer, by its number, turn within `longest` tokens.
 
-
-def kept_frequencies(shapes, num_layers: int, settings, config) -> list[int]:
-    longest = settings.get("trained_length") or config.max_position_embeddings
-
-    def count(shape):
-        return sum(2 * math.pi / f <= longest for f in shape.rotary.inverse_frequencies)
-
-    return [count(shapes[n]) if n in shapes else 0 for n in range(num_layers)]
+    Raises:
+        ValueError: if the length is not known, or frequencies do not fall from pair to pair.
+    """
+    if longest is None:
+        raise ValueError("`rope` = `partial` needs the length that the model was trained on; give `trained_length`.")
+    kept = [0] * (1 + max(shapes))
+    for layer, shape in shapes.items():
+        turns = [2 * math.pi <= abs(f) * longest for f in (shape.rotary.inverse_frequencies if shape.rotary else ())]
+        kept[layer] = sum(turns)
+        if any(turns[kept[layer] :]):
+            raise ValueError(
+                f"`rope` = `partial` keeps the first frequencies of a layer, and in layer {layer} these are not the "
+                "fastest; use `rope` = `none`."
+            )
+    return kept
 
 
 def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a prompt on disk: read a long prompt once, continue it in any later process.
+"""The state of a prompt on disk: read a long prompt once and continue it in any later process.
 
     cache = model(**prompt, use_cache=True).past_key_values
     model.save_prompt_state(cache, "prompt.safetensors")
@@ -7,10 +7,10 @@
     cache = model.load_prompt_state("prompt.safetensors")
     model.generate(**prompt_and_question, past_key_values=cache)
 
-The size of the file does not depend on the length of the prompt where every layer is linear; layers that stayed
-softmax add their keys and values. As with any `past_key_values`, `generate` takes the tokens of the prompt once more in
-front of the new ones, and changes the cache it was given: load it again, or copy it, for another continuation.
-Left-padded prompts are read with the `position_ids` that `generate` counts.
+If every layer is linear, the size of the file does not depend on the length of the prompt; softmax layers add their
+keys and values. As with any `past_key_values`, `generate` expects the tokens of the prompt in front of the new ones,
+and changes the cache that it gets: load or copy the cache for each continuation. Left-padded prompts must be read with
+the same `position_ids` that `generate` uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache import state_layer
 from .configuration_linear_attention import COMMON_SETTINGS
@@ -36,29 +36,29 @@ from .mechanisms import MECHANISMS
 
 
 METADATA = "prompt_state"
-# Of the files, and what each version means.
-#   1  as written before there was a field `format_version`: no checksum
-#   2  `sha256`, of the tensors and of everything else in the metadata
+# The version of the file format.
+#   1  files without the field `format_version`: no checksum
+#   2  with `sha256`, the checksum of the tensors and of all other metadata
 FORMAT_VERSION = 2
 
 
-def save_prompt_state(model, past_key_values, path: str | os.PathLike) -> None:
-    """Write what `past_key_values` holds of a prompt, with what tells its model from others, as a safetensors file.
+def save_prompt_state(model: Any, past_key_values: Cache, path: str | os.PathLike) -> None:
+    """Write the prompt in `past_key_values`, and what identifies its model, to a safetensors file.
 
-    The file is written beside `path` and then renamed: a failure leaves what was there before.
+    The file is written beside `path` and then renamed, so a failure leaves the old file unchanged.
 
     Raises:
         ValueError: for an empty cache, or one with layers that hold more than a state or keys and values.
         OSError: if the file cannot be written.
     """
-    layers = getattr(past_key_values, "layers", [])  # a cache of encoder and decoder has none of its own
+    layers = getattr(past_key_values, "layers", [])  # an encoder-decoder cache has no layers of its own
     found = {f"{number}.{name}": tensor for number, layer in enumerate(layers) for name, tensor in _tensors(layer)}
     if not found:
         raise ValueError(
             f"Got a {type(past_key_values).__name__} that holds no token of a decoder; pass the `past_key_values` that "
             "the model returned for the prompt (`use_cache=True`)."
         )
-    # Cloned, because safetensors refuses tensors that share their memory.
+    # safetensors refuses tensors that share memory, so they are cloned.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
     }
@@ -66,7 +66,7 @@ def save_prompt_state(model, past_key_values, path: str | os.PathLike) -> None:
     about = {**_about(model), **sizes, "format_version": FORMAT_VERSION}
     metadata = {METADATA: json.dumps({**about, "sha256": _digest(about, tensors)})}
     path = Path(path)
-    # In a folder of its own the file gets the permissions that any new file gets.
+    # A file in a temporary folder, unlike a temporary file, gets the usual permissions.
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         written = Path(folder) / path.name
         try:
@@ -76,21 +76,21 @@ def save_prompt_state(model, past_key_values, path: str | os.PathLike) -> None:
         os.replace(written, path)
 
 
-def load_prompt_state(model, path: str | os.PathLike) -> DynamicCache:
-    """`past_key_values` as they were when the prompt was saved, on the devices of `model`.
+def load_prompt_state(model: Any, path: str | os.PathLike) -> DynamicCache:
+    """Restore the `past_key_values` of a saved prompt on the devices of `model`.
 
-    The model reads one token first: every tensor of the file must be like one that it makes of it.
+    The model first reads one token; every tensor of the file must match one in the resulting cache.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is no prompt state, is damaged, comes from a newer version of this code, or belongs to
-            another model, other settings or other weights.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is not a prompt state, is damaged, comes from a newer version of this code, or belongs
+        to another model, other settings or other weights.
     """
     about, tensors = _read(path)
     _refuse_others(model, about, path)
     checksum = about.pop("sha256", None)
     if about["format_version"] > 1 and checksum != _digest(about, tensors):
-        raise _damaged(path, "its checksum is not that of its content")
+        raise _damaged(path, "its checksum does not match its content")
     made = _layers_of_one_token(model)
     if problem := _size_problem(about, tensors, len(made)):
         raise _damaged(path, problem)
@@ -105,26 +105,26 @@ def load_prompt_state(model, path: str | os.PathLike) -> DynamicCache:
     return cache
 
 
-def _damaged(path, problem: str) -> ValueError:
+def _damaged(path: str | os.PathLike, problem: str) -> ValueError:
     return ValueError(f"Got a damaged prompt state in {str(path)!r}: {problem}. Let the model read the prompt again.")
 
 
-def _read(path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The metadata, with a `format_version`, and the tensors of a file."""
+def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The metadata of a file, with a `format_version`, and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
     except SafetensorError as error:
-        raise _damaged(path, f"it is no whole safetensors file ({error})") from error
+        raise _damaged(path, f"it is not a complete safetensors file ({error})") from error
     if text is None:
-        raise ValueError(f"Got {str(path)!r}, which is no prompt state; `save_prompt_state` writes them.")
+        raise ValueError(f"Got {str(path)!r}, which is not a prompt state; pass a file from `save_prompt_state`.")
     try:
         about = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its metadata is no JSON ({error})") from error
+        raise _damaged(path, f"its metadata is not JSON ({error})") from error
     if not isinstance(about, dict):
-        raise _damaged(path, "its metadata is no JSON object")
+        raise _damaged(path, "its metadata is not a JSON object")
     about.setdefault("format_version", 1)
     check_format_version(about["format_version"], FORMAT_VERSION, f"the prompt state {str(path)!r}")
     return about, tensors
@@ -139,10 +139,10 @@ def _digest(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
 
 
 @torch.no_grad()
-def _layers_of_one_token(model) -> list[Any]:
-    """The layers of the cache that the model makes: which tensors, of which sizes and dtypes, only it can say."""
+def _layers_of_one_token(model: Any) -> list[Any]:
+    """The cache layers after one token; only the model knows the names, sizes and dtypes of their tensors."""
     training = [module for module in model.modules() if module.training]
-    model.eval()  # training may draw random projections anew, and checkpointing makes no cache
+    model.eval()  # in training mode, random projections may be redrawn and gradient checkpointing disables the cache
     try:
         cache = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
     finally:
@@ -156,23 +156,23 @@ def _size_problem(about: dict[str, Any], tensors: dict[str, torch.Tensor], num_l
     for name, most in (("num_layers", num_layers), ("num_tokens", torch.iinfo(torch.int64).max)):
         value = about.get(name)
         if type(value) is not int or not 1 <= value <= most:
-            return f"`{name}` is {value!r}, and must be a whole number from 1 to {most}"
+            return f"`{name}` is {value!r}, but must be an integer from 1 to {most}"
     places = {f"{number}." for number in range(about["num_layers"])}
     if strange := sorted(name for name in tensors if name[: name.find(".") + 1] not in places):
-        return f"it has tensors of no layer of this model, {', '.join(strange)}"
+        return f"it has tensors that belong to no layer of this model, {', '.join(strange)}"
     rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors.values()}
     if len(rows) != 1 or not min(rows):
-        return f"its tensors have {sorted(rows)} rows, and must all have the same number"
+        return f"its tensors have {sorted(rows)} rows, but must all have the same number of rows"
     return None
 
 
-def _layer_problem(named: dict[str, torch.Tensor], layer, num_tokens: int) -> str | None:
-    """What is wrong with the tensors of one layer, beside that of the model's own cache of one token; or None."""
+def _layer_problem(named: dict[str, torch.Tensor], layer: Any, num_tokens: int) -> str | None:
+    """What is wrong with the tensors of one layer, compared with the model's own cache of one token, or None."""
     expected = _expected(layer, num_tokens)
     choices = [set(choice) for choice in _choices(layer)]
     if set(named) not in choices:
         allowed = " or ".join(", ".join(sorted(choice)) or "none" for choice in choices)
-        return f"there are the tensors {', '.join(sorted(named)) or 'none'}; this model makes {allowed}"
+        return f"the tensors are {', '.join(sorted(named)) or 'none'}; this model makes {allowed}"
     for name, tensor in named.items():
         sizes, dtype = expected[name]
         fits = [low <= size <= high for size, (low, high) in zip(tensor.shape[1:], sizes)]
@@ -182,19 +182,19 @@ def _layer_problem(named: dict[str, torch.Tensor], layer, num_tokens: int) -> st
                 f"`{name}` is {list(tensor.shape)} in {tensor.dtype}; this model makes [{tensor.shape[0]}, {wanted}] "
                 f"in {dtype}"
             )
-        # Counts of tokens and kinds of places, by which kernels find memory.
+        # Token counts and window markers, from which the kernels compute addresses.
         if tensor.dtype in (torch.int8, torch.int64) and tensor.numel():
             high = num_tokens if tensor.dtype == torch.int64 else torch.iinfo(torch.int8).max
             if tensor.min() < 0 or tensor.max() > high:
-                return f"`{name}` holds {tensor.min().item()} to {tensor.max().item()}, and must hold 0 to {high}"
+                return f"`{name}` holds {tensor.min().item()} to {tensor.max().item()}, but must hold 0 to {high}"
     lengths = {tensor.shape[2 if tensor.ndim == 4 else 1] for name, tensor in named.items() if "pending" in name}
     if len(lengths) > 1 or (lengths and "state.0" not in named and lengths != {num_tokens}):
-        return f"the tensors `pending` have {sorted(lengths)} tokens of {num_tokens}"
+        return f"the tensors `pending` hold {sorted(lengths)} of {num_tokens} tokens"
     return None
 
 
-def _choices(layer) -> list[list[str]]:
-    """The names that one layer may have tensors of: after a rollback there are `pending` tokens too, or alone."""
+def _choices(layer: Any) -> list[list[str]]:
+    """The possible sets of tensor names of a layer; after a rollback some have `pending` tokens, or only those."""
     if not getattr(layer, "holds_linear_state", False):
         return [[name for name, _ in _tensors(layer)]]
     state = [f"state.{place}" for place in range(len(layer.state))]
@@ -202,8 +202,8 @@ def _choices(layer) -> list[list[str]]:
     return [[*state, *pending[:count]] for count in (0, 2, 3, 4)] + [pending[:2], pending[:3], pending]
 
 
-def _expected(layer, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], torch.dtype]]:
-    """`{name: ((smallest, largest) of each size but the rows, dtype)}`."""
+def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], torch.dtype]]:
+    """For each name, the (smallest, largest) size of every axis but the rows, and the dtype."""
     if not getattr(layer, "holds_linear_state", False):
         least = min(num_tokens, layer.sliding_window - 1) if getattr(layer, "is_sliding", False) else num_tokens
         return {
@@ -227,10 +227,10 @@ def _only(size: int) -> tuple[int, int]:
     return size, size
 
 
-def _tensors(layer) -> list[tuple[str, torch.Tensor]]:
-    """What one layer holds, by name."""
+def _tensors(layer: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of one layer, with their names."""
     if getattr(layer, "holds_linear_state", False) and not layer.has_other_states:
-        # after a rollback the state is that of before, and the tokens that stayed are still to be added to it
+        # After a rollback the state is the one before the removed tokens, and `pending` is yet to be added to it.
         state = layer.state if layer.pending is None else layer.state_at_crop
         parts = {"state": state or (), "pending": layer.pending or ()}
         return [
@@ -241,16 +241,16 @@ def _tensors(layer) -> list[tuple[str, torch.Tensor]]:
         ]
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return [("keys", layer.keys), ("values", layer.values)] if layer.is_initialized else []
-    if type(layer).__name__ == "DummyLayer":  # shares the keys of another; transformers 5.16 has no such class
+    if type(layer).__name__ == "DummyLayer":  # shares the keys of another layer; transformers 5.16 lacks the class
         return []
     raise ValueError(
-        f"Got a cache with a {type(layer).__name__}, which cannot be saved; of softmax layers a prompt state takes "
-        "those of a `DynamicCache`, and nothing recurrent of the model's own."
+        f"Got a cache with a {type(layer).__name__}, which cannot be saved. A prompt state holds linear layers and the "
+        "softmax layers of a `DynamicCache`, but no recurrent layers of the stock model."
     )
 
 
-def _fill(cache: DynamicCache, number: int, named: dict[str, torch.Tensor], made, num_tokens: int) -> None:
-    """Put the tensors of one layer where they came from, on the device of the layer `made`."""
+def _fill(cache: DynamicCache, number: int, named: dict[str, torch.Tensor], made: Any, num_tokens: int) -> None:
+    """Put the tensors of one layer into the cache, on the device of the layer `made`."""
     if "keys" in named:
         layer: Any = cache.layers[number]
         keys, values = (named[name].to(made.keys.device) for name in ("keys", "values"))
@@ -270,8 +270,8 @@ def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor, ...]
     return tuple(named[f"{part}.{place}"] for place in range(count))
 
 
-def _about(model) -> dict[str, Any]:
-    """What a state depends on besides the prompt."""
+def _about(model: Any) -> dict[str, Any]:
+    """The properties of the model on which a state depends."""
     return {
         "model_type": model.config.model_type,
         "linear_attention": json.loads(json.dumps(model.config.linear_attention)),
@@ -280,8 +280,8 @@ def _about(model) -> dict[str, Any]:
     }
 
 
-def _fingerprint(model) -> str:
-    """Of up to about 64 numbers of every parameter and buffer: a step of training changes it, reading it is quick."""
+def _fingerprint(model: Any) -> str:
+    """A hash of about 64 numbers per parameter and buffer: cheap to compute, and changed by a training step."""
     digest = hashlib.sha256()
     for entry in model.state_dict().values():
         for tensor in _plain_tensors(entry):
@@ -291,7 +291,7 @@ def _fingerprint(model) -> str:
 
 
 def _plain_tensors(entry: Any) -> Iterator[torch.Tensor]:
-    """Quantised weights are several tensors in one; on the meta device are those that accelerate offloaded to disk."""
+    """The tensors inside a quantised weight, without tensors on the meta device, which accelerate offloaded to disk."""
     if hasattr(entry, "__tensor_flatten__"):
         for name in entry.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(entry, name))
@@ -299,18 +299,20 @@ def _plain_tensors(entry: Any) -> Iterator[torch.Tensor]:
         yield entry
 
 
-def _refuse_others(model, about: dict[str, Any], path) -> None:
+def _refuse_others(model: Any, about: dict[str, Any], path: str | os.PathLike) -> None:
     ours = _about(model)
     theirs = {name: about.get(name) for name in ours}
-    if isinstance(theirs["linear_attention"], dict):  # which may lack what there was no option for yet
+    if isinstance(theirs["linear_attention"], dict):  # an older file lacks options that did not exist yet
         options = MECHANISMS[ours["linear_attention"]["mechanism"]].options
         defaults = {**COMMON_SETTINGS, **{name: option.default for name, option in options.items()}}
         theirs["linear_attention"] = {**defaults, "format_version": 1, **theirs["linear_attention"]}
     differing = [
-        f"`{name}` is {theirs[name]!r}, the model's {value!r}" for name, value in ours.items() if theirs[name] != value
+        f"`{name}` is {theirs[name]!r}, the model's is {value!r}"
+        for name, value in ours.items()
+        if theirs[name] != value
     ]
     if differing:
         raise ValueError(
-            f"Got a prompt state of another model in {str(path)!r}: {'; '.join(differing)}. Load the model that it was "
-            "saved with, or let this one read the prompt again."
+            f"Got a prompt state of another model in {str(path)!r}: {'; '.join(differing)}. Load the model with which "
+            "it was saved, or let this model read the prompt again."
         )

@@ -8,12 +8,13 @@ types are not touched.
 from __future__ import annotations
 
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from .configuration_linear_attention import FIRST_INSTANCE_HOOKS
 from .configuration_linear_attention import PREFIX
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import model_heads
+from .transformers_internals import replace_extra_configs
 
 
 class LinearConfigs(dict):
@@ -39,7 +40,7 @@ def register() -> None:
     dict that makes them on demand and keeps whatever others have registered.
     """
     FIRST_INSTANCE_HOOKS.append(register_heads)
-    CONFIG_MAPPING._extra_content = LinearConfigs(CONFIG_MAPPING._extra_content)
+    replace_extra_configs(LinearConfigs)
 
 
 def register_heads(config_class: type) -> None:

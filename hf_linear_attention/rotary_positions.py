@@ -1,51 +1,247 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking rotary positions back from queries and keys: the option `rope` = `none`.
+"""Rotary positions of stock attention, observed when a model is converted; the config keeps what was found.
 
-transformers hands an attention layer `position_embeddings` = (cos, sin), and its `apply_rotary_pos_emb` computes
-cos x + sin J x with J^2 = -1. So (cos, -sin) / (cos^2 + sin^2) undoes it, YaRN's factor on both included, whichever
-way a family pairs the channels.
+transformers hands an attention layer `position_embeddings` = (cos, sin), and the layer computes cos x + sin J x with
+J^2 = -1. How J pairs the channels is seen when the layer's own forward gets (1, 0), (0, 1) and (0, one number for each
+angle). The frequencies are those of the model's own rotary embedding.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .architectures import attention_modules
+from .architectures import layer_type
+from .architectures import stock_class_of
+from .attention_calls import NotObservedError
+from .attention_calls import attention_call
+from .attention_calls import cos_and_sin
+from .attention_calls import rotary_widths
+from .configuration_linear_attention import max_length_of
 
 
-class RotaryPositions:
-    """The rotary positions of one stock attention class.
+ROTARY_ARGUMENTS = {"x", "position_ids"}
 
-    Raises:
-        ValueError: if it has none, or rotates only the last channels of a head (multi-head latent attention).
+
+@dataclass(frozen=True)
+class RotaryPairing:
+    """How a layer rotates the first channels of queries and keys.
+
+    Args:
+        pairing: which channels form a pair: `half` (channel c and c + half of them) or `interleaved` (2 c and 2 c + 1).
+        angles: which column of cos and sin a channel c of r takes: `channel` (c), `half` (c modulo r / 2) or `pair`
+            (c // 2).
+        channels_per_column: rotated channels for each column of cos and sin, 1 or 2.
+        direction: 1, or -1 where the pairs turn the other way, as in nanochat.
     """
 
-    def __init__(self, attention_class: type):
-        forward = inspect.unwrap(attention_class.forward)
-        names = forward.__code__.co_names
-        self.apply = forward.__globals__.get("apply_rotary_pos_emb")
-        parameters = list(inspect.signature(forward).parameters)
-        if (
-            "apply_rotary_pos_emb" not in names
-            or "position_embeddings" not in parameters
-            or "qk_nope_head_dim" in names
-        ):
+    pairing: str
+    angles: str
+    channels_per_column: int
+    direction: int = 1
+
+    def by_channel(self, x: torch.Tensor) -> torch.Tensor:
+        """cos or sin `[..., columns]` -> `[..., r]`, the one that each rotated channel takes."""
+        num_pairs = x.shape[-1] * self.channels_per_column // 2
+        if self.angles == "channel":
+            return x
+        x = x[..., :num_pairs]
+        return torch.cat((x, x), dim=-1) if self.angles == "half" else x.repeat_interleave(2, dim=-1)
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """J x, for `x [..., r]`: every pair (a, b) becomes (-b, a), or (b, -a) in the other direction."""
+        if self.pairing == "half":
+            first, second = x.chunk(2, dim=-1)
+            turned = torch.cat((-second, first), dim=-1)
+        else:
+            turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return turned if self.direction == 1 else -turned
+
+
+@dataclass(frozen=True)
+class RotaryFacts:
+    """The rotary positions that one layer computes with.
+
+    Args:
+        pairing: `half` or `interleaved`, see `RotaryPairing`; None for a layer without rotary positions.
+        rotary_dim: how many channels of a head are rotated, the first ones.
+        inv_freq: radians per token, one for each pair of channels, in their order.
+        attention_factor: what cos and sin are multiplied by (YaRN), so that logits have it squared.
+        depends_on_input: whether the frequencies change with the length of the input (`dynamic`, `longrope`).
+    """
+
+    pairing: str | None
+    rotary_dim: int = 0
+    inv_freq: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    depends_on_input: bool = False
+
+
+# By all that could make two layers of one class differ.
+PAIRINGS: dict[tuple, RotaryPairing | str | None] = {}
+
+
+def rotary_pairing(module: nn.Module) -> RotaryPairing | None:
+    """How this attention module pairs the channels; None if it does not rotate them.
+
+    Raises:
+        ValueError: if it rotates in another way than `RotaryPairing` can say.
+    """
+    stock_class = stock_class_of(module)
+    key = (stock_class, layer_type(module), _plain_values(module), _plain_values(module.config))
+    if key not in PAIRINGS:
+        with torch.device("cpu"):  # the model may be built on meta
+            PAIRINGS[key] = _observed_pairing(module, stock_class)
+    pairing = PAIRINGS[key]
+    if isinstance(pairing, str):
+        raise ValueError(f"The rotary positions of {stock_class.__name__} {pairing}.")
+    return pairing
+
+
+def _plain_values(owner: Any) -> tuple:
+    values = vars(owner).items()
+    return tuple(item for item in values if isinstance(item[1], (bool, int, float, str)) and item[0] != "layer_idx")
+
+
+def _observed_pairing(module: nn.Module, stock_class: type) -> RotaryPairing | str | None:
+    """The pairing, None without one, or what is the matter with it."""
+    for width in rotary_widths(module):
+        columns = torch.arange(1, width + 1)
+        pairs = [cos_and_sin(cos, sin, width) for cos, sin in ((1, 0), (0, 1), (0, columns))]
+        try:
+            calls = [attention_call(module, stock_class, [pair]) for pair in pairs]
+        except NotObservedError:  # of another width
+            continue
+        if None in calls:
+            break
+        sides = ([getattr(call, side)[0, 0, -1] for call in calls] for side in ("query", "key"))
+        found = {_pairing_of(plain, turned, scaled, width) for plain, turned, scaled in sides}
+        return found.pop() if len(found) == 1 else "differ between queries and keys"
+    return "are no pair of cos and sin"
+
+
+def _pairing_of(
+    plain: torch.Tensor, turned: torch.Tensor, scaled: torch.Tensor, width: int
+) -> RotaryPairing | str | None:
+    """From one head `[D]` with (cos, sin) = (1, 0), (0, 1) and (0, number of the column from 1)."""
+    is_rotated = ~torch.isclose(turned, plain, rtol=1e-5)  # a norm after the rotation rounds
+    rotated = int(is_rotated.sum())
+    if not rotated:
+        return None
+    if not is_rotated[:rotated].all() or rotated not in (width, 2 * width):
+        return "are not those of the first channels of a head"
+    channel = torch.arange(rotated)
+    columns = (scaled / turned)[:rotated]
+    columns = (columns / columns.min()).round().long() - 1
+    layouts = {"channel": channel, "half": channel % (rotated // 2), "pair": channel // 2}
+    for pairing, (angles, layout), direction in itertools.product(("half", "interleaved"), layouts.items(), (1, -1)):
+        found = RotaryPairing(pairing, angles, rotated // width, direction)
+        if torch.allclose(found.turned(plain[:rotated]), turned[:rotated]) and torch.equal(columns, layout):
+            return found
+    return "pair the channels in a way of their own"
+
+
+@torch.no_grad()
+def rotary_facts(model: PreTrainedModel) -> dict[str, RotaryFacts]:
+    """`{name: facts}` of every self-attention, from the cos and sin that the model's own rotary embedding makes.
+
+    Raises:
+        ValueError: for rotary positions of another kind.
+    """
+    return {name: _facts_of(model, name, module) for name, module in attention_modules(model).items()}
+
+
+def observed_rotary(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> list[dict[str, Any]]:
+    """What the config keeps, for the attention modules by their layers: one entry for all layers that are alike.
+
+    Raises:
+        ValueError: for rotary positions that `positions.RotaryShift` cannot move, or that change with the input.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    layers: dict[RotaryFacts, list[int]] = {}
+    for layer, module in modules.items():
+        facts = _facts_of(model, names[id(module)], module)
+        if facts.depends_on_input:
             raise ValueError(
-                f"`rope` = `none`, but {attention_class.__name__} has no rotary positions that could be left out; "
-                "leave the option away."
+                f"the rotary frequencies of {stock_class_of(module).__name__} change with the length of the input "
+                "(`dynamic`, `longrope`); use `rope` = `before_map`."
             )
-        self.place = parameters.index("position_embeddings") - 1  # without self
+        if facts.pairing is not None:
+            layers.setdefault(facts, []).append(layer)
+    return [
+        {"layers": numbers, "pairing": facts.pairing, "inverse_frequencies": list(facts.inv_freq)}
+        for facts, numbers in layers.items()
+    ]
 
-    def embeddings(self, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each `[B or 1, N, rotated channels]`, among the arguments of the stock attention's forward."""
-        return kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[self.place]
 
-    def unrotate(self, query: torch.Tensor, key: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]):
-        """`query [B, H, N, D]` and `key [B, Hkv, N, D]` as they were before their first channels were rotated."""
-        cos, sin = (x.float() for x in embeddings)
-        squared_norm = cos.square() + sin.square()
-        rotated = cos.shape[-1]
-        parts = [x[..., :rotated].float() for x in (query, key)]
-        parts = self.apply(*parts, cos / squared_norm, -sin / squared_norm)
-        return [torch.cat((part.to(x.dtype), x[..., rotated:]), dim=-1) for part, x in zip(parts, (query, key))]
+def _facts_of(model: PreTrainedModel, name: str, module: nn.Module) -> RotaryFacts:
+    takes_positions = "position_embeddings" in inspect.signature(stock_class_of(module).forward).parameters
+    pairing = rotary_pairing(module) if takes_positions else None
+    if pairing is None:
+        return RotaryFacts(None)
+    embedding = _embedding_of(model, name)
+    far = 8 * (max_length_of(module.config) or 0)
+    with torch.device("cpu"):  # the model may be built on meta
+        angles, norms = _angles_and_norms(embedding, module, pairing, [0, 1])
+        long_angles, long_norms = _angles_and_norms(embedding, module, pairing, [0, 1, far])
+        frequencies = _as_stored(angles, embedding) * pairing.direction
+        return RotaryFacts(
+            pairing.pairing,
+            2 * len(angles),
+            tuple(frequencies.tolist()),
+            norms.mean().item(),
+            not (torch.equal(angles, long_angles) and torch.equal(norms, long_norms)),
+        )
+
+
+def _as_stored(angles: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+    """The frequencies of the embedding themselves: angles have a rounding error, which a position multiplies."""
+    for stored in _on_cpu(embedding).buffers():
+        if stored.shape == angles.shape and torch.allclose(stored, angles, rtol=1e-5, atol=0):
+            return stored
+    return angles
+
+
+def _embedding_of(model: PreTrainedModel, name: str) -> nn.Module:
+    """The rotary embedding next to the layers that the attention of this name belongs to."""
+    parts = name.split(".")
+    for depth in range(len(parts), -1, -1):
+        children = model.get_submodule(".".join(parts[:depth])).children()
+        found = [child for child in children if "rotary" in type(child).__name__.lower()]
+        if len(found) == 1 and set(inspect.signature(found[0].forward).parameters) >= ROTARY_ARGUMENTS:
+            return found[0]
+    raise ValueError(f"{type(model).__name__} has no rotary embedding of token positions for `{name}`.")
+
+
+def _angles_and_norms(
+    embedding: nn.Module, module: nn.Module, pairing: RotaryPairing, positions: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each pair of channels at position 1: the angle, and the length of (cos, sin)."""
+    embedding = _on_cpu(embedding)
+    arguments = (
+        {"layer_type": layer_type(module)} if "layer_type" in inspect.signature(embedding.forward).parameters else {}
+    )
+    ids = torch.tensor([positions])
+    cos, sin = (pairing.by_channel(x)[0, 1] for x in embedding(torch.zeros(1), ids, **arguments))
+    cos, sin = (x[: x.shape[0] // 2] if pairing.pairing == "half" else x[::2] for x in (cos, sin))
+    return torch.atan2(sin, cos), torch.hypot(cos, sin)
+
+
+def _on_cpu(embedding: nn.Module) -> nn.Module:
+    """A copy whose frequencies are there; some keep what the last input made of them."""
+    if not any(buffer.is_meta for buffer in embedding.buffers()):
+        return copy.deepcopy(embedding).to("cpu", torch.float32)
+    with torch.device("cpu"):
+        try:
+            return type(embedding)(config=embedding.config)
+        except (AttributeError, TypeError):
+            raise ValueError(f"{type(embedding).__name__} cannot be built from the config alone.") from None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means of consecutive segments of each row's real tokens, and the tokens moved together: padding may lie anywhere.
+"""Means of consecutive segments of each row's real tokens, and reordering that moves padding, which may be anywhere.
 
-    tokens   a b - c d e - f g     - is padding; a row of 7 real tokens in 3 segments of rank r: floor(3 r / 7)
+    tokens   a b - c d e - f g     - is padding; a row of 7 real tokens in 3 segments: token r is in floor(3 r / 7)
     segment  0 0   0 1 1   2 2
 
 Axes: B batch, N length, M segments.
@@ -17,13 +17,14 @@ from .kernels import is_tracing
 
 
 def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix `[B, M, N]` that averages the real tokens of each segment; rows of 0 where a segment has no token.
+    """The matrix `[B, M, N]` that averages the real tokens of each segment; the row of an empty segment is 0.
+
+    Each row of the batch is divided by its own number of tokens, so padding and other rows do not affect it.
 
     Args:
         mask: bool `[B, N]`, False at padding.
-        segments: M. A row of at most M real tokens has one token a segment, and empty segments after them.
-
-    Every row of the batch is cut by its own number of tokens, so padding and batch mates change nothing.
+        segments: M. A row of at most M real tokens has one token per segment, followed by empty segments.
+        dtype: the dtype of the weights.
     """
     rank = mask.cumsum(dim=1) - 1
     count = (rank[:, -1:] + 1).clamp(min=segments)
@@ -33,12 +34,12 @@ def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) 
 
 
 def segment_means(x: torch.Tensor, segments: int, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """`x [B, heads, N, D]` -> `[B, heads, M, D]`; by `segment_mean_weights` `[B, 1, M, N]`, or of all tokens."""
+    """Means `[B, heads, M, D]` of `x [B, heads, N, D]`, of all tokens or by the `weights` of `segment_mean_weights`."""
     length = x.shape[2]
     if weights is None and length >= segments and not is_tracing():
         if length % segments == 0:
             return x.unflatten(2, (segments, -1)).mean(dim=3)
-        if x.device.type == "cpu":  # a product with mostly zeros costs more
+        if x.device.type == "cpu":  # a product with a matrix of mostly zeros costs more
             bounds = [-(-segment * length // segments) for segment in range(segments + 1)]
             sizes = [end - start for start, end in itertools.pairwise(bounds)]
             return torch.stack([part.mean(dim=2) for part in x.split(sizes, dim=2)], dim=2)
@@ -49,23 +50,23 @@ def segment_means(x: torch.Tensor, segments: int, weights: torch.Tensor | None =
 
 
 def weigh_tokens(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`weights [1 or B, 1 or heads, M, N]` times `x [B, heads, N, D]`."""
+    """The product of `weights [1 or B, 1 or heads, M, N]` and `x [B, heads, N, D]`."""
     rows = x.transpose(1, 2)
-    if weights.shape[1] == 1 and rows.is_contiguous():  # as models have it: one product for all heads, and no copy
+    if weights.shape[1] == 1 and rows.is_contiguous():  # the layout in models allows one product without a copy
         product = torch.bmm(weights.squeeze(1).expand(x.shape[0], -1, -1), rows.flatten(2))
         return product.unflatten(2, rows.shape[2:]).transpose(1, 2)
     return weights @ x
 
 
 def without_padding(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`x [B, heads, N, D]` with 0 at padding: what is there may be anything, and 0 times infinity is not 0."""
-    return x if mask is None else torch.where(mask[:, None, :, None], x, 0.0)  # keeps the order in memory
+    """`x [B, heads, N, D]` with 0 at padding, where x may hold any value, even one whose product with 0 is NaN."""
+    return x if mask is None else torch.where(mask[:, None, :, None], x, 0.0)  # `where` keeps the memory layout
 
 
 def real_first(mask: torch.Tensor) -> torch.Tensor:
-    """`[B, N]`: the places of each row's real tokens, in order, and then those of its padding.
+    """The places `[B, N]` of each row's real tokens, in order, followed by those of its padding.
 
-    Not by sorting: ONNX knows no stable sort.
+    This does not sort, because ONNX has no stable sort.
     """
     real, padding = mask.cumsum(dim=1), (~mask).cumsum(dim=1)
     return way_back(torch.where(mask, real, real[:, -1:] + padding) - 1)
@@ -79,5 +80,5 @@ def way_back(places: torch.Tensor) -> torch.Tensor:
 
 def take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """`x [B, heads, N, D]` with its tokens in the order `places [B, N]`."""
-    # Not `take_along_dim`, which ties `torch.export` to the batch and length of the example.
+    # `take_along_dim` would tie `torch.export` to the batch size and length of the example.
     return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from capability_table import capability_table
 
-from hf_linear_attention.architecture_table import architecture_table
-from hf_linear_attention.capability_table import capability_table
+from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 from hf_linear_attention.conversion.request import parse as parse_conversion
 from hf_linear_attention.training.recipe_parser import build_parser
 

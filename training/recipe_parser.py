@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, given_names, value_of, words_of
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.training.presets.preset import BLOCK_SIZE, Preset, command_lines, load_preset, preset_names
-from hf_linear_attention.training.recipe import GROUPS, Recipe
+from hf_linear_attention._common.options import COUNT, facts_of, option, out_of_bounds
+from hf_linear_attention.training.arguments import FACTS, GROUPS
+from hf_linear_attention.training.presets.preset import (
+    BLOCK_SIZE,
+    Preset,
+    Stage,
+    command_lines,
+    is_transfer,
+    load_preset,
+    preset_names,
+)
+from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.validation import fill_defaults, find_problems
 
 
-OPTIONS = tuple(name for group in GROUPS for name in group.__dataclass_fields__)
-PRESET_HELP = f"Recipe of several stages: {', '.join(preset_names())}; max_train_tokens is shared out between them."
-BLOCK_HELP = "With --preset: attention transfer of K layers after the other, for models larger than memory."
+OPTIONS = tuple(FACTS)
+
+
+@dataclass
+class PresetArguments:
+    preset: str | None = option(
+        f"Recipe of several stages: {', '.join(preset_names())}; max_train_tokens is shared out between them.", None
+    )
+    layers_per_block: int | None = option(
+        "With --preset: attention transfer of K layers after the other, for models larger than memory.",
+        None,
+        bounds=COUNT,
+    )
 
 
 def build_parser(description: str | None = None) -> Parser:
     parser = Parser(
-        list[Any](GROUPS),
+        list[Any]((*GROUPS, PresetArguments)),
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
-    parser.add_argument("--preset", metavar="NAME", help=PRESET_HELP)
-    parser.add_argument(f"--{BLOCK_SIZE}", metavar="K", type=int, help=BLOCK_HELP)
     return parser
 
 
@@ -41,15 +61,29 @@ def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[P
     preset = load_preset(name)
     words = _words(argv)
     namespace = build_parser(description).parse_args(words)
-    given = {option: getattr(namespace, option) for option in given_names(words) if option in [*OPTIONS, BLOCK_SIZE]}
-    if given.get(BLOCK_SIZE, 1) < 1:
-        raise UsageError(f"`--{BLOCK_SIZE} {given[BLOCK_SIZE]}`: allowed is 1 or more")
-    *before, last = [words for _, _, words in command_lines(preset, given)]
+    known = [*OPTIONS, BLOCK_SIZE]
+    given = {entry: getattr(namespace, entry) for entry in given_names(words) if entry in known}
+    if problems := list(out_of_bounds(facts_of(PresetArguments), vars(namespace))):
+        raise UsageError(*problems)
+    lines = command_lines(preset, given)
+    if unused := _unused(given, lines):
+        place = f"does nothing in any stage of `--preset {name}`; leave it out"
+        raise UsageError(*(f"`--{entry}` {place}" for entry in unused))
+    *before, last = [words for _, _, words in lines]
     for words in before:
         parse([*words, "--overwrite_output_dir=true"])
     about_folder = {"resume_from_checkpoint", "overwrite_output_dir"} & given.keys()
-    parse([*last, *(f"--{option}={given[option]}" for option in about_folder)])
+    parse([*last, *(f"--{entry}={given[entry]}" for entry in about_folder)])
     return preset, given
+
+
+def _unused(given: dict[str, Any], lines: Sequence[tuple[Stage, Path, list[str]]]) -> list[str]:
+    """The options given that no stage takes. A teacher is taken where there is something to learn from it."""
+    taken = {name for _, _, words in lines for name in given_names(words)} | {"teacher_name_or_path"}
+    taken |= {name for name, fact in FACTS.items() if fact.is_per_stage}
+    if any(is_transfer(stage) for stage, _, _ in lines):
+        taken.add(BLOCK_SIZE)
+    return [name for name, value in given.items() if value is not None and name not in taken]
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> Recipe:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -73,7 +71,8 @@ def make_training_plan(
         )
     if not accelerator.is_fsdp2:  # which shards the student in its place
         module = wrapped
-    facts = _facts(recipe) | {
+    facts = recipe.facts() | {
+        "metric_for_best_model": Selection(recipe).name,
         **inputs.facts(),
         "world_size": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
@@ -86,14 +85,3 @@ def make_training_plan(
     return TrainingPlan(
         inputs, total_steps, optimizer, scheduler, module, wrapped, objectives, checkpointer, dropout, transfer
     )
-
-
-def _facts(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as checkpoints store it: paths absolute, so that resuming from another folder works."""
-    names = (
-        *("model_name_or_path", "teacher_name_or_path", "tokenizer_name"),
-        *("dataset_name", "train_file", "validation_file"),
-    )
-    flat = recipe.flat() | {"metric_for_best_model": Selection(recipe).name}
-    found = {name: str(Path(flat[name]).resolve()) for name in names if flat[name] and Path(flat[name]).exists()}
-    return flat | found

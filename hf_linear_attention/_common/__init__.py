@@ -1,1 +1,1 @@
-"""What conversion and training both need. Nothing of it travels with a checkpoint."""
+"""Code that conversion and training share; checkpoints do not contain it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import dataclasses
 import difflib
 import os
 import signal
@@ -25,16 +25,15 @@ TRAINING_LIBRARIES = ("accelerate", "datasets", "evaluate")
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
 
 
-def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str] | None = None) -> Any:
-    """A dataclass field that is an option: its help text, and the values that are allowed; required without default."""
-    return dataclasses.field(default=default, metadata={"help": text, **({"choices": choices} if choices else {})})
-
-
 class Parser(HfArgumentParser):
     """HfArgumentParser that knows no abbreviations and raises instead of printing a page of usage."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+
+    def add_argument(self, *names: Any, facts: object = None, **options: Any) -> argparse.Action:
+        """As in argparse, which has no use for the `facts` in an option's metadata."""
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (`--help` lists the options)")

@@ -1,4 +1,4 @@
-"""What can go wrong with a command: it cannot be run as it was given, or its run cannot go on.
+"""The errors of the commands: a command cannot be run as given, or its run cannot continue.
 
 `command_line.run_command` turns each of them into one line on stderr and an exit code.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """What was asked for cannot be done: exit code 2.
+    """The command cannot do what its arguments ask for: exit code 2.
 
-    `problems` holds every problem found, so that one run shows them all.
+    `problems` holds every problem that was found, so that one run shows all of them.
     """
 
     exit_code = 2
@@ -21,20 +21,20 @@ class UsageError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on: exit code 1, unless a subclass has another one."""
+    """The run cannot continue: exit code 1, unless a subclass has another one."""
 
     exit_code = 1
 
 
 class ConversionError(RunError):
-    """The converted model is not what it should be."""
+    """The converted model is not correct."""
 
 
 class TrainingError(RunError):
-    """Data, model or checkpoint do not allow the training."""
+    """The data, the model or a checkpoint makes the training impossible."""
 
 
 class TerminatedError(TrainingError):
-    """SIGTERM arrived; a checkpoint was written. Exit code 143 = 128 + 15, as a shell reports a terminated program."""
+    """SIGTERM arrived and a checkpoint was written: exit code 143 = 128 + 15, as shells report a terminated program."""
 
     exit_code = 143

@@ -1,6 +1,6 @@
-"""Folders that are complete under their name or not there, also after a crash, and files that can be checked.
+"""Folders that are complete under their name or absent, even after a crash, and files that can be verified.
 
-write somewhere else -> (checksums.json) -> fsync of files and folders -> rename -> fsync of the parent folder
+Write elsewhere -> (checksums.json) -> fsync of files and folders -> rename -> fsync of the parent folder.
 
     NAME.tmp-<random>      being written, by one process that alone knows the name
     .incomplete-NAME       being written, by several processes that all know it
@@ -26,17 +26,17 @@ import torch
 
 CHECKSUMS = "checksums.json"
 INCOMPLETE = ".incomplete-"
-# Earlier versions removed `.incomplete-old-NAME`.
+# Earlier versions renamed a folder to `.incomplete-old-NAME` before they removed it.
 LEFT_BEHIND = r"\.incomplete-(old-)?({names})|({names})\.(tmp|old)-[0-9a-f]{{16}}"
 
 
 @contextlib.contextmanager
 def staging(output_dir: Path) -> Iterator[Path]:
-    """A folder to fill, renamed to `output_dir` at the end; after a failure nothing is left of it."""
+    """A new folder to fill, which is renamed to `output_dir` at the end; after a failure nothing of it remains."""
     temporary, made = _beside(output_dir, "tmp"), []
     try:
         for parent in reversed([parent for parent in output_dir.parents if not parent.exists()]):
-            with contextlib.suppress(FileExistsError):  # somebody else made it meanwhile
+            with contextlib.suppress(FileExistsError):  # another process has created it
                 parent.mkdir()
                 made.append(parent)
         temporary.mkdir()
@@ -47,24 +47,24 @@ def staging(output_dir: Path) -> Iterator[Path]:
         if temporary in made:
             shutil.rmtree(made.pop(), ignore_errors=True)
         for parent in reversed(made):
-            with contextlib.suppress(OSError):  # used by someone else by now
+            with contextlib.suppress(OSError):  # another process may use it now
                 parent.rmdir()
         raise
 
 
 def incomplete(final: Path) -> Path:
-    """Where several processes together write what `commit` then gives its name."""
+    """The folder that several processes write together before `commit` renames it."""
     return final.with_name(f"{INCOMPLETE}{final.name}")
 
 
 def commit(folder: Path, final: Path) -> None:
-    """Write the checksums of `folder`, force it to the disk and rename it to `final`, which it replaces."""
+    """Write the checksums of `folder`, flush it to the disk and rename it to `final`, replacing an older folder."""
     write_checksums(folder)
     replace(folder, final)
 
 
 def replace(folder: Path, final: Path) -> None:
-    """Force a folder to the disk and rename it to `final`, which is removed if it exists."""
+    """Flush a folder to the disk and rename it to `final`, which is removed if it exists."""
     flush(folder)
     if not final.exists():
         folder.rename(final)
@@ -81,14 +81,14 @@ def replace(folder: Path, final: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder; under its name it is whole or gone, even if this is killed on the way."""
+    """Remove a folder that is either complete or gone under its name, even if the process is killed meanwhile."""
     old = _beside(folder, "old")
     folder.rename(old)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def clean(parent: Path, names: str) -> None:
-    """Remove what a killed run was writing or removing in `parent` under names that match the pattern `names`."""
+    """Remove the folders that a killed run left unfinished in `parent`; their names match the pattern `names`."""
     pattern = re.compile(LEFT_BEHIND.format(names=names))
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -96,33 +96,33 @@ def clean(parent: Path, names: str) -> None:
 
 
 def _beside(folder: Path, word: str) -> Path:
-    """A name beside it that nobody else uses: process numbers repeat, in containers and on shared disks.
+    """A sibling name that no other process uses, because process numbers repeat in containers and on shared disks.
 
-    Not `tempfile.mkdtemp`, whose folders, and so the result, only their owner can read.
+    `tempfile.mkdtemp` is unsuitable: only the owner could read its folder, and hence the result.
     """
     return folder.with_name(f"{folder.name}.{word}-{secrets.token_hex(8)}")
 
 
 def flush(folder: Path) -> None:
-    """Force everything in `folder` to the disk: a rename may get there before the content does."""
+    """Flush everything in `folder` to the disk, because a rename may reach the disk before the content does."""
     for path in [*folder.rglob("*"), folder]:
         _fsync(path)
 
 
 def flush_names(folder: Path) -> None:
-    """Force the renames into `folder` to the disk: later ones cannot get there before them."""
+    """Flush the renames in `folder` to the disk, so that no later rename reaches it before them."""
     _fsync(folder)
 
 
 def _fsync(path: Path) -> None:
     is_folder = path.is_dir()
-    if is_folder and os.name == "nt":  # where folders cannot be opened
+    if is_folder and os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # network file systems that have no such thing for a folder do what they can
+        # Some network file systems do not support fsync of folders.
         if not (is_folder and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
@@ -130,7 +130,7 @@ def _fsync(path: Path) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """`checksums.json`: size and SHA-256 of every file in `folder`, by relative path."""
+    """Write `checksums.json`: the size and SHA-256 of every file in `folder`, by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
     content = {str(path.relative_to(folder)): [path.stat().st_size, _sha256(path)] for path in files}
     (folder / CHECKSUMS).write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -149,12 +149,12 @@ def find_damage(folder: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
         if _sha256(path) != digest:
-            return f"{name} has other content than was written"
+            return f"the content of {name} has changed since it was written"
     return None
 
 
 def save_tensors(value: Any, path: Path) -> None:
-    """`torch.save`, with the OSError that a full disk should be (torch's writer raises a RuntimeError)."""
+    """`torch.save` that raises OSError on a full disk, where torch's writer raises RuntimeError."""
     try:
         torch.save(value, path)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What a model's head means to its users: the Auto class, the pipeline and the fine-tuning task, by class name."""
+"""The purpose of each model head, by class name: its Auto class, its pipeline and its fine-tuning task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Head:
-    """`recipe` names the YAML file in training/configs that heals such a model; None where there is none."""
+    """The Auto class, the pipeline tag and the fine-tuning task of a model head.
+
+    `recipe` is the YAML file in training/configs that trains such a model after conversion, or None if there is none.
+    """
 
     auto_class: str
     pipeline_tag: str
@@ -15,7 +18,7 @@ class Head:
     recipe: str | None = None
 
 
-# By the end of the class name, first match wins.
+# The keys are endings of class names; the first match wins.
 HEADS = {
     "ForCausalLM": Head("AutoModelForCausalLM", "text-generation", "causal_lm", "distil_causal_lm.yaml"),
     "LMHeadModel": Head("AutoModelForCausalLM", "text-generation", "causal_lm", "distil_causal_lm.yaml"),
@@ -45,7 +48,7 @@ VISION_BASE = Head("AutoModel", "image-feature-extraction")
 
 
 def head_of(class_name: str, is_vision: bool = False) -> Head:
-    """The head of a stock or converted class; models without a head count as encoders to embed with."""
+    """The head of a stock or converted class; a model without a head counts as an encoder for embeddings."""
     for ending, head in HEADS.items():
         if class_name.endswith(ending):
             return head

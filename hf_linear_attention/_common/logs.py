@@ -1,4 +1,4 @@
-"""The messages of our packages on stderr, and transformers' load report and progress bars out of the way."""
+"""Sends the messages of our packages to stderr, and silences transformers' load report and progress bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 @contextlib.contextmanager
 def to_stderr(*packages: str) -> Iterator[None]:
-    """Inside, the messages of these packages go to stderr, as they are."""
+    """Within this context, send the unformatted messages of these packages to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname_prefix)s%(message)s"))
     handler.addFilter(_prefix)
@@ -35,8 +35,10 @@ def _prefix(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No load report ("newly initialized, train your model") and no bars: what is new here is new on purpose, and said
-    in our own words."""
+    """Silence transformers' load report and progress bars within this context.
+
+    The report says "newly initialized, train your model"; our own messages explain new parameters better.
+    """
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     hub_bars_off = huggingface_hub.utils.are_progress_bars_disabled()
     transformers_logging.set_verbosity_error()

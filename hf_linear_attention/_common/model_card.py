@@ -1,4 +1,4 @@
-"""The model card: model_cards/template.md filled with facts. A section without facts is left out."""
+"""The model card: model_cards/template.md filled with facts; a section without facts is left out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_linear_attention._common.heads import head_of
 
 TEMPLATE = Path(next(iter(model_cards.__path__))) / "template.md"
 REPORT = "conversion_report.json"
-# Every run that the weights went through, oldest first, with its options and last figures.
+# The training runs of the weights, oldest first, with their options and final figures.
 HISTORY = "training_report.json"
 PLOT = "loss.png"
 LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
-# Of the source's card, what stays true of the result.
+# The metadata of the source's card that also holds for the result.
 KEPT = ("license", "license_name", "license_link", "language")
 
 
@@ -29,11 +29,11 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     """Write README.md into a folder that already holds config.json.
 
     Args:
+        output_dir: the folder.
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
-            (recipe), `earlier_training` (recipes of the runs before it, oldest first), `metrics`, `comparison` (a table
-            of texts: `header`, `rows` and `notes`) and `dataset` (str).
-            Every figure in the card comes from here, or from the conversion_report.json beside it when there is no
-            `conversion`.
+        (recipe), `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
+        texts: `header`, `rows` and `notes`) and `dataset` (str). Every figure in the card comes from here, or from
+        conversion_report.json if there is no `conversion`.
         name: the title; by default the folder's name.
 
     Raises:
@@ -42,7 +42,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     folder = Path(output_dir)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     report = _read_report(folder)
-    # After training, what was trained is a converted checkpoint; the model it comes from is in the report.
+    # A trained model was trained from a converted checkpoint, whose report names the original model.
     base_model = report.get("base_model", facts["base_model"])
     auto_class = _auto_class(config)
     head = head_of((config.get("architectures") or [""])[0], is_vision="patch_size" in config)
@@ -71,7 +71,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder),
         is_sentence_model=is_sentence_model,
-        settings=_rows({k: v for k, v in (facts.get("settings") or {}).items() if k != "format_version"}),
+        settings=_rows(_settings(facts.get("settings"))),
         faster_from=report.get("faster_from"),
         conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
         dropped_features=report.get("dropped_features") or [],
@@ -90,7 +90,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def training_history(source: str) -> list[dict[str, Any]]:
-    """The runs that a model (folder or hub name) has behind it; none if it does not say."""
+    """The training runs of a model (folder or hub name), oldest first; empty if it records none."""
     found = cached_file(
         source, HISTORY, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
@@ -98,7 +98,7 @@ def training_history(source: str) -> list[dict[str, Any]]:
 
 
 def training_facts(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts about training, from the runs in training_report.json, oldest first."""
+    """The facts about training from the runs in training_report.json, oldest first."""
     if not runs:
         return {}
     *earlier, last = runs
@@ -111,7 +111,7 @@ def training_facts(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def source_metadata(source: Path) -> dict[str, Any]:
-    """License and language from the front matter of the source's own card, if there is one."""
+    """License and language from the front matter of the source model's card, if it has one."""
     card = source / "README.md"
     if not card.is_file():
         return {}
@@ -120,7 +120,7 @@ def source_metadata(source: Path) -> dict[str, Any]:
         return {}
     try:
         metadata = yaml.safe_load(parts[1])
-    except yaml.YAMLError:  # somebody else's card: a broken one has nothing to give
+    except yaml.YAMLError:  # the card of another author may be broken
         return {}
     return {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
 
@@ -131,7 +131,7 @@ def _read_report(folder: Path) -> dict[str, Any]:
 
 
 def _auto_class(config: Mapping[str, Any]) -> str:
-    """The Auto class under which `auto_map` has the class that was saved."""
+    """The Auto class that `auto_map` lists for the saved class."""
     architecture = (config.get("architectures") or [""])[0]
     found = [
         auto for auto, target in (config.get("auto_map") or {}).items() if str(target).endswith(f".{architecture}")
@@ -146,10 +146,18 @@ def _preprocessor(folder: Path) -> str | None:
     return "AutoImageProcessor" if (folder / "preprocessor_config.json").is_file() else None
 
 
-def _tags(settings: Mapping[str, Any] | None, is_sentence_model: bool) -> list[str]:
+def _settings(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """What somebody could have chosen; where layers differ, by the mechanism and its layers."""
+    if isinstance(settings, Sequence):
+        names = [f"{entry['mechanism']} in layers {format_value(entry['layers'])}" for entry in settings]
+        return {name: _settings(entry) for name, entry in zip(names, settings, strict=True)}
+    return {name: value for name, value in (settings or {}).items() if name != "format_version"}
+
+
+def _tags(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, is_sentence_model: bool) -> list[str]:
     tags = ["linear-attention"] if settings else []
-    if settings and settings.get("mechanism") not in (None, "linear"):
-        tags.append(settings["mechanism"])
+    entries = settings if isinstance(settings, Sequence) else [settings or {}]
+    tags += sorted({str(entry["mechanism"]) for entry in entries if "mechanism" in entry} - {"linear"})
     return [*tags, "sentence-transformers"] if is_sentence_model else tags
 
 
@@ -158,7 +166,7 @@ def _rows(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    """`{"a": {"b": 1.23456}}` -> `("a.b", "1.235")`; what is None is not known and left out."""
+    """`{"a": {"b": 1.23456}}` -> `("a.b", "1.235")`; unknown values (None) are left out."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
@@ -167,7 +175,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]
 
 
 def format_value(value: Any) -> str:
-    """A figure or setting as a table of the card, or the terminal, shows it."""
+    """The text of a figure or setting in a table: numbers are rounded or grouped, and pipes are escaped."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -12,10 +12,10 @@ from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_linear_attention import convert
-from hf_linear_attention.architecture_table import ARCHITECTURES, NEED_DROP, REFUSED, supported_model_types
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED, supported_model_types
 
 
 SETTINGS = {"mechanism": "linear", "feature_map": "exp", "num_features": 16}

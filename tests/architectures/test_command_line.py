@@ -8,7 +8,7 @@ from architectures import inputs_of, tiny_model
 from checkpoints import convert_folder, run
 from transformers import AutoModel
 
-from hf_linear_attention.architecture_table import architecture_table
+from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 
 
 @pytest.mark.parametrize(

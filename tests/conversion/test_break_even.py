@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +175,18 @@ def test_the_packages_reason_says_what_to_do_where_there_is_no_kernel(monkeypatc
         assert "C compiler" in difference_here()
     finally:
         kernels_cpu._loaded.cache_clear()
+
+
+@pytest.mark.parametrize(("num_features", "is_measured"), [("128", True), ("64", False)])
+def test_a_checkpoint_quotes_a_length_with_its_settings_or_none(measured_llama, tmp_path, num_features, is_measured):
+    report = convert_folder(measured_llama, tmp_path / "out", "--num_features", num_features, "--no_verify")
+    row = next(row for row in json.loads(break_even.MEASURED.read_text())["rows"] if row["name"] == "linear exp 128")
+    assert (report["faster_from"] is not None) == is_measured
+    for path in (tmp_path / "out").iterdir():
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        quoted = re.findall(r"(?i)faster than softmax.*|break.even.*", text)
+        assert len(quoted) == (is_measured and path.name == "README.md"), path
+        assert all(f"{row['causal']:,} tokens (measured: {row['name']}, " in line for line in quoted)
 
 
 def test_dry_run_report_and_card_agree(measured_llama, tmp_path, monkeypatch):

@@ -45,11 +45,11 @@ def test_one_more_token_would_be_more_bytes(teacher, changes) -> None:
     student = convert(teacher, **{**HYBRID, **changes})
     budget = model_state_bytes(student)
     found = windows_of_same_bytes(teacher, student, 64)
-    assert [window.settings["num_sinks"] for window in found] == [0, 4]
+    assert [window.num_sinks for window in found] == [0, 4]
     for window in found:
-        assert model_state_bytes(convert(teacher, **window.settings)) == window.state_bytes <= budget
+        assert model_state_bytes(convert(teacher, settings=window.settings)) == window.state_bytes <= budget
         larger = {**window.settings, "window_size": window.window_size + 1}
-        assert model_state_bytes(convert(teacher, **larger)) > budget
+        assert model_state_bytes(convert(teacher, settings=larger)) > budget
         assert window.settings["layers"] == student.config.linear_attention["layers"]
         assert window.settings["trained_length"] == 64
 
@@ -66,7 +66,7 @@ def test_the_figures_of_the_control_are_those_of_the_converted_teacher(teacher) 
     controls = possible_controls(teacher, student, text)
     figures = language_figures(teacher, student, text, controls)
     by_size = {
-        (w.window_size, w.settings["num_sinks"]): nats_of(convert(teacher, **w.settings), text.batches())
+        (w.window_size, w.num_sinks): nats_of(convert(teacher, settings=w.settings), text.batches())
         for w in controls.windows
     }
     best = min(by_size, key=lambda size: by_size[size].mean())
@@ -89,7 +89,7 @@ def test_the_healed_column_is_that_of_the_model_given(teacher) -> None:
     student, text = convert(teacher, **HYBRID), held_out()
     controls = possible_controls(teacher, student, text)
     window, _ = better_window(teacher, controls.windows, text.batches())
-    healed = convert(teacher, **window.settings)
+    healed = convert(teacher, settings=window.settings)
     with torch.no_grad():
         healed.lm_head.weight *= 1.5
     figures = language_figures(teacher, student, text, replace(controls, healed=healed))
@@ -198,7 +198,7 @@ def test_evaluate_without_controls(converted, tmp_path) -> None:
     ("more", "said"),
     [
         (["--controls", "healed"], "`--evaluate` trains nothing"),
-        (["--max_eval_length", 3], "it must be at least 16 tokens"),
+        (["--max_eval_length", 3], "allowed is 16 or more"),
         (["--train_file", "absent.txt"], "`--train_file` = 'absent.txt'"),
     ],
 )
@@ -215,8 +215,8 @@ def test_controls_of_other_models_are_refused(bert, tmp_path) -> None:
     assert run(*where, "--layers", "none")[0] == 0
     code, _, err = run(*where, "--evaluate", "--validation_file", tmp_path / "valid.txt", "--controls", "none")
     assert code == 2
-    assert "for causal language models alone" in err
+    assert "`--controls` is for causal_lm alone" in err
     for command in (("--controls", "healed"), ("--max_eval_length", 64)):
         code, _, err = run(*where, *command)
         assert code == 2
-        assert f"`{command[0]}` does nothing without `--preset`" in err
+        assert f"`{command[0]} {command[1]}` needs `--validation_file`" in err

@@ -127,7 +127,7 @@ def test_the_dry_run_says_so_and_held_out_text_is_needed(words, tmp_path):
     at = words.index("--validation_file")
     code, _, err = run(*words[:at], *words[at + 2 :], "--output_dir", tmp_path / "out")
     assert code == 2
-    assert "`--controls` does nothing without a `--validation_file`" in err
+    assert "`--controls healed` needs `--validation_file`" in err
 
 
 def test_stages_that_can_train_nothing_give_their_tokens_to_the_others(llama):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from matrix import build_mechanism, sample_inputs, stock_config, stock_model
 from oracles import aft, aft_bias
 
-from hf_linear_attention import LinearAttentionSettings, convert, convert_config, reference
+from hf_linear_attention import LinearAttentionSettings, convert, convert_config
 from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_aft import AftAttention
 
@@ -140,7 +141,7 @@ def test_a_state_of_constant_size_holds_sums_and_a_window():
 def test_what_is_impossible_is_refused_by_name():
     with pytest.raises(ValueError, match=r"`variant` = `full`.* has no causal form, which `llama` needs"):
         convert_config(stock_config("llama"), mechanism="aft", variant="full")
-    with pytest.raises(ValueError, match="`max_length` is needed"):
+    with pytest.raises(ValueError, match="`max_length` is required"):
         LinearAttentionSettings({"mechanism": "aft", "variant": "local"})
     model = convert(stock_model("bert"), mechanism="aft")
     with pytest.raises(ValueError, match="no matrix of weights per head"):
@@ -169,7 +170,7 @@ def test_what_a_variant_ignores_is_refused_and_all_else_is_not(variant, ignored)
 
 
 def test_a_full_matrix_of_biases_draws_nothing():
-    with pytest.raises(ValueError, match="`seed` = `1` has no effect with `position_rank` = 0"):
+    with pytest.raises(ValueError, match="`seed` = `1` has no effect with `position_rank` = `0`"):
         build(variant="full", position_rank=0, seed=1)
 
 

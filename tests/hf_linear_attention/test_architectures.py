@@ -78,7 +78,7 @@ def test_an_alias_of_another_family_is_refused():
 def test_a_causal_mask_is_not_taken_for_a_window():
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     assert read_mask(mask, 5, 0, is_causal=False) == (None, None)
-    with pytest.raises(ValueError, match="causal mask in a layer that was taken to look both ways"):
+    with pytest.raises(ValueError, match="causal mask in a layer that was taken to be bidirectional"):
         read_mask(mask.tril(), 5, 0, is_causal=False)
 
 
@@ -96,7 +96,7 @@ def test_states_of_the_models_own_are_kept_beside_ours():
     # float32 sums in another order, through three layers of weights with a standard deviation of 0.3
     torch.testing.assert_close(second, whole, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
     layer.record_past = True
-    with pytest.raises(RuntimeError, match="recurrent states of the model's own"):
+    with pytest.raises(RuntimeError, match="recurrent states of the stock model"):
         layer.crop(-1)
     layer.reorder_cache(torch.tensor([1, 0]))
     layer.reset()

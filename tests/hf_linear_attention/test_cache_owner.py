@@ -186,7 +186,7 @@ def test_the_state_of_another_mechanism_is_refused(name, other):
     model, stranger = build(name), convert(stock_model("llama"), **other)
     cache = read(stranger, IDS[:, :5]).past_key_values
     before = copy.deepcopy(tensors(cache))
-    with pytest.raises(ValueError, match=r"with the state of \w+Attention\(.*\), in a layer of \w+Attention\(.*\)\."):
+    with pytest.raises(ValueError, match=r"with the state of \w+Attention\(.*\) in a layer of \w+Attention\(.*\)\."):
         read(model, IDS[:, 5:], cache)
     assert_unchanged(cache, before)
 

@@ -110,7 +110,7 @@ FEATURE_MAP_ADAPTER = """def softplus(feature_map, query, key, scaling):
 PACKAGE, SUPPORT = "hf_linear_attention", "tests/support"
 STEPS = {
     "Add a mechanism": [
-        [Edit(f"{PACKAGE}/reference.py", MECHANISM_ORACLE)],
+        [Edit(f"{SUPPORT}/reference.py", MECHANISM_ORACLE)],
         [Edit(f"{PACKAGE}/mechanism_toy.py", MECHANISM)],
         [
             Edit(
@@ -126,7 +126,7 @@ STEPS = {
         ],
     ],
     "Add a feature map": [
-        [Edit(f"{PACKAGE}/reference.py", FEATURE_MAP_ORACLE)],
+        [Edit(f"{SUPPORT}/reference.py", FEATURE_MAP_ORACLE)],
         [
             Edit(f"{PACKAGE}/features.py", FEATURE_MAP, "FEATURE_MAPS", '"softplus": SoftplusFeatureMap,'),
             Edit(
@@ -179,6 +179,21 @@ def section(title: str) -> str:
 def steps(title: str) -> list[str]:
     """The numbered items of a section."""
     return re.findall(r"(?ms)^\d+\. (.*?)(?=^\d+\. |^\n|\Z)", section(title))
+
+
+def test_the_tree_is_that_of_the_repository():
+    """What it names is there, wherever in the repository; the flat files and the folders of both packages are named."""
+    tree = re.search(r"(?s)```\n(.*?)```", section("How the pieces fit"))[1]
+    names = set(re.findall(r"[\w<>]+\.py\b", tree)) | set(re.findall(r"\w+/", tree))
+    paths = [path for name in (*COPIED, "csrc", "benchmarks") for path in (ROOT / name, *(ROOT / name).rglob("*"))]
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in paths if "__pycache__" not in path.parts}
+    patterns = {name: re.compile(re.escape(name).replace("<name>", r"\w+")) for name in names}
+    assert [name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, there))] == []
+    needed = {path.name for path in (ROOT / PACKAGE).glob("*.py")} - {"__init__.py"}
+    for package in ("conversion", "training"):
+        needed |= {f"{path.name}/" for path in (ROOT / package).iterdir() if path.is_dir()}
+    unnamed = {name for name in needed if not any(pattern.fullmatch(name) for pattern in patterns.values())}
+    assert unnamed - {"__pycache__/"} == set()
 
 
 @pytest.mark.parametrize("title", STEPS)

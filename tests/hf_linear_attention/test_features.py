@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+import reference
 import torch
 from matrix import build_mechanism
 
-from hf_linear_attention import reference
 from hf_linear_attention.features import FEATURE_MAPS, elu_plus_one
 
 

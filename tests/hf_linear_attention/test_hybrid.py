@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import reference
 import torch
 from matrix import build_mechanism
 
-from hf_linear_attention import reference
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanism_hybrid import HybridAttention
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 
-from hf_linear_attention import kernels_cpu, reference
+from hf_linear_attention import kernels_cpu
 from hf_linear_attention.features import FEATURE_MAPS, elu_plus_one
 from hf_linear_attention.kernels import elementwise_attention, kernel_attention
 from hf_linear_attention.kernels_causal import CausalAttention

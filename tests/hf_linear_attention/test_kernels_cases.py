@@ -218,7 +218,7 @@ def misfits():
             lambda: exact_part(query, near, sinks, 0.3, sink_query=query[:, :, :4]), ["[2, 4, 4, 8]", "[2, 4, 5, 8]"]
         ),
         "fewer places than queries": (
-            lambda: exact_part(torch.cat((query, query), dim=2), near, sinks, 0.3), ["5 places", "10 queries"]
+            lambda: exact_part(torch.cat((query, query), dim=2), near, sinks, 0.3), ["5 keys", "10 queries"]
         ),
         "slots seen by another batch": (lambda: slot_attention(*given, mask[:, None].repeat(2, 1, 1), 0.3), ["[4, 1"]),
     }  # fmt: skip

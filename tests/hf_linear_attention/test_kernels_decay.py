@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 
-from hf_linear_attention import kernels_cpu, reference
+from hf_linear_attention import kernels_cpu
 from hf_linear_attention.kernels import kernel_attention
 
 

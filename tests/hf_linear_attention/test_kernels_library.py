@@ -77,7 +77,7 @@ def test_an_interface_with_more_numbers_writes_over_nothing(folder):
 
 def test_another_library_is_not_called(folder):
     compiled(folder / f"_kernels_base{kernels_cpu.SUFFIX}", "int nothing(void) { return 0; }")
-    assert "is no library of hf_linear_attention" in kernels_cpu.kernel_backend().reason
+    assert "is not a library of hf_linear_attention" in kernels_cpu.kernel_backend().reason
 
 
 @pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF" + bytes(60)])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference import attend, repeat_heads
 
 from hf_linear_attention import kernels_cpu
 from hf_linear_attention.kernels_slots import slot_attention
-from hf_linear_attention.reference import attend, repeat_heads
 from hf_linear_attention.segments import segment_mean_weights, segment_means, weigh_tokens
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from matrix import build_mechanism, stock_config, stock_model
 
-from hf_linear_attention import convert, convert_config, reference
+from hf_linear_attention import convert, convert_config
 
 
 def run(mechanism, query, key, value, mask=None):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from matrix import build_mechanism, stock_model
 
-from hf_linear_attention import convert, reference
+from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanism_linformer import LinformerAttention, mean_pool_matrix
 

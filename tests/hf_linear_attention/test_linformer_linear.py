@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from matrix import build_mechanism, stock_config
 
-from hf_linear_attention import LinearAttentionSettings, convert_config, reference
+from hf_linear_attention import LinearAttentionSettings, convert_config
 from hf_linear_attention.features import elu_plus_one
 from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_linear import LinearAttention

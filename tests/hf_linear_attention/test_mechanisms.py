@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from matrix import MAX_STD, MECHANISM_ROWS, build_mechanism, rows
 from oracles import ORACLES
 
-from hf_linear_attention import LinearAttentionSettings, reference
+from hf_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features import FEATURE_MAPS
 from hf_linear_attention.features_random import RANDOM_FEATURES
 from hf_linear_attention.mechanisms import MECHANISMS

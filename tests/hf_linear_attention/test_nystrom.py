@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from matrix import build_mechanism, stock_model
 
-from hf_linear_attention import LinearAttentionSettings, convert, reference
+from hf_linear_attention import LinearAttentionSettings, convert
 from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_nystrom import NystromAttention, iterative_pinv
 from hf_linear_attention.segments import real_first, segment_mean_weights, take

@@ -10,8 +10,8 @@ from matrix import FAMILY_ROWS, sample_inputs, stock_config, stock_model
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
 from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention.attention_layer import LinearizedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.rotary_positions import RotaryPositions
 
 
 # 3 heads: not a power of two, for which ALiBi's slopes have a formula of their own
@@ -80,9 +80,12 @@ def test_without_rope_the_map_sees_unrotated_queries_and_keys(family, monkeypatc
         lambda query, key, value, **kwargs: (seen.append((query, key)), (query.transpose(1, 2), None))[1],
     )
     model(**sample_inputs(family), use_cache=False)
+    inputs = sample_inputs(family)
+    nowhere = torch.zeros_like(inputs["input_ids"], dtype=torch.int32)
+    monkeypatch.setattr(LinearizedAttention, "_positions", lambda *given: nowhere)
     (rotary,) = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
     rotary.register_forward_hook(lambda module, args, output: (torch.ones_like(output[0]), torch.zeros_like(output[1])))
-    model(**sample_inputs(family), use_cache=False)
+    model(**inputs, use_cache=False)
     for actual, expected in zip(seen[0], seen[1]):
         # float32 rotates there and back
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -121,13 +124,3 @@ def test_a_decoder_without_rope_is_generated_from_alike():
 def test_rope_is_refused_where_there_is_none(family):
     with pytest.raises(ValueError, match=r"`rope` = `none`, but \w+ has no rotary positions"):
         convert(stock_model(family), rope="none")
-
-
-def test_yarn_is_undone_with_its_factor():
-    function = RotaryPositions(type(stock_model("llama").model.layers[0].self_attn))
-    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
-    angle = torch.rand(1, 5, 4).repeat(1, 1, 2)
-    embeddings = (1.3 * angle.cos(), 1.3 * angle.sin())
-    rotated = function.apply(query, key, *embeddings)
-    for actual, expected in zip(function.unrotate(*rotated, embeddings), (query, key)):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # float32, there and back

@@ -139,7 +139,7 @@ def test_a_static_cache(tmp_path):
     model = build("softmax-left")
     cache = StaticCache(config=model.config, max_cache_len=32)
     read(model, 0, PROMPT, cache)
-    with pytest.raises(ValueError, match=r"a StaticLayer, which cannot be saved; .* takes those of a `DynamicCache`"):
+    with pytest.raises(ValueError, match=r"a StaticLayer, which cannot be saved\. .*layers of a `DynamicCache`"):
         save_prompt_state(model, cache, tmp_path / "refused.safetensors")
 
 
@@ -148,7 +148,7 @@ def test_what_is_not_a_prompt_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no token of a decoder; pass the `past_key_values`"):
         save_prompt_state(model, DynamicCache(config=model.config), tmp_path / "empty.safetensors")
     save_file({"weight": torch.ones(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match=r"other.safetensors', which is no prompt state"):
+    with pytest.raises(ValueError, match=r"other.safetensors', which is not a prompt state"):
         load_prompt_state(model, tmp_path / "other.safetensors")
 
 
@@ -160,10 +160,12 @@ def test_the_state_of_another_model_is_refused_by_what_differs(tmp_path):
         with pytest.raises(ValueError, match=match):
             load_prompt_state(other, tmp_path / "prompt.safetensors")
 
-    refuses(build("softmax-left"), "`model_type` is 'linear_llama', the model's 'linear_gpt2'; `linear_attention` is")
+    refuses(
+        build("softmax-left"), "`model_type` is 'linear_llama', the model's is 'linear_gpt2'; `linear_attention` is"
+    )
     refuses(build("softmax-first"), "another model in .*: `linear_attention` is {.*'layers': 'all'")
-    refuses(copy.deepcopy(model).to(torch.bfloat16), "`dtype` is 'torch.float32', the model's 'torch.bfloat16'")
+    refuses(copy.deepcopy(model).to(torch.bfloat16), "`dtype` is 'torch.float32', the model's is 'torch.bfloat16'")
     trained = copy.deepcopy(model)
     with torch.no_grad():
         trained.model.layers[2].self_attn.v_proj.weight *= 1.0001
-    refuses(trained, "another model in .*: `weights` is .*let this one read the prompt again")
+    refuses(trained, "another model in .*: `weights` is .*let this model read the prompt again")

@@ -206,7 +206,8 @@ def test_packed_sequences_are_apart(settings):
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_linear_attention_sees_the_kept_frequencies(rope, is_interleaved):
     """A feature map of what was never rotated, or rotated in the kept frequencies only."""
-    mechanism = build({"mechanism": "linear", "rope": rope, "rope_frequencies": KEPT}, is_interleaved)
+    frequencies = {"rope_frequencies": KEPT} if rope == "partial" else {}
+    mechanism = build({"mechanism": "linear", "rope": rope, **frequencies}, is_interleaved)
     plain = build({"mechanism": "linear"})
     plain.load_state_dict(mechanism.state_dict())
     query, key, value = sample(40)

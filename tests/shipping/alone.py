@@ -8,6 +8,7 @@ object `{job: result}`. A result is "equal", or says what went wrong.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import traceback
@@ -82,16 +83,49 @@ def refuses_without_the_flag(job) -> str:
     return "loaded without being trusted"
 
 
+def refusal(job) -> str:
+    """What a checkpoint says to the config of another mechanism."""
+    try:
+        load(job, trust_remote_code=True)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def beside_the_package(job) -> str:
+    """The model of the checkpoint's code, and then the package's, in one process."""
+    saved = torch.load(job["inputs"], weights_only=True)
+    carried = load(job, trust_remote_code=True)
+    importlib.import_module("hf_linear_attention")
+    installed = load(job)
+    if type(installed).__module__ != "hf_linear_attention.modeling_linear_attention":
+        return f"loaded as {type(installed).__module__}"
+    with torch.no_grad():
+        outputs = [model(**saved["inputs"])[0] for model in (carried, installed, carried)]
+    return "equal" if all(torch.equal(output, saved["output"]) for output in outputs) else "other outputs"
+
+
+def result(job) -> str:
+    if job.get("untrusted"):
+        return refuses_without_the_flag(job)
+    if job.get("foreign"):
+        return refusal(job)
+    return check(job)
+
+
 def main() -> None:
     results = {}
     with open(sys.argv[1], encoding="utf-8") as file:
         jobs = json.load(file)
     for name, job in jobs.items():
         try:
-            results[name] = refuses_without_the_flag(job) if job.get("untrusted") else check(job)
+            results[name] = result(job)
         except Exception:  # one broken job must not hide the others; the test shows the text
             results[name] = traceback.format_exc()
     results["imported"] = sorted(BLOCKED & {name.partition(".")[0] for name in sys.modules})
+    for name, job in jobs.items():  # last, because it imports the package
+        if name.startswith("folder ") and "hf_linear_attention" not in MISSING:
+            results[f"beside {name}"] = beside_the_package(job)
     print(json.dumps(results))
 
 

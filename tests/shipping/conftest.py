@@ -76,9 +76,17 @@ def results_with_the_package(converted, hub, trainer_checkpoint, tmp_path_factor
     return _run_alone(jobs, root, hub, "hf_linear_attention")
 
 
+@pytest.fixture(scope="session")
+def resaved(results, results_with_the_package, tmp_path_factory) -> dict[str, list[Path]]:
+    """`{name: folders}` that alone.py wrote, over the checkpoint of another mechanism."""
+    root = tmp_path_factory.getbasetemp()
+    return {name: [root / f"{place}0" / f"again-{name}" for place in ("alone", "installed")] for name in CONVERTED}
+
+
 def _jobs(root: Path, converted: dict[str, Path], trainer_checkpoint: Path) -> dict[str, dict]:
     """Jobs for alone.py, with what this process computes."""
     jobs = {}
+    others = dict(zip(CONVERTED, [*list(CONVERTED)[1:], next(iter(CONVERTED))]))
     for name, (family, auto_class, _) in CONVERTED.items():
         for auto in (auto_class, "AutoModel"):
             inputs = root / f"{name}-{auto}.pt"
@@ -86,8 +94,12 @@ def _jobs(root: Path, converted: dict[str, Path], trainer_checkpoint: Path) -> d
             job = {"auto_class": auto, "inputs": str(inputs)}
             jobs[f"folder {name} {auto}"] = {**job, "checkpoint": str(converted[name])}
             jobs[f"hub {name} {auto}"] = {**job, "checkpoint": f"org/{name}"}
+        shutil.copytree(converted[others[name]], root / f"again-{name}")
         jobs[f"resaved {name}"] = {**jobs[f"folder {name} {auto_class}"], "resave": str(root / f"again-{name}")}
         jobs[f"untrusted {name}"] = {**jobs[f"folder {name} {auto_class}"], "untrusted": True}
+    edited = shutil.copytree(converted["gpt2"], root / "edited") / "config.json"
+    edited.write_text(json.dumps({**json.loads(edited.read_text()), "linear_attention": {"mechanism": "hybrid"}}))
+    jobs["foreign"] = {"auto_class": "AutoModelForCausalLM", "checkpoint": str(edited.parent), "foreign": True}
     inputs = root / "trainer.pt"
     _expect(trainer_checkpoint, "gpt2", "AutoModelForCausalLM", inputs, has_tokenizer=False)
     jobs["trainer gpt2"] = {

@@ -9,15 +9,12 @@ import sys
 import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_linear_attention.conversion.export import CODE_FOLDER, ENTRY_FILES, shipped_files
+from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, REGISTRY, checkpoint_code
 
 
+CODE = checkpoint_code(MECHANISMS)
 # safetensors is a requirement of transformers itself.
 ALLOWED = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
-
-
-def source(name: str) -> str:
-    return (CODE_FOLDER / name).read_text(encoding="utf-8")
 
 
 def guarded(tree: ast.Module) -> set[ast.AST]:
@@ -47,10 +44,20 @@ def problems(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", shipped_files())
+@pytest.mark.parametrize("name", CODE)
 def test_a_shipped_file_keeps_the_rules(name):
-    assert problems(source(name)) == []
-    assert source(name).startswith("# SPDX-License-Identifier: Apache-2.0\n")  # in a checkpoint it stands alone
+    assert problems(CODE[name]) == []
+    assert CODE[name].startswith("# SPDX-License-Identifier: Apache-2.0\n")  # in a checkpoint it stands alone
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_registry_of_a_checkpoint_keeps_the_rules_and_has_one_line(name):
+    text = checkpoint_code({name})[REGISTRY.name]
+    assert problems(text) == []
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    classes = {mechanism.__name__ for mechanism in MECHANISMS.values() if re.search(rf"\b{mechanism.__name__}\b", text)}
+    assert classes == {MECHANISMS[name].__name__}
+    assert set(checkpoint_code({name})) < set(CODE)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +83,8 @@ def test_optional_packages_may_be_tried():
 
 
 def test_the_loader_copies_exactly_the_shipped_files():
-    copied = {*ENTRY_FILES}
     for entry in ENTRY_FILES:
-        copied |= {str(path).rpartition("/")[2] for path in get_relative_import_files(str(CODE_FOLDER / entry))}
-    assert sorted(copied) == shipped_files()
-    assert {"__init__.py", "registration.py", "conversion_api.py", "reference.py"}.isdisjoint(copied)
+        copied = {str(path).rpartition("/")[2] for path in get_relative_import_files(str(REGISTRY.with_name(entry)))}
+        assert copied == set(CODE)
+    others = {"__init__.py", "registration.py", "conversion_api.py", "attention_observation.py"}
+    assert others.isdisjoint(CODE)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import reference
 import torch
-
-from hf_linear_attention import reference
 
 
 def linear(mechanism, query, key, value, mask, is_causal, scaling):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_linear_attention.training.recipe import GROUPS, Recipe
+from hf_linear_attention.training.arguments import GROUPS
+from hf_linear_attention.training.recipe import Recipe
 
 
 def recipe_of(task: str = "causal_lm", **options: Any) -> Recipe:

@@ -11,5 +11,10 @@ CONVERTED = {
     "llama": ("llama", "AutoModelForCausalLM", ("--attention", "performer", "--layers", "0,2")),
     "gpt2": ("gpt2", "AutoModelForCausalLM", ("--feature_map", "hedgehog")),
     "gpt_neox": ("gpt_neox", "AutoModelForCausalLM", ("--feature_map", "elu1")),
+    "hybrid": ("llama", "AutoModelForCausalLM", ("--attention", "hybrid", "--window_size", 4, "--num_sinks", 2)),
+    "aft": ("llama", "AutoModelForCausalLM", ("--attention", "aft", "--variant", "local", "--window_size", 4)),
+    "nystrom": ("bert", "AutoModelForMaskedLM", ("--attention", "nystrom", "--num_landmarks", 4)),
+    "latent": ("bert", "AutoModelForMaskedLM", ("--attention", "latent", "--num_latents", 4)),
+    "linformer_linear": ("bert", "AutoModelForMaskedLM", ("--attention", "linformer_linear", "--projection_size", 8)),
     "vit": ("vit", "AutoModelForImageClassification", ("--attention", "linformer", "--projection_size", 8)),
 }

@@ -111,4 +111,4 @@ def test_options_of_adapters_need_adapters(finetune, causal: list[Any], capsys) 
     finetune(*causal, "--trainable", "adapter", expect=2)
     error = capsys.readouterr().err
     assert "`--trainable adapter` needs `--use_peft`" in error
-    assert "`--lora_target_modules` needs `--use_peft`" in error
+    assert "`--lora_target_modules attention` needs `--use_peft`" in error

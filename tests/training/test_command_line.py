@@ -12,8 +12,8 @@ import pytest
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import finetune
+from hf_linear_attention.training.arguments import GROUPS
 from hf_linear_attention.training.finetune import main
-from hf_linear_attention.training.recipe import GROUPS
 from hf_linear_attention.training.recipe_parser import build_parser, parse
 
 

@@ -33,6 +33,8 @@ from transformers import PreTrainedModel
 from hf_linear_attention._common import folders
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention._common.options import Facts, OnResume
+from hf_linear_attention.training.arguments import FACTS
 from hf_linear_attention.training.checkpoints.weights import save_model, whole_weights
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import zero
@@ -44,28 +46,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 MODEL_FOLDER = "model"  # the name of the finished model while it is written
-# A run cannot go on as the same run when one of these changes.
-FIXED = (
-    *("task", "model_name_or_path", "tokenizer_name", "train_file", "dataset_name", "dataset_config_name"),
-    *("text_column_name", "text_pair_column_name", "label_column_name", "image_column_name", "on_bad_rows"),
-    *("max_length", "mlm_probability", "join_documents", "streaming_processes", "sequences_per_step"),
-    *("train_examples", "seed", "mixed_precision", "zero_stage"),
-    *("trainable", "freeze_pattern", "ema_decay", "transfer_layers", "untie_embeddings"),
-    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora"),
-)
-# It may when one of these does, but is not the run it would have been.
-WATCHED = (
-    *("teacher_name_or_path", "attention_transfer_weight", "task_loss_weight", "logits_kl_weight"),
-    *("hidden_state_weight", "embedding_weight", "disable_dropout", "attention_transfer_error"),
-    *("attention_map_weight", "lora_dropout", "window_dropout", "layer_patience"),
-    *("hidden_state_layers", "temperature", "learning_rate", "mechanism_learning_rate", "weight_decay"),
-    *("max_grad_norm", "num_train_epochs", "max_train_steps", "max_train_tokens", "lr_scheduler_type"),
-    *("warmup_ratio", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),
-)
-# Watched where `layer_patience` counts log lines.
-COUNTED_IN_LOG_LINES = ("logging_steps",)
-# Evaluations before and after a change of these cannot be compared.
-EVALUATED = ("validation_file", "max_eval_tokens", "max_eval_samples", "max_eval_chars", "metric_for_best_model")
+# Options carry their own meaning on resumption (`arguments.py`). What else a checkpoint knows makes another run, except
+# the number of processes where none of them has its own part of the optimizer.
+NO_OPTION = Facts()
+WORLD_SIZE = Facts(on_resume=lambda values: OnResume.REFUSED if values.get("zero_stage") else OnResume.WARNED)
 
 
 @dataclass
@@ -240,13 +224,14 @@ class ChangedSettings:
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
     """What differs between the recipe of a checkpoint and that of the run that goes on with it."""
-    changed = {name: f"{name}: {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)}
-    # what a process has of a DeepSpeed optimizer is of no use to another number of them
-    fixed = (*FIXED, "world_size") if new.get("zero_stage") else FIXED
-    watched = (*WATCHED, *COUNTED_IN_LOG_LINES) if new.get("layer_patience") else WATCHED
-    evaluation = (*EVALUATED, "teacher_name_or_path") if new.get("task") == "embedding" else EVALUATED
+    known = {**FACTS, "world_size": WORLD_SIZE}
+    changed = {name: f"{name}: {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
+    meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
     return ChangedSettings(
-        *([changed[name] for name in names if name in changed] for names in (fixed, watched, evaluation))
+        *(
+            [text for name, text in changed.items() if meaning in meanings[name]]
+            for meaning in (OnResume.REFUSED, OnResume.WARNED, OnResume.INCOMPARABLE)
+        )
     )
 
 

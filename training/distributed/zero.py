@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.transformers_internals import undivided_modules
 
 
 FOLDER = "deepspeed"  # in a checkpoint
@@ -88,7 +89,7 @@ def gather_by_layer(student: PreTrainedModel) -> None:
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    names = set(student._no_split_modules or ())
+    names = undivided_modules(student)
     set_z3_leaf_modules(student, list({type(part) for part in student.modules() if type(part).__name__ in names}))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
-from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, entries_of
 from hf_linear_attention.mechanism_window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
@@ -85,10 +85,22 @@ def without_far(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             mechanism.uses_far = True
 
 
-def window_settings(settings: Mapping[str, Any], **changes: int | None) -> dict[str, Any]:
-    """Of `config.linear_attention`, what makes a `window` in the same layers; `changes` of its own options win."""
+Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # `config.linear_attention`
+
+
+def window_settings(settings: Settings, **changes: int | None) -> Any:
+    """What makes a `window` in the same layers, one entry for each of `settings`; `changes` of its own options win."""
     names = (*COMMON_SETTINGS, *WindowAttention.options)
-    return {"mechanism": "window", **{name: settings[name] for name in names if name in settings}, **changes}
+    own = [
+        {"mechanism": "window", **{name: entry[name] for name in names if name in entry}, **changes}
+        for entry in entries_of(settings)
+    ]
+    return own[0] if isinstance(settings, Mapping) else own
+
+
+def is_hybrid(settings: Settings) -> bool:
+    """Whether all converted layers have a window of their own and a linear part."""
+    return all(entry["mechanism"] == "hybrid" for entry in entries_of(settings))
 
 
 @torch.no_grad()
@@ -108,7 +120,6 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
     """Figures of every token of batches with labels (`training.data`); of a `hybrid` also those without its far part,
     and those of its window alone. `batches` are gone through more than once."""
     settings = student.config.linear_attention
-    is_hybrid = settings["mechanism"] == "hybrid"
     figures = TokenFigures()
     for batch in batches:
         batch = {name: value.to(student.device) for name, value in batch.items()}
@@ -120,12 +131,12 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
             "agreement": (yours.argmax(-1) == mine.argmax(-1)).double(),
             "kl": F.kl_div(mine.log_softmax(-1), yours.log_softmax(-1), log_target=True, reduction="none").sum(-1),
         }
-        if is_hybrid:
+        if is_hybrid(settings):
             with without_far(student):
                 row["without_far"] = _nats(run_model(student, batch, None).logits.float(), labels)
         figures.add(labels != IGNORED, **row)
-    if is_hybrid:
-        figures.values["window_alone"] = [nats_of(convert(teacher, **window_settings(settings)), batches)]
+    if is_hybrid(settings):
+        figures.values["window_alone"] = [nats_of(convert(teacher, settings=window_settings(settings)), batches)]
     return figures
 
 
@@ -134,12 +145,13 @@ def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Sequenc
     return summary(score(teacher, student, batches), student.config.linear_attention)
 
 
-def summary(figures: TokenFigures, settings: Mapping[str, Any]) -> dict[str, Any]:
+def summary(figures: TokenFigures, settings: Settings) -> dict[str, Any]:
     """Means of what `score` returned for a student with these `settings`."""
     result: dict[str, Any] = {**figures.means(), "by_position": figures.by_position()}
     result["gap"] = result["student"] - result["teacher"]
     if "window_alone" in figures:
-        result |= _linear_part(result, figures.means(4 * settings["window_size"]))
+        longest = max(entry["window_size"] for entry in entries_of(settings))
+        result |= _linear_part(result, figures.means(4 * longest))
     return result
 
 

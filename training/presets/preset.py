@@ -15,8 +15,8 @@ import yaml
 from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.parameters import MECHANISM
-from hf_linear_attention.training.validation import TEACHER_WEIGHTS, TRANSFER_OPTIONS, TRANSFER_WEIGHTS
 
 
 FOLDER = Path(__file__).parent
@@ -84,7 +84,7 @@ def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[st
     trainable, is_embedding = stage.options.get("trainable", "all"), given.get("task") == "embedding"
     unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
     if not is_transfer(stage):
-        unused = unused | TRANSFER_OPTIONS
+        unused = unused | {name for name, fact in FACTS.items() if fact.needs == TRANSFER_WEIGHTS}
     if not is_embedding and not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
         unused = unused | {"teacher_name_or_path"}
     options = {name: value for name, value in options.items() if name not in unused}
@@ -121,8 +121,7 @@ def model_without_weights(given: dict[str, Any]) -> nn.Module:
 
 def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Path, list[str]]]:
     """Each stage with its folder and its command line; a stage's model is the folder of the one before it."""
-    own = ("max_train_tokens", "output_dir", "model_name_or_path", "resume_from_checkpoint", "overwrite_output_dir")
-    shared = {name: value for name, value in given.items() if name not in (*own, BLOCK_SIZE)}
+    shared = {name: value for name, value in given.items() if name in FACTS and not FACTS[name].is_per_stage}
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
     stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
     if (size := given.get(BLOCK_SIZE)) is not None:

@@ -92,7 +92,7 @@ def flip_a_bit(path: Path) -> None:
     ("damage", "name", "word"),
     [
         (truncate, "model.safetensors", "bytes"),
-        (flip_a_bit, "optimizer.pt", "other content"),
+        (flip_a_bit, "optimizer.pt", "has changed since"),
         (Path.unlink, "rng-0.pt", "missing"),
         (truncate, "checksums.json", "cannot be read"),
     ],

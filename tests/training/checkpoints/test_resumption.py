@@ -13,24 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from hf_linear_attention._common.model_card import HISTORY
-from hf_linear_attention.training.checkpoints.checkpointing import (
-    COUNTED_IN_LOG_LINES,
-    EVALUATED,
-    FIXED,
-    WATCHED,
-    changed_settings,
-)
+from hf_linear_attention._common.options import OnResume
+from hf_linear_attention.training.arguments import FACTS
+from hf_linear_attention.training.checkpoints.checkpointing import changed_settings
 from hf_linear_attention.training.loop import TrainingLoop
-from hf_linear_attention.training.recipe import GROUPS
 
 
-# What a resumed run may change without being another one, or one whose figures mean something else.
-FREE = {
-    *("trust_remote_code", "offload_folder", "gradient_checkpointing", "per_device_eval_batch_size"),
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "checkpointing_steps", "save_total_limit"),
-    *("eval_steps", "load_best_model_at_end", "early_stopping_patience", "report_to"),
-    "streaming",  # decides `streaming_processes`, which is fixed
-}
 RESUME = ["--resume_from_checkpoint", "latest"]
 
 
@@ -168,10 +156,23 @@ def test_another_teacher_is_another_evaluation_of_embeddings(task: str, evaluati
     assert changed.evaluation == evaluation
 
 
-def test_every_option_has_a_meaning_on_resumption() -> None:
-    """To be decided for a new one: it makes another run, is warned of, makes evaluations incomparable, or is free."""
-    options = {name for group in GROUPS for name in group.__dataclass_fields__}
-    decided = {*FIXED, *WATCHED, *EVALUATED, *COUNTED_IN_LOG_LINES}
-    assert options <= decided | FREE
-    assert not FREE & decided
-    assert options >= FREE
+@pytest.mark.parametrize("name", FACTS)
+def test_another_value_means_on_resumption_what_the_option_says(name: str) -> None:
+    """Options are refused unless their metadata say otherwise, so that a new one cannot be forgotten."""
+    changed = changed_settings({name: "old"}, {name: "new"})
+    text, meaning = [f"{name}: old -> new"], FACTS[name].meaning_on_resume({name: "new"})
+    assert changed.fixed == (text if OnResume.REFUSED in meaning else [])
+    assert changed.watched == (text if OnResume.WARNED in meaning else [])
+    assert changed.evaluation == (text if OnResume.INCOMPARABLE in meaning else [])
+
+
+def test_what_decides_data_order_or_model_is_refused() -> None:
+    fixed = {"task", "model_name_or_path", "train_file", "max_length", "seed", "trainable", "use_peft", "lora_r"}
+    free = {"eval_steps", "output_dir", "report_to", "per_device_eval_batch_size", "gradient_checkpointing"}
+    names = fixed | free | {"train_examples", "sequences_per_step", "streaming_processes"}
+    changed = changed_settings({}, dict.fromkeys(names, 1))
+    assert {text.split(":")[0] for text in changed.fixed} == names - free
+    assert (changed.watched, changed.evaluation) == ([], [])
+    for stage, place in ((None, "watched"), (2, "fixed")):
+        changed = changed_settings({"zero_stage": stage, "world_size": 1}, {"zero_stage": stage, "world_size": 2})
+        assert getattr(changed, place) == ["world_size: 1 -> 2"]

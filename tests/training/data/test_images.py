@@ -174,7 +174,7 @@ def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Pa
     finetune(*options, expect=2)
     error = capsys.readouterr().err.splitlines()[-1]
     for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
-        assert f"`{word}` is about text" in error
+        assert f"`{word}` does nothing for `--task image_classification`" in error
     assert "a .txt has no classes" in error
     assert "`--streaming` reads unlabelled text" in error
     other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]

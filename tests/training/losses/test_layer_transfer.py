@@ -141,5 +141,5 @@ def test_what_cannot_be_meant_is_refused(
 def test_without_transfer_the_options_are_refused(finetune, options: list[Any], capsys) -> None:
     finetune(*options, "--layer_patience", 3, "--transfer_layers", "0", expect=2)
     error = capsys.readouterr().err
-    assert "--layer_patience` belongs to" in error
-    assert "--transfer_layers` belongs to" in error
+    assert "--layer_patience 3` needs `--attention_transfer_weight`" in error
+    assert "--transfer_layers 0` needs `--attention_transfer_weight`" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -222,3 +223,17 @@ def test_what_learns_nothing_from_transfer_goes_without(
     (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     assert run["training"]["logits_kl_weight"] == 1
     assert run["training"]["tokens"] >= 800
+
+
+def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], tmp_path: Path, monkeypatch) -> None:
+    """Neither of the stages of a preset without attention transfer would look at it."""
+    whole = load_preset("default")
+    stages = {task: [stage for stage in stages if stage.name == "distil"] for task, stages in whole.stages.items()}
+    monkeypatch.setattr(
+        "hf_linear_attention.training.recipe_parser.load_preset", lambda name: dataclasses.replace(whole, stages=stages)
+    )
+    words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
+    for option in ("layers_per_block", "layer_patience"):
+        with pytest.raises(UsageError, match=f"`--{option}` does nothing in any stage of `--preset default`"):
+            parse_preset([*words, f"--{option}=1"])
+    assert parse_preset(words) is not None

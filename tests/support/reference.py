@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Float64 oracles, written as in the papers and as slowly: the N x N weights are formed. The tests compare with them.
 
 Axes: B batch, H query heads, Hkv key/value heads, N queries, S keys, D head dimension, F features.

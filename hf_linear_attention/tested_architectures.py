@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures that every test of `tests/architectures` converts, and those that cannot be: the README's table.
+"""The architectures that every test of `tests/architectures` converts, and those that cannot be.
 
-    python -m hf_linear_attention.architecture_table
-
-prints it; a test compares the README with it. Model types outside it convert as well if their attention goes through
-transformers' attention interface: nothing but the tests looks at this list.
+`convert_checkpoint.py --list_architectures` prints them as a table. Other model types convert as well if their
+attention goes through transformers' attention interface: nothing but the tests looks at this list.
 """
 
 from __future__ import annotations
-
-import sys
 
 
 ARCHITECTURES: dict[str, tuple[str, ...]] = {
@@ -70,21 +66,3 @@ REFUSED: dict[str, tuple[str, ...]] = {
 def supported_model_types() -> list[str]:
     """The stock model types whose conversion is tested, such as `llama` (converted: `linear_llama`)."""
     return sorted(model_type for model_types in ARCHITECTURES.values() for model_type in model_types)
-
-
-def architecture_table() -> str:
-    """A Markdown table: one row a kind of architecture, then what needs `drop`, then what is refused."""
-    lines = ["| architecture | number | model types |", "| --- | --- | --- |"]
-    lines += [_row(kind, len(names), names) for kind, names in ARCHITECTURES.items()]
-    lines += [_row(f"with `drop` = `{feature}`", "", names) for feature, names in NEED_DROP.items()]
-    lines += [_row(f"refused: {reason}", "", names) for reason, names in REFUSED.items()]
-    return "\n".join(lines)
-
-
-def _row(*cells) -> str:
-    *first, names = cells
-    return "| " + " | ".join(map(str, first)) + " | " + ", ".join(names) + " |"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(architecture_table() + "\n")

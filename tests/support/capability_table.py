@@ -1,7 +1,6 @@
-# SPDX-License-Identifier: Apache-2.0
 """The README's table of mechanisms, generated from the classes' own capability attributes.
 
-    python -m hf_linear_attention.capability_table
+    python tests/support/capability_table.py
 
 prints it; a test compares the README with it.
 """
@@ -10,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from .mechanism import AttentionMechanism
-from .mechanisms import MECHANISMS
+from hf_linear_attention.mechanism import AttentionMechanism
+from hf_linear_attention.mechanisms import MECHANISMS
 
 
 COLUMNS = {

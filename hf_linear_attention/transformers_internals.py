@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything of transformers that is used here and not documented there: what a new version may rename.
+
+Imports stand inside the functions where they take long: `import hf_linear_attention` goes through this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.output_capturing import _active_collector
+
+
+def attention_implementation(config: Any) -> str:
+    """The name of the attention function that modules with this config call."""
+    return config._attn_implementation
+
+
+def set_attention_implementation(config: Any, name: str) -> None:
+    """Set the attention function of this config alone, without the checks and sub-configs of the public setter."""
+    config._attn_implementation_internal = name
+
+
+class ModelHooks:
+    """Mixed in before a stock model class: methods that transformers calls, under names of our own."""
+
+    def default_attention_implementation(self) -> str | None:
+        """The attention function of a model that is built or loaded without `attn_implementation`; None: as stock."""
+        return None
+
+    def prepare_generation(self, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+        """Called by `generate` before the first forward, with the cache among the arguments of the model."""
+
+    def stock_attention_implementation(self) -> str:
+        """The attention function that the stock model would choose."""
+        return super()._check_and_adjust_attn_implementation(None)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        own = self.default_attention_implementation() if attn_implementation is None else None
+        return own or super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.stock_class._can_set_attn_implementation()  # which looks for a text in the file of the class
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        self.prepare_generation(generation_config, model_kwargs)
+
+
+def collects_attentions() -> bool:
+    """Whether the forward that is running returns attention weights because of `output_attentions`."""
+    collector = _active_collector.get()
+    return collector is not None and "attentions" in collector
+
+
+def mask_functions() -> tuple[Callable, Callable]:
+    """What transformers hands to a mask function for a plainly causal mask, and for one that hides nothing."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    return causal_mask_function, bidirectional_mask_function
+
+
+def is_masked_lm(model_type: str) -> bool:
+    """Whether transformers has a masked language model of this type."""
+    from transformers.models.auto import modeling_auto
+
+    return model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def is_causal_lm(model_type: str) -> bool:
+    """Whether transformers has a causal language model of this type."""
+    from transformers.models.auto import modeling_auto
+
+    return model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def stock_heads(model_type: str) -> Iterator[tuple[str, str]]:
+    """(name of the Auto class, name of its model class) for every Auto class that knows this model type."""
+    from transformers.models.auto import modeling_auto  # imports torch's compiler: half a second
+
+    for name, auto_class in vars(modeling_auto).items():
+        mapping = getattr(auto_class, "_model_mapping", None)
+        if not name.startswith("AutoModel") or mapping is None:
+            continue
+        stock = mapping._model_mapping.get(model_type) or ""
+        yield name, stock[0] if isinstance(stock, (tuple, list)) else stock
+
+
+def base_model_class(config_class: type) -> Any:
+    """The model class without a head of a stock config class."""
+    from transformers import AutoModel
+
+    return AutoModel._model_mapping[config_class]
+
+
+def replace_extra_configs(make: Callable[[Mapping[str, type]], Any]) -> None:
+    """Put what `make` makes of it in place of the mapping of config classes that are registered in AutoConfig."""
+    CONFIG_MAPPING._extra_content = make(CONFIG_MAPPING._extra_content)
+
+
+def copy_checkpoint_conversion(source: str, target: str) -> None:
+    """Have weights renamed, merged and split for `target` as for `source`, both class names or both model types."""
+    from transformers import conversion_mapping
+
+    if (mapping := conversion_mapping.get_checkpoint_conversion_mapping(source)) is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(target, mapping, overwrite=True)
+
+
+def loaded_names(names: Iterable[str], model: Any, expected: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
+    """`{name in the files: (name in the model, pattern of the converter that rewrites it or None)}`, as loaded.
+
+    Args:
+        expected: the state dict of the model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {name: rename_source_key(name, renamings, converters, prefix, dict(expected)) for name in names}
+
+
+def loaded_dtypes(model_class: Any, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """`{name: dtype}` of all that a model loaded in `dtype` keeps; some modules stay float32."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype)
+    dtypes, kept = {name: tensor.dtype for name, tensor in model.state_dict().items()}, model._get_dtype_plan(dtype)
+    if kept:
+        pattern, patterns_by_group, _ = build_glob_alternation(list(kept))
+        found = {name: pattern.search(name) for name in dtypes}
+        dtypes |= {name: kept[patterns_by_group[str(match.lastgroup)]] for name, match in found.items() if match}
+    return dtypes
+
+
+def undivided_modules(model: Any) -> set[str]:
+    """The names of the classes whose modules are not to be split over devices: the layers."""
+    return set(model._no_split_modules or ())
