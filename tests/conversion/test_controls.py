@@ -139,7 +139,7 @@ def test_a_window_as_long_as_the_texts_inside_is_only_compared_beyond(teacher) -
 
 
 def test_a_model_without_a_converted_layer_has_no_control(teacher) -> None:
-    student = convert(teacher, mechanism="hybrid", layers="none")
+    student = convert(teacher, mechanism="linear", layers="none")
     controls = possible_controls(teacher, student, held_out())
     assert "no state" in controls.left_out
     figures = language_figures(teacher, student, held_out(), controls)
