@@ -33,6 +33,7 @@ COLUMNS = {
     "healed": "the same, healed",
     "student_minus_window_alone": "less than its window",
     "student_minus_same_bytes": "less than the same bytes",
+    "student_minus_healed": "less than these, healed",
     "closed": "gap closed",
 }
 GENERATION = {

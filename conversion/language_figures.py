@@ -28,6 +28,7 @@ from hf_linear_attention.training.evaluation.position_figures import (
     bucket_edges,
     longest_window,
     most_positions,
+    paired_difference,
     position_buckets,
     running_text,
     target_positions,
@@ -39,6 +40,7 @@ from hf_linear_attention.training.evaluation.recall import (
     repeats,
 )
 from hf_linear_attention.training.evaluation.retention import (
+    SMALLEST_GAP,
     Settings,
     TokenFigures,
     is_hybrid,
@@ -161,12 +163,25 @@ def language_figures(
                 inside.values["healed"] = [nats_of(controls.healed, batches)]
     return {
         **summary(inside, student.config.linear_attention),
-        "targets": len(inside.column("student")),
+        **_against_controls(inside),
         "control": control,
         "positions": _positions(teacher, student, text, window, controls.healed, cached),
         "recall": _recall(inside, text),
         "generation": _generation(teacher, student, text),
     }
+
+
+def _against_controls(inside: TokenFigures) -> dict[str, Any]:
+    """Of the whole text what the buckets of positions have too, and `closed`: the student's share of the way from the
+    window of the same bytes to the teacher, None where there is no gap."""
+    found: dict[str, Any] = {"targets": len(inside.column("student"))}
+    for mine, other in PAIRS:
+        if other in inside:
+            found[f"{mine}_minus_{other}"] = paired_difference(inside.column(mine), inside.column(other))
+    if "same_bytes" in inside:
+        control, student, teacher = (inside.column(name).mean().item() for name in ("same_bytes", "student", "teacher"))
+        found["closed"] = (control - student) / (control - teacher) if control - teacher > SMALLEST_GAP else None
+    return found
 
 
 def describe_control(window: SameBytes, windows: list[SameBytes], nats: Mapping[str, Tensor]) -> dict[str, Any]:

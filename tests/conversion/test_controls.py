@@ -73,6 +73,11 @@ def test_the_figures_of_the_control_are_those_of_the_converted_teacher(teacher) 
     control = figures["control"]
     assert (control["window_size"], control["num_sinks"]) == best
     assert figures["same_bytes"] == pytest.approx(by_size[best].mean().item())
+    closed = (figures["same_bytes"] - figures["student"]) / (figures["same_bytes"] - figures["teacher"])
+    assert figures["closed"] is None or figures["closed"] == pytest.approx(closed)
+    difference = figures["student_minus_same_bytes"]
+    assert difference["mean"] == pytest.approx(figures["student"] - figures["same_bytes"])
+    assert figures["targets"] == len(TOKENS)
     assert control["nats"] == figures["same_bytes"] <= control["others"][0]["nats"]
     positions = figures["positions"]
     assert (positions["length"], positions["ended_by"], positions["windows"]) == (400, "`--max_eval_length`", 1)

@@ -25,8 +25,8 @@ from hf_linear_attention.training.evaluation.retention import nats_of
 
 
 LENGTHS = (1, 4)  # times the trained length
-# What bounds the time: decoding steps per model and length. With 4 samples a small model needs seconds on a CPU.
-SAMPLES, MAX_SAMPLED, MAX_GREEDY = 4, 1024, 64
+# What bounds the time: decoding steps per model and length. Small models need seconds on a CPU.
+SAMPLES, MAX_SAMPLED, MAX_GREEDY = 8, 1024, 64
 
 Choice = Callable[[Tensor], Tensor]
 
