@@ -74,7 +74,7 @@ def _cell(name: str, value: Any) -> str:
         return "-"
     if isinstance(value, Mapping):  # a difference that is less than 0 is a gain
         error = value["standard_error"]
-        return "-" if value["mean"] is None else f"{-value['mean']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+        return "-" if value["mean"] is None else f"{-value['mean']:z.3f}" + ("" if error is None else f" ± {error:.3f}")
     if name == "closed":
         return f"{value:.0%}"
     return f"{value:.4f}" if isinstance(value, float) else format_value(value)

@@ -54,6 +54,22 @@ def test_one_more_token_would_be_more_bytes(teacher, changes) -> None:
         assert window.settings["trained_length"] == 64
 
 
+def test_layers_with_settings_of_their_own(teacher) -> None:
+    """One window for all of them, of the bytes of all together."""
+    settings = [
+        {**HYBRID, "layers": [0]},
+        {"mechanism": "linear", "num_features": 24, "feature_map": "exp", "layers": [1]},
+    ]
+    student = convert(teacher, settings=settings)
+    for window in windows_of_same_bytes(teacher, student, 64):
+        assert [entry["layers"] for entry in window.settings] == [[0], [1]]
+        assert {entry["window_size"] for entry in window.settings} == {window.window_size}
+        assert window.state_bytes <= model_state_bytes(student)
+    figures = language_figures(teacher, student, held_out(), possible_controls(teacher, student, held_out()))
+    assert {"same_bytes"} <= figures.keys()
+    assert "window_alone" not in figures
+
+
 def test_bytes_are_those_of_the_state_after_many_tokens(teacher) -> None:
     student = convert(teacher, **HYBRID)
     cache = student(torch.full((1, 50), 7), use_cache=True).past_key_values
