@@ -78,7 +78,9 @@ def _open(conversion: Conversion, training: Training) -> None:
         defaults = {entry.name: entry.default for entry in fields(ConversionArguments)}  # of options that are newer
         before = {**defaults, **json.loads(path.read_text(encoding="utf-8"))}
         changed = [
-            f"{name}: {before.get(name)} -> {request[name]}" for name in request if before.get(name) != request[name]
+            f"{name}: {before.get(name)} -> {request[name]}"
+            for name in request
+            if _as_known(before.get(name), request[name]) != before.get(name)
         ]
         if not changed:
             logger.info("going on in %s (remove it to start over)", work)
@@ -91,6 +93,13 @@ def _open(conversion: Conversion, training: Training) -> None:
         folders.discard(work)
     with staging(work) as folder:
         (folder / REQUEST).write_text(json.dumps(request, indent=1), encoding="utf-8")
+
+
+def _as_known(before: Any, now: Any) -> Any:
+    """A value of this request with the settings alone that an earlier version knew, which wrote the other one."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {name: now[name] for name in now if name in before}
+    return now
 
 
 def _request(conversion: Conversion, training: Training) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def _convert_layers(
     """Give these attention modules a mechanism with the same settings; what it shares, they share."""
     first = None
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
-    if _needs_rotary(settings):
+    if chosen and _needs_rotary(settings):
         shapes = _with_rotary(shapes, model, settings, chosen)
     for layer, module in chosen.items():
         shape = shapes[layer]

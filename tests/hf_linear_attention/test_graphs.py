@@ -26,8 +26,8 @@ from hf_linear_attention.configuration_linear_attention import LinearAttentionSe
 from hf_linear_attention.features import _EluPlusOne
 from hf_linear_attention.kernels_causal import CausalAttention
 from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanism_hybrid import _TwoRanges
 from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.window_keys import _TwoRanges
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
