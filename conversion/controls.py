@@ -6,6 +6,8 @@ not worth its training (arXiv 2608.28444).
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +37,9 @@ class SameBytes:
 
     @property
     def name(self) -> str:
-        return f"window-{self.window_size}-{self.num_sinks}"
+        """Of its own among all windows of one teacher, whichever layers they are in."""
+        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:6]
+        return f"window-{self.window_size}-{self.num_sinks}-{digest}"
 
 
 def model_state_bytes(model: PreTrainedModel) -> int:

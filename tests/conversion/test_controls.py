@@ -54,6 +54,17 @@ def test_one_more_token_would_be_more_bytes(teacher, changes) -> None:
         assert window.settings["trained_length"] == 64
 
 
+def test_windows_in_other_layers_have_other_names(teacher) -> None:
+    """By which their figures are kept."""
+    names = set()
+    for layers in ("all", [0], [1]):
+        student = convert(teacher, **{**HYBRID, "layers": layers})
+        found = windows_of_same_bytes(teacher, student, 64)
+        assert [window.name for window in found] == [w.name for w in windows_of_same_bytes(teacher, student, 64)]
+        names |= {window.name for window in found}
+    assert len(names) == 6
+
+
 def test_layers_with_settings_of_their_own(teacher) -> None:
     """One window for all of them, of the bytes of all together."""
     settings = [
