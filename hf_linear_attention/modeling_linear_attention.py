@@ -24,8 +24,8 @@ import transformers
 from torch import nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 
-from .alibi_attention import adapter_of
 from .architectures import OWN_SOFTMAX
+from .architectures import adapter_of
 from .architectures import attention_modules
 from .architectures import has_own_dispatch
 from .architectures import is_causal_attention
