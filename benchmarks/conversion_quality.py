@@ -12,19 +12,21 @@ Each recipe is a preset of training/presets. `--settings` are settings of `linea
 (such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
 a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
 `stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
-run in `--work_dir` is known by its name and not repeated. Every student is measured by `training/retention.py`; the
-bytes are those of the decoding state per sequence.
+run in `--work_dir` is known by its name and not repeated. Every student is measured as `convert_checkpoint.py
+--evaluate` does; the bytes are those of the decoding state per sequence. Beside every student stand windows of the same
+bytes, untrained and healed with the stages and tokens of its recipe (`--controls`), each made once per size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,19 +41,27 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import argument_parser, save_results, table, write
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
-from hf_linear_attention.conversion.plan import state_bytes
-from hf_linear_attention.conversion.quality import HeldOut
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, data_recipe
+from hf_linear_attention.conversion.controls import SameBytes, model_state_bytes
+from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison
+from hf_linear_attention.conversion.healed_control import save_window
+from hf_linear_attention.conversion.language_figures import (
+    Cached,
+    Controls,
+    HeldOutText,
+    better_window,
+    language_figures,
+    possible_controls,
+)
+from hf_linear_attention.conversion.quality import HeldOut, finite, read_text
 from hf_linear_attention.conversion.quality import measure as measure_folder
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.mechanisms import MECHANISMS
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
-from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.data.rows import load_rows
-from hf_linear_attention.training.evaluation.retention import compare
+from hf_linear_attention.training.evaluation.position_figures import running_text
 from hf_linear_attention.training.models import AUTO_CLASSES
-from hf_linear_attention.training.presets.preset import STAGES, Preset, load_preset
+from hf_linear_attention.training.presets.preset import STAGES, Preset, fit_to, load_preset
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import DataArguments
 from hf_linear_attention.training.recipe_parser import parse
@@ -115,7 +124,12 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
         torch.manual_seed(seed)
         convert(teacher, **settings).save_pretrained(converted)
         AutoTokenizer.from_pretrained(arguments.teacher).save_pretrained(converted)
-    preset = preset_of(recipe, arguments.task)
+    heal(arguments, preset_of(recipe, arguments.task), converted, folder, seed)
+    return folder
+
+
+def heal(arguments: Namespace, preset: Preset, converted: Path, folder: Path, seed: int) -> None:
+    """Train the model in `converted` by the stages of a preset into `folder`, or go on with that."""
     is_causal = arguments.task == "causal_lm"
     steps = max(1, arguments.tokens // 10 // arguments.tokens_per_step)
     given = {
@@ -136,7 +150,6 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
         "resume_from_checkpoint": "latest",
     }
     run_stages(preset, {name: value for name, value in given.items() if value is not None}, parse, run)
-    return folder
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
@@ -160,24 +173,60 @@ def minutes(folder: Path) -> float:
     return total
 
 
-def held_out(arguments: Namespace, max_length: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Protocol S (training/packing.py) over the first `max_eval_chars` characters."""
-    tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
-    text = Path(arguments.validation_file).read_text(encoding="utf-8")[: arguments.max_eval_chars]
-    tokens = np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    stream = Stream(StreamWindows(tokens, max_length, tokenizer.bos_token_id), 0, shuffle=False)
-    return iter(loader(stream, EvaluationBatches(len(stream), 4, 0, 1), tokenizer.eos_token_id or 0))
+def held_out(arguments: Namespace) -> HeldOutText:
+    """Protocol S (training/data/packing.py) over the first `max_eval_chars` characters."""
+    files = {"train_file": arguments.train_file, "validation_file": arguments.validation_file}
+    sizes = {"max_eval_chars": arguments.max_eval_chars, "max_length": arguments.max_length or None}
+    recipe = data_recipe(arguments.teacher, "causal_lm", None, False, **files, **sizes)
+    return read_text(recipe, arguments.max_eval_length)
 
 
-def measure(arguments: Namespace, folder: Path) -> dict[str, Any]:
+def kept_nats(arguments: Namespace, text: HeldOutText) -> Cached:
+    """What `language_figures` calls to keep the nats of untrained windows in `work_dir`, by teacher, text and size."""
+    facts = [running_text(text.examples).tobytes(), str(text.max_length).encode()]
+    digest = hashlib.sha256(b" ".join([*facts, arguments.teacher.encode()])).hexdigest()[:12]
+
+    def kept(name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        path = arguments.work_dir / "nats" / f"{Path(arguments.teacher).name}-{name}-{digest}.pt"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(compute(), path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").replace(path)
+        return torch.load(path, weights_only=True)
+
+    return kept
+
+
+def healed_window(arguments: Namespace, recipe: Recipe, seed: int, teacher: Any, window: SameBytes) -> Any:
+    """The window after the stages of a recipe that can train it; a killed or finished run goes on."""
+    preset = fit_to(preset_of(recipe), teacher)
+    stages = hashlib.sha256(repr(preset.stages).encode()).hexdigest()[:8]
+    name = f"{Path(arguments.teacher).name}-{window.name}-{stages}-{arguments.tokens}-{seed}"
+    folder = arguments.work_dir / "controls" / name
+    converted = folder.with_name(name + "-converted")
+    if not converted.is_dir():
+        with staging(converted) as unfinished:
+            save_window(teacher, window, Path(arguments.teacher), unfinished)
+    heal(arguments, preset, converted, folder, seed)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def measure(arguments: Namespace, recipe: Recipe, folder: Path, seed: int) -> dict[str, Any]:
     if arguments.task == "embedding":
         return measure_embeddings(arguments, folder)
     teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher).eval()
     student = AutoModelForCausalLM.from_pretrained(folder).eval()
-    modules = linear_attention_modules(student).values()
-    figures = compare(teacher, student, held_out(arguments, arguments.max_length or _context(teacher)))
+    text = held_out(arguments)
+    kept = kept_nats(arguments, text)
+    controls = Controls([], left_out="`--controls none` was given")
+    if arguments.controls != "none":
+        controls = possible_controls(teacher, student, text)
+    if arguments.controls == "healed" and controls.windows:
+        window, _ = better_window(teacher, controls.windows, text.batches(), kept)
+        controls = dataclasses.replace(controls, healed=healed_window(arguments, recipe, seed, teacher, window))
+    figures = language_figures(teacher, student, text, controls, kept)
     trained = student.num_parameters() - teacher.num_parameters()
-    return {**figures, "state_bytes": sum(state_bytes(m) or 0 for m in modules), "new_parameters": trained}
+    return finite({**figures, "state_bytes": model_state_bytes(student), "new_parameters": trained})
 
 
 def measure_embeddings(arguments: Namespace, folder: Path) -> dict[str, Any]:
@@ -210,36 +259,33 @@ def report_embeddings(figures: dict[str, Any]) -> str:
     )
 
 
-def _context(model) -> int:
-    return model.config.max_position_embeddings
+NAMES = (
+    *("teacher", "window_alone", "same_bytes", "healed", "student", "gap", "gap_closed", "linear_share", "agreement"),
+    *("kl", "minutes"),
+)
 
 
 def report(figures: dict[str, Any]) -> str:
-    names = ("teacher", "window_alone", "student", "gap", "gap_closed", "linear_share", "agreement", "kl", "minutes")
-    rows = []
+    rows, tables = [], []
     for name, content in figures["recipes"].items():
         runs = content["runs"]
-        means = [statistics.mean(run[key] for run in runs) if key in runs[0] else None for key in names]
         spread = max(run["student"] for run in runs) - min(run["student"] for run in runs)
         sizes = [f"{runs[0][key]:,}" for key in ("state_bytes", "new_parameters")]
-        rows.append([name, *means, f"{spread:.4f}", *sizes])
-    header = ["recipe", *(key.replace("_", " ") for key in names), "spread", "state bytes", "new parameters"]
-    positions = next(iter(figures["recipes"].values()))["runs"][0]["by_position"]
-    by_position = [
-        [
-            f"{part['from']}-{part['to']}",
-            *(
-                content["runs"][0]["by_position"][number]["student"] - part["teacher"]
-                for content in figures["recipes"].values()
-            ),
-        ]
-        for number, part in enumerate(positions)
-    ]
+        rows.append([name, *(mean_of(runs, key) for key in NAMES), f"{spread:.4f}", *sizes])
+        compared = comparison(runs[0])
+        notes = "\n".join(compared["notes"])
+        tables.append(f"{name}, first seed\n\n{table(compared['header'], compared['rows'])}\n\n{notes}")
+    header = ["recipe", *(key.replace("_", " ") for key in NAMES), "spread", "state bytes", "new parameters"]
     return (
         f"{figures['teacher']}: nats per token, {figures['tokens']:,} tokens of training, "
-        f"{figures['seeds']} seed(s)\n\n{table(header, rows)}\n\nGap by position, first seed\n\n"
-        f"{table(['position', *figures['recipes']], by_position)}"
+        f"{figures['seeds']} seed(s)\n\n{table(header, rows)}\n\n" + "\n\n".join(tables)
     )
+
+
+def mean_of(runs: list[dict[str, Any]], key: str) -> float | None:
+    """None where one of the runs has no such figure."""
+    values = [run.get(key) for run in runs]
+    return None if None in values else statistics.mean(values)
 
 
 def plot(plt, figures):
@@ -251,12 +297,11 @@ def plot(plt, figures):
             tokens, nats = zip(*points)
             gaps = [value - content["runs"][index]["teacher"] for value in nats]
             axis.plot(tokens, gaps, "o-", markersize=3, color=f"C{number}", alpha=0.8, label=None if index else name)
-    alone = next(
-        (c["runs"][0]["window_alone"] for c in figures["recipes"].values() if "window_alone" in c["runs"][0]), None
-    )
-    if alone is not None:
-        teacher = next(iter(figures["recipes"].values()))["runs"][0]["teacher"]
-        axis.axhline(alone - teacher, color="black", linestyle="--", linewidth=1, label="window alone, untrained")
+    first = next(iter(figures["recipes"].values()))["runs"][0]
+    for name, style in (("window_alone", ":"), ("same_bytes", "--"), ("healed", "-.")):
+        if first.get(name) is not None:
+            gap = first[name] - first["teacher"]
+            axis.axhline(gap, color="black", linestyle=style, linewidth=1, label=COLUMNS[name])
     axis.set(xlabel="training tokens", ylabel="nats per token above the teacher", title=figures["teacher"])
     axis.set_ylim(bottom=0)
     axis.legend()
@@ -285,6 +330,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens_per_step", type=int, default=1024)
     parser.add_argument("--max_length", type=int, default=512)
     parser.add_argument("--max_eval_chars", type=int, default=50_000)
+    parser.add_argument("--max_eval_length", type=int, default=16_384, help="longest windows of figures by position")
+    parser.add_argument("--controls", choices=("none", "untrained", "healed"), default="healed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/conversion_quality"))
     arguments = parser.parse_args(argv)
@@ -309,7 +356,10 @@ def main(argv: list[str] | None = None) -> None:
         folders = [train(arguments, recipe, seed) for seed in arguments.seeds]
         figures["recipes"][recipe.name] = {
             **dataclasses.asdict(recipe),
-            "runs": [{**measure(arguments, folder), "minutes": minutes(folder)} for folder in folders],
+            "runs": [
+                {**measure(arguments, recipe, folder, seed), "minutes": minutes(folder)}
+                for folder, seed in zip(folders, arguments.seeds)
+            ],
             **({"curves": [curve(folder) for folder in folders]} if is_causal else {}),
         }
         write((report if is_causal else report_embeddings)(figures) + "\n")

@@ -20,16 +20,18 @@ from hf_linear_attention.training.presets.preset import Preset, fit_to, load_pre
 from hf_linear_attention.training.recipe_parser import parse_preset
 
 
-CONVERTED, TRAINED = "converted", "trained"  # inside the work folder
+CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the work folder
 
 
 @dataclass(frozen=True)
 class Training:
-    """What `training.stages.run_stages` takes. `given`: options of `training/finetune.py` for all stages."""
+    """What `training.stages.run_stages` takes. `given`: options of `training/finetune.py` for all stages.
+    `heals_control`: whether the window of the same bytes is trained too."""
 
     preset: Preset
     given: dict[str, Any]
     output_dir: Path
+    heals_control: bool = False
 
     @property
     def work(self) -> Path:
@@ -48,6 +50,18 @@ def check_training_options(arguments: ConversionArguments) -> None:
         problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
     if arguments.preset is not None and arguments.output_dir is None and not arguments.dry_run:
         problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
+    if problems:
+        raise UsageError(*problems)
+
+
+def check_task_options(arguments: ConversionArguments, task: str) -> None:
+    """Raises `UsageError` for options that do nothing for a model of this task."""
+    tasks = {name: CONVERSION_FACTS[name].tasks for name in sorted(changed_options(arguments))}
+    problems = [
+        f"`--{name}` is for {', '.join(able)} alone, and this model is for {task}; leave it out"
+        for name, able in tasks.items()
+        if able and task not in able
+    ]
     if problems:
         raise UsageError(*problems)
 
@@ -81,13 +95,14 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         if plan.head.task != "embedding":
             raise UsageError("`--pairs_file` is for embedding models; leave it out")
         check_pairs_file(arguments.pairs_file)
+    check_task_options(arguments, str(plan.head.task))
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
     parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:
         raise RuntimeError("the preset is named above")
     preset, given = parsed
     preset = fit_to(preset, _empty(plan))
-    return Training(preset, {"max_train_tokens": preset.tokens, **given}, output)
+    return Training(preset, {"max_train_tokens": preset.tokens, **given}, output, arguments.controls == "healed")
 
 
 def _empty(plan: Plan) -> PreTrainedModel:
@@ -133,4 +148,6 @@ def describe_stages(training: Training) -> list[str]:
     for number, stage in enumerate(stages, 1):
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
         lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {tokens * stage.share:,.0f} tokens; {options}")
+    if training.heals_control:
+        lines.append(f"  control     a window of the same bytes, trained on {tokens:,} tokens too")
     return lines

@@ -3,6 +3,7 @@
 OUT.unfinished/request.json   what was asked for; another request does not go on here
 OUT.unfinished/converted/     complete as soon as it exists
 OUT.unfinished/trained/       stages and checkpoints of `training`; the last stage writes into the folder itself
+OUT.unfinished/control/       with `--controls healed` the same two folders of the window of the same bytes
 OUT.unfinished/final/         what becomes OUT; complete as soon as it exists
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
-from hf_linear_attention.conversion.preset_plan import CONVERTED, TRAINED, Training
+from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.report import describe_result
-from hf_linear_attention.conversion.request import CONVERSION_FACTS
+from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
 from hf_linear_attention.training.checkpoints.checkpointing import list_checkpoints
 from hf_linear_attention.training.presets.preset import STAGES, stages_of
@@ -74,7 +75,8 @@ def _open(conversion: Conversion, training: Training) -> None:
         path = work / REQUEST
         if not path.is_file():
             raise UsageError(f"{work} is in the way, and not from an unfinished run; move it")
-        before = json.loads(path.read_text(encoding="utf-8"))
+        defaults = {entry.name: entry.default for entry in fields(ConversionArguments)}  # of options that are newer
+        before = {**defaults, **json.loads(path.read_text(encoding="utf-8"))}
         changed = [
             f"{name}: {before.get(name)} -> {request[name]}"
             for name in request
@@ -141,6 +143,11 @@ def _train(conversion: Conversion, training: Training) -> None:
     datasets.disable_progress_bars()  # one bar: the training's
     with to_stderr("hf_linear_attention.training"):
         run_stages(training.preset, training.given, parse, run_and_tidy)
+        data = held_out(conversion.request.arguments)
+        if training.heals_control and data is not None:
+            from hf_linear_attention.conversion.healed_control import heal_control
+
+            heal_control(conversion.source, training, data, run_and_tidy)
 
 
 def _finish(conversion: Conversion, training: Training) -> None:
@@ -153,7 +160,10 @@ def _finish(conversion: Conversion, training: Training) -> None:
         _name_runs(folder, training)
         _cast(conversion, folder, training.work / CONVERTED)
         share_permissions(folder)
-        quality = measure(folder, conversion.source, task, data) if data is not None and task in TASKS else None
+        quality = None
+        if data is not None and task in TASKS:
+            control = training.work / CONTROL / TRAINED
+            quality = measure(folder, conversion.source, task, data, control if control.is_dir() else None)
         record(folder, conversion.source, quality, training.output_dir.name)
 
 

@@ -1,4 +1,4 @@
-"""How much of the original a converted model has kept on held-out text, by the figures of `training/retention.py`."""
+"""How much of the original a converted model has kept on held-out text, by the figures of `training/evaluation`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -17,12 +18,13 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import head_of
 from hf_linear_attention._common.model_card import (
     REPORT,
-    format_value,
     training_facts,
     training_history,
     write_model_card,
 )
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
+from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
+from hf_linear_attention.conversion.preset_plan import check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
@@ -34,39 +36,33 @@ logger = logging.getLogger(__name__)
 
 
 TASKS = ("causal_lm", "embedding")
-LABELS = {
-    "teacher": "nats per token, the original",
-    "student": "nats per token",
-    "gap": "gap to the original, nats per token",
-    "window_alone": "nats per token, untrained window and sinks alone",
-    "without_far": "nats per token, linear part switched off",
-    "gap_closed": "gap of the window alone that is closed",
-    "linear_share": "that gap beyond 4 windows, share of the linear part",
-    "agreement": "same top token",
-    "kl": "KL(original, this model), nats per token",
-    "cosine": "cosine of embeddings",
-    "cosine_min": "cosine of embeddings, lowest",
-    "same_neighbour": "same nearest neighbour",
-    "spearman_teacher": "Spearman's correlation with the pairs' scores, the original",
-    "spearman": "Spearman's correlation with the pairs' scores",
-}
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A validation file and how much of it to use; for embedding models, scored pairs of texts."""
+    """A validation file and how much of it to use; for embedding models, scored pairs of texts; for language models the
+    longest windows, the file that was trained on and whether there are controls."""
 
     path: str
     max_tokens: int
     trust_remote_code: bool
     pairs: str | None = None
+    max_length: int = 16_384
+    train_file: str | None = None
+    controls: str = "untrained"
 
 
 def held_out(arguments: ConversionArguments) -> HeldOut | None:
     if arguments.validation_file is None:
         return None
     return HeldOut(
-        arguments.validation_file, arguments.max_eval_tokens, arguments.trust_remote_code, arguments.pairs_file
+        arguments.validation_file,
+        arguments.max_eval_tokens,
+        arguments.trust_remote_code,
+        arguments.pairs_file,
+        arguments.max_eval_length,
+        arguments.train_file,
+        arguments.controls,
     )
 
 
@@ -90,10 +86,15 @@ def evaluate(request: Request) -> str:
     check_text_file("validation_file", data.path)
     if data.pairs is not None:
         check_pairs_file(data.pairs)
+    if data.train_file is not None:
+        check_text_file("train_file", data.train_file)
+    if data.controls == "healed":
+        raise UsageError("`--controls healed` trains a window as `--preset` does; `--evaluate` trains nothing")
     folder = Path(arguments.output_dir).expanduser().resolve()
     task = _task_of(folder)
     if data.pairs is not None and task != "embedding":
         raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
+    check_task_options(arguments, task)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     quality = measure(folder, source, task, data)
     record(folder, source, quality, folder.name)
@@ -112,36 +113,86 @@ def _task_of(folder: Path) -> str:
     return str(task)
 
 
-def measure(folder: Path, source: Source, task: str, data: HeldOut) -> dict[str, Any]:
-    """The figures of `training.retention` for the model in `folder`, None where one means nothing for it.
+def measure(folder: Path, source: Source, task: str, data: HeldOut, healed: Path | None = None) -> dict[str, Any]:
+    """The figures of `training.evaluation` for the model in `folder`, None where one means nothing for it.
 
     Everything is computed in float32, from the weights as they lie there.
-    """
-    # Here and not at the top: it imports `datasets`, which most conversions do without.
-    from hf_linear_attention.training.evaluation.retention import compare, compare_embeddings, compare_pairs, embed
 
-    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
-    recipe, batches = _recipe_and_batches(folder, source, task, data.trust_remote_code, files)
+    Args:
+        healed: the folder of the trained control of a language model.
+    """
+    logger.info("measuring on %s", data.path)
+    measured = _measure_language if task == "causal_lm" else _measure_embeddings
+    with torch.no_grad():
+        figures = measured(folder, source, data, *((healed,) if task == "causal_lm" else ()))
+    return {"validation_file": Path(data.path).name, "max_tokens": data.max_tokens, **finite(figures)}
+
+
+def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path | None) -> dict[str, Any]:
+    # Here and not at the top: it imports `datasets`, which most conversions do without.
+    from hf_linear_attention.conversion.language_figures import Controls, language_figures, possible_controls
+
+    recipe, text = held_out_text(folder, source, data)
+    student, teacher = load_models(recipe, folder)
+    controls = Controls([], left_out="`--controls none` was given")
+    if data.controls != "none":
+        controls = possible_controls(teacher, student, text)
+    if healed is not None and controls.windows:
+        controls = replace(controls, healed=load_student(recipe, str(healed), None).to(student.device).eval())
+    figures = language_figures(teacher, student, text, controls)
+    if controls.healed is not None:
+        figures["control"]["healed_tokens"] = sum(run["training"]["tokens"] for run in training_history(str(healed)))
+    return figures
+
+
+def held_out_text(folder: Path, source: Source, data: HeldOut) -> tuple[Any, Any]:
+    """The recipe of `training` that reads it for the model in `folder`, and the text as `language_figures` takes it."""
+    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens, "train_file": data.train_file}
+    recipe = data_recipe(str(folder), "causal_lm", source.loadable, data.trust_remote_code, **files)
+    return recipe, read_text(recipe, data.max_length)
+
+
+def read_text(recipe: Any, max_eval_length: int) -> Any:
+    """The validation and training files of a recipe, as `language_figures` takes them."""
+    from hf_linear_attention.conversion.language_figures import HeldOutText
+    from hf_linear_attention.training.data.processors import load_config, sequence_length
+    from hf_linear_attention.training.data.splits import load_data
+
+    tokenizer = load_tokenizer(recipe)
+    splits: Any = load_data(recipe, tokenizer)
+    training = None if splits.train is None else np.split(splits.train.stream, splits.train.documents[1:])
+    length = sequence_length(recipe, tokenizer, load_config(recipe))
+    return HeldOutText(
+        splits.validation, length, tokenizer.bos_token_id, pad_token_id(tokenizer), max_eval_length, training
+    )
+
+
+def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
+    """Student and teacher, ready to be measured."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     student: Any = load_student(recipe, str(folder), None)
     teacher: Any = load_teacher(recipe, student, False)
-    student, teacher = (model.to(device).eval() for model in (student, teacher))
-    logger.info("measuring on %s", data.path)
-    if task == "causal_lm":
-        figures = compare(teacher, student, batches)
-    else:
-        figures = compare_embeddings(*(embed(model, batches) for model in (student, teacher)))
-        if data.pairs is not None:
-            files = {"validation_file": data.pairs, **PAIR_COLUMNS}
-            _, batches = _recipe_and_batches(folder, source, task, data.trust_remote_code, files)
-            figures |= compare_pairs(student, teacher, batches)
-    return {"validation_file": Path(data.path).name, "max_tokens": data.max_tokens, **_finite(figures)}
+    return student.to(device).eval(), teacher.to(device).eval()
 
 
-def _recipe_and_batches(folder: Path, source: Source, task: str, trust_remote_code: bool, files: dict[str, Any]):
-    from hf_linear_attention.training.data.splits import load_data  # imports `datasets`
+def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str, Any]:
+    from hf_linear_attention.training.evaluation.retention import compare_embeddings, compare_pairs, embed
 
-    recipe = data_recipe(str(folder), task, source.loadable, trust_remote_code, **files)
+    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
+    recipe, batches = _recipe_and_batches(folder, source, data.trust_remote_code, files)
+    student, teacher = load_models(recipe, folder)
+    figures = compare_embeddings(*(embed(model, batches) for model in (student, teacher)))
+    if data.pairs is not None:
+        files = {"validation_file": data.pairs, **PAIR_COLUMNS}
+        _, batches = _recipe_and_batches(folder, source, data.trust_remote_code, files)
+        figures |= compare_pairs(student, teacher, batches)
+    return figures
+
+
+def _recipe_and_batches(folder: Path, source: Source, trust_remote_code: bool, files: dict[str, Any]):
+    from hf_linear_attention.training.data.splits import load_data
+
+    recipe = data_recipe(str(folder), "embedding", source.loadable, trust_remote_code, **files)
     tokenizer = load_tokenizer(recipe)
     examples: Any = load_data(recipe, tokenizer).validation
     plan = EvaluationBatches(len(examples), recipe.optimization.per_device_eval_batch_size, 0, 1)
@@ -149,12 +200,12 @@ def _recipe_and_batches(folder: Path, source: Source, task: str, trust_remote_co
     return recipe, tqdm(batches, desc="measuring")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON knows no NaN."""
     if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -169,22 +220,7 @@ def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     facts = {"metrics": {}, **training_facts(training_history(str(folder)))}
     facts["metrics"] = {**facts["metrics"], **quality_rows(quality or {})}
+    facts |= {"comparison": comparison(quality or {})}
     facts |= {"base_model": source.name, "settings": config["linear_attention"]}
     write_model_card(folder, facts, name=name)
     return report
-
-
-def quality_rows(quality: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures under their names, as model card and terminal show them."""
-    rows = {text: quality[name] for name, text in LABELS.items() if quality.get(name) is not None}
-    for part in quality.get("by_position", ()):
-        if part["student"] is not None:
-            rows[f"gap at positions {part['from']} to {part['to'] - 1}"] = part["student"] - part["teacher"]
-    return rows
-
-
-def describe_quality(quality: Mapping[str, Any]) -> str:
-    rows = quality_rows(quality)
-    width = max(map(len, rows))
-    lines = [f"On {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most):"]
-    return "\n".join([*lines, *(f"  {name:<{width}}  {format_value(value)}" for name, value in rows.items())])

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_of
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import COUNT, OnResume, facts_of, option, out_of_bounds
+from hf_linear_attention._common.options import COUNT, Bounds, OnResume, facts_of, option, out_of_bounds
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
 from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -62,9 +62,11 @@ class ConversionArguments:
         None,
     )
     train_file: str | None = option(
-        "text to train on with --preset: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)",
+        "text to train on with --preset, or that was trained on with --evaluate (figures of recall count in it what is "
+        "rare): .txt, .jsonl, .csv, .tsv or .parquet (column `text`)",
         None,
-        needs=("preset",),
+        needs=("preset", "evaluate"),
+        for_evaluation=True,
         is_path=True,
     )
     validation_file: str | None = option(
@@ -90,6 +92,24 @@ class ConversionArguments:
         50_000,
         bounds=COUNT,
         needs=("validation_file",),
+        for_evaluation=True,
+    )
+    max_eval_length: int = option(
+        "figures of a language model by position go up to 8 times its trained length, this, and what its positions and "
+        "--validation_file have at most",
+        16_384,
+        bounds=Bounds(least=16),
+        needs=("validation_file",),
+        tasks=("causal_lm",),
+        for_evaluation=True,
+    )
+    controls: str = option(
+        "what a language model is compared with besides its original: untrained, a window of the bytes of its state; "
+        "healed, also that window after the same training, which takes as long again (with --preset); none",
+        "untrained",
+        ("none", "untrained", "healed"),
+        needs=("validation_file",),
+        tasks=("causal_lm",),
         for_evaluation=True,
     )
     checkpointing_steps: int = option(

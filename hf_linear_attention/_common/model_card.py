@@ -31,8 +31,9 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     Args:
         output_dir: the folder.
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
-        (recipe), `earlier_training` (recipes of the earlier runs, oldest first), `metrics` and `dataset` (str). Every
-        figure in the card comes from here, or from conversion_report.json if there is no `conversion`.
+        (recipe), `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
+        texts: `header`, `rows` and `notes`) and `dataset` (str). Every figure in the card comes from here, or from
+        conversion_report.json if there is no `conversion`.
         name: the title; by default the folder's name.
 
     Raises:
@@ -77,6 +78,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         training=_rows(facts.get("training") or {}),
         earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
         metrics=_rows(facts.get("metrics") or {}),
+        comparison=facts.get("comparison"),
         dataset=facts.get("dataset"),
         plot=PLOT if (folder / PLOT).is_file() else None,
     )

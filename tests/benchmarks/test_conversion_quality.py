@@ -55,11 +55,20 @@ def test_language_models(benchmark, files, tmp_path, capsys):
         found["default"]["runs"][0]
     )
     assert found["default"]["curves"][0][0][0] == 0
+    figures, kept = found["default"]["runs"][0], tmp_path / "work"
+    assert {"same_bytes", "healed"} <= set(figures)
+    assert figures["control"]["state_bytes"] <= figures["state_bytes"]
+    assert len(list((kept / "controls").iterdir())) == 2  # one window, converted and healed
+    made = {
+        path: path.stat().st_mtime_ns for name in ("nats", "controls") for path in (kept / name).rglob("*.[ps][ta]*")
+    }
+    assert len(made) > 4
     before = (tmp_path / "work" / "llama-default-2000-0" / "model.safetensors").stat().st_mtime_ns
     again = run(benchmark, tmp_path, *data, "--recipes", "default")
     assert again["default"]["runs"] == found["default"]["runs"]
     assert (tmp_path / "work" / "llama-default-2000-0" / "model.safetensors").stat().st_mtime_ns == before
-    assert "gap closed" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    assert "window of the same bytes" in capsys.readouterr().out
 
 
 def test_embedding_models(benchmark, files, tmp_path, capsys):

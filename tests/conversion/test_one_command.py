@@ -184,7 +184,7 @@ def test_evaluate_gives_the_same_figures(whole, llama, texts, tmp_path):
     (out / "conversion_report.json").write_text(json.dumps({**report, "quality": None}))
     (out / "README.md").unlink()
     command = ("--model_name_or_path", llama, "--output_dir", out, "--evaluate", "--validation_file")
-    code, text, err = run(*command, texts / "valid.txt")
+    code, text, err = run(*command, texts / "valid.txt", "--train_file", texts / "train.txt")
     assert code == 0, err
     assert report_of(out) == report
     assert (out / "README.md").read_text() == (whole / "README.md").read_text()

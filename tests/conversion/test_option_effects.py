@@ -74,6 +74,8 @@ def second(folder: Path) -> Options:
         "pairs_file": folder / "pairs.tsv",
         "tokens": "3k",
         "max_eval_tokens": 60,
+        "max_eval_length": 40,
+        "controls": "none",
         "checkpointing_steps": 7,
         "model_class": "LlamaModel",
     }
@@ -92,7 +94,7 @@ def beside(folder: Path) -> dict[str, Options]:
         "preset": {**preset, "preset": None},
         **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "validation_file"), preset),
         "pairs_file": {**measured, "model_name_or_path": folder / "embedding"},
-        "max_eval_tokens": measured,
+        **dict.fromkeys(("max_eval_tokens", "max_eval_length", "controls"), measured),
         "evaluate": {**measured, "evaluate": None},
         "overwrite": {"converted": True},
         "allow_pickle": {"model_name_or_path": folder / "pickled"},

@@ -1,7 +1,7 @@
 """How much of the original a converted language model has kept, token by token on held-out text.
 
     gap            nats per token of the student above the teacher
-    window alone   window and sinks with the weights of the teacher: what a `hybrid` costs without a linear part
+    window alone   the student's window and sinks with the weights of the teacher: a `hybrid` without a linear part
     without far    the trained student with its linear part switched off: what that part is worth to it
     agreement      share of tokens whose most likely successor is the teacher's
     kl             KL(teacher || student)
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
-from hf_linear_attention.configuration_linear_attention import entries_of
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, entries_of
+from hf_linear_attention.mechanism_window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED
@@ -51,11 +52,18 @@ class TokenFigures:
         for name, value in figures.items():
             self.values.setdefault(name, []).append(value[scored].double().cpu())
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def column(self, name: str) -> Tensor:
+        """One figure of all tokens, `[tokens]` float64."""
+        return torch.cat(self.values[name])
+
     def means(self, first: int = 0, last: int | None = None) -> dict[str, float]:
         """Mean of every figure over the tokens at the positions first .. last - 1."""
         position = torch.cat(self.position)
         chosen = (position >= first) & (position < (math.inf if last is None else last))
-        return {name: torch.cat(parts)[chosen].mean().item() for name, parts in self.values.items()}
+        return {name: self.column(name)[chosen].mean().item() for name in self.values}
 
     def by_position(self) -> list[dict[str, Any]]:
         """Means between powers of two."""
@@ -77,13 +85,41 @@ def without_far(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             mechanism.uses_far = True
 
 
+Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # `config.linear_attention`
+
+
+def window_settings(settings: Settings, **changes: int | None) -> Any:
+    """What makes a `window` in the same layers, one entry for each of `settings`; `changes` of its own options win."""
+    names = (*COMMON_SETTINGS, *WindowAttention.options)
+    own = [
+        {"mechanism": "window", **{name: entry[name] for name in names if name in entry}, **changes}
+        for entry in entries_of(settings)
+    ]
+    return own[0] if isinstance(settings, Mapping) else own
+
+
+def is_hybrid(settings: Settings) -> bool:
+    """Whether all converted layers have a window of their own and a linear part."""
+    return all(entry["mechanism"] == "hybrid" for entry in entries_of(settings))
+
+
 @torch.no_grad()
-def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, Any]:
-    """Figures of a causal language model against its teacher on batches with labels (`training.data`)."""
+def nats_of(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
+    """Nats of every target, `[targets]` float64, in the order of `TokenFigures`."""
+    parts = []
+    for batch in batches:
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        labels = aligned_labels(batch, "causal_lm")
+        nats = _nats(run_model(model, batch, None).logits.float(), labels)
+        parts.append(nats[labels != IGNORED].double().cpu())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[Batch]) -> TokenFigures:
+    """Figures of every token of batches with labels (`training.data`); of a `hybrid` also those without its far part,
+    and those of its window alone. `batches` are gone through more than once."""
     settings = student.config.linear_attention
-    entries = entries_of(settings)
-    is_hybrid = all(entry["mechanism"] == "hybrid" for entry in entries)
-    start = convert(teacher, settings=settings) if is_hybrid else None
     figures = TokenFigures()
     for batch in batches:
         batch = {name: value.to(student.device) for name, value in batch.items()}
@@ -95,15 +131,27 @@ def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterabl
             "agreement": (yours.argmax(-1) == mine.argmax(-1)).double(),
             "kl": F.kl_div(mine.log_softmax(-1), yours.log_softmax(-1), log_target=True, reduction="none").sum(-1),
         }
-        if start is not None:
-            for name, model in (("window_alone", start), ("without_far", student)):
-                with without_far(model):
-                    row[name] = _nats(run_model(model, batch, None).logits.float(), labels)
+        if is_hybrid(settings):
+            with without_far(student):
+                row["without_far"] = _nats(run_model(student, batch, None).logits.float(), labels)
         figures.add(labels != IGNORED, **row)
+    if is_hybrid(settings):
+        figures.values["window_alone"] = [nats_of(convert(teacher, settings=window_settings(settings)), batches)]
+    return figures
+
+
+def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, Any]:
+    """Figures of a causal language model against its teacher on batches with labels (`training.data`)."""
+    return summary(score(teacher, student, batches), student.config.linear_attention)
+
+
+def summary(figures: TokenFigures, settings: Settings) -> dict[str, Any]:
+    """Means of what `score` returned for a student with these `settings`."""
     result: dict[str, Any] = {**figures.means(), "by_position": figures.by_position()}
     result["gap"] = result["student"] - result["teacher"]
-    if is_hybrid:
-        result |= _linear_part(result, figures.means(4 * max(entry["window_size"] for entry in entries)))
+    if "window_alone" in figures:
+        longest = max(entry["window_size"] for entry in entries_of(settings))
+        result |= _linear_part(result, figures.means(4 * longest))
     return result
 
 

@@ -137,15 +137,15 @@ def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Pa
 
 
 def fit_to(preset: Preset, model: nn.Module) -> Preset:
-    """The preset for a model: without attention transfer, whose tokens go to the other stages, where the mechanism has
-    no parameters that could learn from it (`nystrom`, `performer`)."""
+    """The preset for a model: where the mechanism has no parameters (`nystrom`, `performer`, `window`), without the
+    stages that would train nothing else, whose tokens go to the others."""
     if any(MECHANISM in name for name, _ in model.named_parameters()):
         return preset
-    stages = {task: _without_transfer(stages) for task, stages in preset.stages.items()}
+    stages = {task: _without_mechanism(stages) for task, stages in preset.stages.items()}
     return replace(preset, stages=stages)
 
 
-def _without_transfer(stages: list[Stage]) -> list[Stage]:
-    kept = [stage for stage in stages if not is_transfer(stage)]
+def _without_mechanism(stages: list[Stage]) -> list[Stage]:
+    kept = [stage for stage in stages if not is_transfer(stage) and stage.options.get("trainable") != "mechanism"]
     total = sum(stage.share for stage in kept)
     return [replace(stage, share=stage.share / total) for stage in kept]

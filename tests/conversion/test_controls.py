@@ -1,0 +1,254 @@
+"""The window of the same bytes: its size against the bytes of its state, its figures, and where there is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import convert_folder, run, save_twin
+from matrix import stock_model
+
+from hf_linear_attention import convert
+from hf_linear_attention.conversion.controls import model_state_bytes, windows_of_same_bytes
+from hf_linear_attention.conversion.figure_tables import comparison, describe_quality
+from hf_linear_attention.conversion.language_figures import (
+    Controls,
+    HeldOutText,
+    better_window,
+    language_figures,
+    possible_controls,
+)
+from hf_linear_attention.conversion.quality import finite
+from hf_linear_attention.training.data.packing import StreamWindows
+from hf_linear_attention.training.evaluation.retention import nats_of
+
+
+HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 8}
+TOKENS = np.random.default_rng(0).integers(5, 12, 700)
+
+
+def held_out(length: int = 400, training: bool = True) -> HeldOutText:
+    return HeldOutText(StreamWindows(TOKENS, 64, 1), 64, 1, 0, length, [TOKENS[:200]] if training else None)
+
+
+@pytest.fixture
+def teacher():
+    torch.manual_seed(0)
+    return stock_model("llama", "AutoModelForCausalLM")
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_features": 32}, {"layers": [0]}, {"window_size": 9, "num_sinks": 0}])
+def test_one_more_token_would_be_more_bytes(teacher, changes) -> None:
+    student = convert(teacher, **{**HYBRID, **changes})
+    budget = model_state_bytes(student)
+    found = windows_of_same_bytes(teacher, student, 64)
+    assert [window.num_sinks for window in found] == [0, 4]
+    for window in found:
+        assert model_state_bytes(convert(teacher, settings=window.settings)) == window.state_bytes <= budget
+        larger = {**window.settings, "window_size": window.window_size + 1}
+        assert model_state_bytes(convert(teacher, settings=larger)) > budget
+        assert window.settings["layers"] == student.config.linear_attention["layers"]
+        assert window.settings["trained_length"] == 64
+
+
+def test_windows_in_other_layers_have_other_names(teacher) -> None:
+    """By which their figures are kept."""
+    names = set()
+    for layers in ("all", [0], [1]):
+        student = convert(teacher, **{**HYBRID, "layers": layers})
+        found = windows_of_same_bytes(teacher, student, 64)
+        assert [window.name for window in found] == [w.name for w in windows_of_same_bytes(teacher, student, 64)]
+        names |= {window.name for window in found}
+    assert len(names) == 6
+
+
+def test_layers_with_settings_of_their_own(teacher) -> None:
+    """One window for all of them, of the bytes of all together."""
+    settings = [
+        {**HYBRID, "layers": [0]},
+        {"mechanism": "linear", "num_features": 24, "feature_map": "exp", "layers": [1]},
+    ]
+    student = convert(teacher, settings=settings)
+    for window in windows_of_same_bytes(teacher, student, 64):
+        assert [entry["layers"] for entry in window.settings] == [[0], [1]]
+        assert {entry["window_size"] for entry in window.settings} == {window.window_size}
+        assert window.state_bytes <= model_state_bytes(student)
+    figures = language_figures(teacher, student, held_out(), possible_controls(teacher, student, held_out()))
+    assert {"same_bytes"} <= figures.keys()
+    assert "window_alone" not in figures
+
+
+def test_bytes_are_those_of_the_state_after_many_tokens(teacher) -> None:
+    student = convert(teacher, **HYBRID)
+    cache = student(torch.full((1, 50), 7), use_cache=True).past_key_values
+    tensors = [tensor for layer in cache.layers for tensor in layer.state]
+    assert sum(x.numel() * x.element_size() for x in tensors) == model_state_bytes(student)
+
+
+def test_the_figures_of_the_control_are_those_of_the_converted_teacher(teacher) -> None:
+    student, text = convert(teacher, **HYBRID), held_out()
+    controls = possible_controls(teacher, student, text)
+    figures = language_figures(teacher, student, text, controls)
+    by_size = {
+        (w.window_size, w.num_sinks): nats_of(convert(teacher, settings=w.settings), text.batches())
+        for w in controls.windows
+    }
+    best = min(by_size, key=lambda size: by_size[size].mean())
+    control = figures["control"]
+    assert (control["window_size"], control["num_sinks"]) == best
+    assert figures["same_bytes"] == pytest.approx(by_size[best].mean().item())
+    closed = (figures["same_bytes"] - figures["student"]) / (figures["same_bytes"] - figures["teacher"])
+    assert figures["closed"] is None or figures["closed"] == pytest.approx(closed)
+    difference = figures["student_minus_same_bytes"]
+    assert difference["mean"] == pytest.approx(figures["student"] - figures["same_bytes"])
+    assert figures["targets"] == len(TOKENS)
+    assert control["nats"] == figures["same_bytes"] <= control["others"][0]["nats"]
+    positions = figures["positions"]
+    assert (positions["length"], positions["ended_by"], positions["windows"]) == (400, "`--max_eval_length`", 1)
+    assert [bucket["to"] for bucket in positions["buckets"]] == [8, 16, 32, 64, 128, 256, 400]
+    # inside its window a query sees all that the teacher sees
+    assert positions["buckets"][0]["same_bytes"] == pytest.approx(positions["buckets"][0]["teacher"], abs=1e-5)
+    assert positions["buckets"][0]["student_minus_window_alone"]["standard_error"] >= 0
+    assert [(part["from"], part["to"]) for part in figures["recall"]["buckets"]] == [(56, 64)]
+    assert figures["recall"]["counted_tokens"] == 200
+    assert [row["length"] for row in figures["generation"]] == [64, 256]
+
+
+def test_the_healed_column_is_that_of_the_model_given(teacher) -> None:
+    student, text = convert(teacher, **HYBRID), held_out()
+    controls = possible_controls(teacher, student, text)
+    window, _ = better_window(teacher, controls.windows, text.batches())
+    healed = convert(teacher, settings=window.settings)
+    with torch.no_grad():
+        healed.lm_head.weight *= 1.5
+    figures = language_figures(teacher, student, text, replace(controls, healed=healed))
+    assert figures["healed"] == pytest.approx(nats_of(healed, text.batches()).mean().item())
+    assert figures["healed"] != pytest.approx(figures["same_bytes"], abs=1e-3)
+    assert all({"healed", "student_minus_healed"} <= bucket.keys() for bucket in figures["positions"]["buckets"])
+
+
+def test_untrained_windows_are_computed_once_where_they_are_kept(teacher) -> None:
+    student, text = convert(teacher, **HYBRID), held_out()
+    kept, computed = {}, []
+
+    def cached(name, compute):
+        if name not in kept:
+            computed.append(name)
+            kept[name] = compute()
+        return kept[name]
+
+    controls = possible_controls(teacher, student, text)
+    first = language_figures(teacher, student, text, controls, cached)
+    assert len(computed) == 3  # both inside, the better one by position
+    assert language_figures(teacher, student, text, controls, cached) == first
+    assert len(computed) == 3
+
+
+def test_a_text_of_less_than_eight_windows_has_no_control(teacher) -> None:
+    text = held_out()
+    student = convert(teacher, **{**HYBRID, "window_size": 60})
+    controls = possible_controls(teacher, student, text)
+    assert controls.windows == []
+    assert "the text is read 400 tokens at a time: less than 8 windows" in controls.left_out
+    figures = language_figures(teacher, student, text, controls)
+    assert not {"same_bytes", "healed"} & figures.keys()
+    assert all("same_bytes" not in bucket for bucket in figures["positions"]["buckets"])
+    assert "There is no window of the same bytes: a window" in "\n".join(comparison(finite(figures))["notes"])
+
+
+def test_a_window_as_long_as_the_texts_inside_is_only_compared_beyond(teacher) -> None:
+    """Inside it would be the teacher itself."""
+    student, text = convert(teacher, **HYBRID), held_out()
+    text = replace(text, examples=StreamWindows(TOKENS, 8, 1), max_length=8)
+    controls = possible_controls(teacher, student, text)
+    assert controls.windows[0].window_size >= 8
+    figures = language_figures(teacher, student, text, controls)
+    assert "same_bytes" not in figures
+    assert "same_bytes" in figures["positions"]["buckets"][-1]
+
+
+def test_a_model_without_a_converted_layer_has_no_control(teacher) -> None:
+    student = convert(teacher, mechanism="linear", layers="none")
+    controls = possible_controls(teacher, student, held_out())
+    assert "no state" in controls.left_out
+    figures = language_figures(teacher, student, held_out(), controls)
+    assert figures["gap"] == 0
+    assert all(row["agreement_length"] == row["greedy"] for row in figures["generation"])
+
+
+def test_without_training_text_there_is_no_recall(teacher) -> None:
+    student = convert(teacher, **HYBRID)
+    figures = language_figures(teacher, student, held_out(training=False), Controls([], left_out="none wanted"))
+    assert "give a `--train_file`" in figures["recall"]["left_out"]
+    notes = "\n".join(comparison(finite(figures))["notes"])
+    assert "There are no figures of recall" in notes
+    assert "none wanted" in notes
+
+
+def test_tables_show_what_there_is(teacher) -> None:
+    student, text = convert(teacher, **HYBRID), held_out()
+    figures = finite(language_figures(teacher, student, text, possible_controls(teacher, student, text)))
+    table = comparison(figures)
+    assert "the same, healed" not in table["header"]
+    for column in ("original", "this model", "its window alone", "window of the same bytes"):
+        assert column in table["header"]
+    last = figures["positions"]["buckets"][-1]
+    row = next(row for row in table["rows"] if row[0] == "positions 256 to 399")
+    assert row[table["header"].index("this model")] == f"{last['student']:.4f}"
+    difference = last["student_minus_same_bytes"]
+    gain = row[table["header"].index("less than the same bytes")]
+    assert gain == f"{-difference['mean']:.3f} ± {difference['standard_error']:.3f}"
+    text = describe_quality({**figures, "validation_file": "x.txt", "max_tokens": 10})
+    assert "window of the same bytes" in text
+    assert "nats of the original on its own samples, at length 64" in text
+
+
+def test_a_text_that_is_not_recorded_by_position_has_no_table() -> None:
+    assert comparison({"cosine": 1.0}) is None
+
+
+@pytest.fixture
+def converted(llama, tmp_path):
+    convert_folder(llama, tmp_path / "out", "--attention", "hybrid", "--window_size", 4, "--num_features", 8)
+    (tmp_path / "valid.txt").write_text("a word and another " * 80)
+    return ["--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--evaluate", "--validation_file"]
+
+
+def test_evaluate_without_controls(converted, tmp_path) -> None:
+    code, _, err = run(*converted, tmp_path / "valid.txt", "--controls", "none", "--max_eval_length", 90)
+    assert code == 0, err
+    quality = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
+    assert quality["control"] == {"left_out": "`--controls none` was given"}
+    assert quality["positions"]["length"] == 90
+    assert "`--controls none` was given" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--controls", "healed"], "`--evaluate` trains nothing"),
+        (["--max_eval_length", 3], "allowed is 16 or more"),
+        (["--train_file", "absent.txt"], "`--train_file` = 'absent.txt'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(converted, tmp_path, more, said) -> None:
+    code, _, err = run(*converted, tmp_path / "valid.txt", *more)
+    assert code == 2
+    assert said in err
+
+
+def test_controls_of_other_models_are_refused(bert, tmp_path) -> None:
+    save_twin(tmp_path / "bert", "bert", "AutoModel")
+    (tmp_path / "valid.txt").write_text("a word and another " * 80)
+    where = ("--model_name_or_path", tmp_path / "bert", "--output_dir", tmp_path / "out")
+    assert run(*where, "--layers", "none")[0] == 0
+    code, _, err = run(*where, "--evaluate", "--validation_file", tmp_path / "valid.txt", "--controls", "none")
+    assert code == 2
+    assert "`--controls` is for causal_lm alone" in err
+    for command in (("--controls", "healed"), ("--max_eval_length", 64)):
+        code, _, err = run(*where, *command)
+        assert code == 2
+        assert f"`{command[0]} {command[1]}` needs `--validation_file`" in err

@@ -1,0 +1,134 @@
+"""What a student writes: how long it agrees with its teacher, and what the teacher thinks of its samples.
+
+    agreement   tokens until the first that the teacher, greedy too, would not have written
+    nats        of the teacher, on the student's samples and on its own: a student that wanders off is unlikely
+    repeated    share of the 4-grams of a sample that it holds already: a student that goes in circles
+
+The teacher reads samples in windows of its trained length (protocol S, `data/packing.py`), where it can be trusted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_linear_attention.training.data.packing import StreamWindows, Tokens
+from hf_linear_attention.training.evaluation.position_figures import batches_of
+from hf_linear_attention.training.evaluation.recall import ORDER
+from hf_linear_attention.training.evaluation.retention import nats_of
+
+
+LENGTHS = (1, 4)  # times the trained length
+# What bounds the time: decoding steps per model and length. Small models need seconds on a CPU.
+SAMPLES, MAX_SAMPLED, MAX_GREEDY = 8, 1024, 64
+
+Choice = Callable[[Tensor], Tensor]
+
+
+def generation_figures(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    stream: Tokens,
+    bos_token_id: int | None,
+    trained_length: int,
+    longest: int,
+) -> list[dict[str, Any]]:
+    """Figures at 1 and 4 times the trained length, at most `longest` tokens: half of it is held-out text from `stream`,
+    the other half, at most 1,024 tokens, is the model's."""
+    figures = []
+    for length in dict.fromkeys(min(times * trained_length, longest, len(stream)) for times in LENGTHS):
+        if length < 2 * ORDER:
+            continue
+        count = min(length // 2, MAX_SAMPLED)
+        prompts = _prompts(stream, length - count, bos_token_id).to(student.device)
+        greedy = min(count, MAX_GREEDY)
+        row: dict[str, Any] = {"length": length, "sampled": count, "samples": len(prompts), "greedy": greedy}
+        row["agreement_length"] = agreement_length(teacher, prompts, continued(student, prompts, greedy, _likeliest))
+        for name, model in (("student", student), ("teacher", teacher)):
+            samples = continued(model, prompts, count, drawn(seed=0))
+            row[f"teacher_on_{name}"] = nats_of_samples(teacher, prompts, samples, bos_token_id, trained_length)
+            row[f"repeated_{name}"] = repeated_share(samples.tolist())
+        figures.append(row)
+    return figures
+
+
+def _prompts(stream: Tokens, length: int, bos_token_id: int | None) -> Tensor:
+    """`[samples, length]`, evenly spread over the text; the same place is taken once."""
+    body = length - (bos_token_id is not None)
+    starts = sorted({round(number * (len(stream) - body) / SAMPLES) for number in range(SAMPLES)})
+    rows = np.stack([stream[start : start + body] for start in starts])
+    if bos_token_id is not None:
+        rows = np.concatenate([np.full((len(rows), 1), bos_token_id), rows], axis=1)
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def drawn(seed: int) -> Choice:
+    """Draws from softmax of the logits `[B, V]`; with the same noise whichever model they are of (Gumbel's form), so
+    that equal models write equal samples."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(logits: Tensor) -> Tensor:
+        uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
+        return (logits.double() - (-uniform.log()).log().to(logits.device)).argmax(-1)
+
+    return draw
+
+
+@torch.no_grad()
+def continued(model: PreTrainedModel, prompts: Tensor, count: int, choose: Choice) -> Tensor:
+    """`count` tokens after each of the prompts `[B, N]`, chosen from the logits `[B, V]`; an end token ends nothing."""
+    ids, cache, chosen = prompts, None, []
+    for _ in range(count):
+        outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, **_last_logits(model, 1))
+        ids, cache = choose(outputs.logits[:, -1].float())[:, None], outputs.past_key_values
+        chosen.append(ids)
+    return torch.cat(chosen, dim=1)
+
+
+def _last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
+    """The argument that saves the logits of all other tokens, where the model has it."""
+    has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": count} if has_it else {}
+
+
+@torch.no_grad()
+def agreement_length(teacher: PreTrainedModel, prompts: Tensor, written: Tensor) -> float:
+    """Mean over the prompts `[B, N]` of the number of tokens `written` `[B, M]` before the first that is not the
+    teacher's likeliest."""
+    count = written.shape[1]
+    last = _last_logits(teacher, count + 1)
+    logits = teacher(input_ids=torch.cat((prompts, written), dim=1), use_cache=False, **last).logits
+    likeliest = logits[:, -count - 1 : -1].argmax(-1)
+    return (likeliest == written).long().cumprod(dim=1).sum(dim=1).double().mean().item()
+
+
+def nats_of_samples(
+    teacher: PreTrainedModel, prompts: Tensor, samples: Tensor, bos_token_id: int | None, trained_length: int
+) -> float:
+    """Mean nats per token of samples `[B, M]` after their prompts `[B, N]`."""
+    found = []
+    for prompt, sample in zip(prompts.cpu(), samples.cpu(), strict=True):
+        stream = torch.cat((prompt, sample)).numpy()[bos_token_id is not None :]
+        windows = StreamWindows(stream, trained_length, bos_token_id)
+        nats = nats_of(teacher, batches_of(windows, trained_length, 0))
+        found.append(nats[-samples.shape[1] :])
+    return torch.cat(found).mean().item()
+
+
+def repeated_share(samples: list[list[int]]) -> float:
+    """Mean over the samples of the share of their 4-grams that came before in the same sample."""
+    shares = []
+    for tokens in samples:
+        grams = list(zip(*(tokens[start:] for start in range(ORDER))))
+        shares.append(1 - len(set(grams)) / len(grams))
+    return float(np.mean(shares))
