@@ -56,7 +56,9 @@ from hf_linear_attention.conversion.language_figures import (
 )
 from hf_linear_attention.conversion.quality import HeldOut, finite, read_text
 from hf_linear_attention.conversion.quality import measure as measure_folder
+from hf_linear_attention.conversion.request import SIZES
 from hf_linear_attention.conversion.source import open_source
+from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.training.data.rows import load_rows
 from hf_linear_attention.training.evaluation.position_figures import running_text
@@ -90,8 +92,11 @@ def parse_recipe(text: str, shared: dict[str, Any], task: str = "causal_lm") -> 
     options = {key: own.pop(key) for key in list(own) if "." in key}
     base = {} if "mechanism" in own else load_preset(preset).settings[DIRECTIONS[task]]
     known = {"mechanism", *MECHANISMS[{**base, **own}["mechanism"]].options}
-    shared = {key: value for key, value in shared.items() if key in known}
-    return Recipe(name, preset, {**base, **shared, **own}, options)
+    known |= {"state_bytes"} & {*base}
+    given = {**{key: value for key, value in shared.items() if key in known}, **own}
+    replaced = SIZES if "state_bytes" in given else ("state_bytes",) if {*SIZES} & {*given} else ()
+    settings = {key: value for key, value in base.items() if key not in replaced}
+    return Recipe(name, preset, {**settings, **given}, options)
 
 
 def preset_of(recipe: Recipe, task: str = "causal_lm") -> Preset:
@@ -122,6 +127,7 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
     if not (converted / "config.json").is_file():
         teacher, settings = AUTO_CLASSES[arguments.task].from_pretrained(arguments.teacher), dict(recipe.settings)
         torch.manual_seed(seed)
+        settings = with_budget(settings, type(teacher), teacher.config, torch.float32)
         convert(teacher, **settings).save_pretrained(converted)
         AutoTokenizer.from_pretrained(arguments.teacher).save_pretrained(converted)
     heal(arguments, preset_of(recipe, arguments.task), converted, folder, seed)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_linear_attention.conversion.plan import state_bytes
+from hf_linear_attention.conversion.state_budget import state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.evaluation.retention import Settings, window_settings

@@ -23,7 +23,13 @@ from hf_linear_attention.conversion.companions import copy_sentence_files, save_
 from hf_linear_attention.conversion.diagnosis import diagnose_on
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
 from hf_linear_attention.conversion.plan import Plan, make_plan
-from hf_linear_attention.conversion.preset_plan import Training, check_training_options, plan_training, preset_settings
+from hf_linear_attention.conversion.preset_plan import (
+    Training,
+    check_training_options,
+    healed_frequencies,
+    plan_training,
+    preset_settings,
+)
 from hf_linear_attention.conversion.report import build_report
 from hf_linear_attention.conversion.request import ConversionArguments, Request
 from hf_linear_attention.conversion.softmax_layers import (
@@ -38,6 +44,7 @@ from hf_linear_attention.conversion.softmax_layers import (
 )
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import verify
+from hf_linear_attention.modeling_linear_attention import RotaryError
 
 
 logger = logging.getLogger(__name__)
@@ -75,10 +82,7 @@ def prepare(request: Request) -> Conversion:
     if arguments.output_dir is not None:
         output_dir = check_output(arguments.output_dir, arguments.overwrite, local if local.is_dir() else None)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
-    settings = request.settings
-    if arguments.preset is not None:
-        settings = request.settings_over(preset_settings(arguments.preset, source, arguments.trust_remote_code))
-    plan = make_plan(source, settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    plan = _plan(request, source)
     check_options(arguments, plan)
     check_softmax_layers(arguments, plan)
     if arguments.softmax_layers is not None and not is_automatic(arguments):
@@ -88,6 +92,24 @@ def prepare(request: Request) -> Conversion:
     if stock_type not in supported_model_types():
         logger.warning("`%s` is not among the tested model types; look at the figures before you trust it", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+
+
+def _plan(request: Request, source: Source) -> Plan:
+    """The plan; where a preset alone asks for `rope` = `partial` and the model cannot have it, without."""
+    arguments = request.arguments
+    options = (arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    if arguments.preset is None:
+        return make_plan(source, request.settings, *options)
+    settings = request.settings_over(preset_settings(arguments.preset, source, arguments.trust_remote_code))
+    try:
+        plan = make_plan(source, settings, *options)
+        kept = healed_frequencies(plan, arguments.preset)
+        return plan if kept is None else make_plan(source, {**settings, "rope_frequencies": kept}, *options)
+    except UsageError as error:
+        if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
+            raise
+        logger.warning("%s. The preset goes on with `rope` = `before_map`.", str(error).rstrip("."))
+        return make_plan(source, {**settings, "rope": "before_map"}, *options)
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:

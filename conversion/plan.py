@@ -14,10 +14,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, head_of
 from hf_linear_attention.architectures import attention_modules, converted_features
-from hf_linear_attention.attention_layer import LinearizedCrossAttention
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.conversion.state_budget import state_bytes, with_budget
 from hf_linear_attention.conversion_api import convert_config, stock_model_class
 from hf_linear_attention.mechanism import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import (
@@ -27,6 +27,10 @@ from hf_linear_attention.modeling_linear_attention import (
 )
 from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.transformers_internals import loaded_names
+
+
+# Of the settings, what conversion itself adds: their format, and how the layers rotate.
+NOT_CHOSEN = ("format_version", "rotary")
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """Of `config.linear_attention`, what somebody could have chosen."""
-        return {name: value for name, value in self.config.linear_attention.items() if name != "format_version"}
+        return {name: value for name, value in self.config.linear_attention.items() if name not in NOT_CHOSEN}
 
     @property
     def new_base(self) -> list[TensorPlan]:
@@ -159,9 +163,12 @@ def make_plan(
     """
     stock = stock_config(source, trust_remote_code)
     _refuse_quantized(source, stock)
+    kept_dtype = _dtype_of(dtype, source)
     try:
-        config = convert_config(stock, **settings)
+        config = convert_config(stock, **{name: value for name, value in settings.items() if name != "state_bytes"})
         stock_class = _stock_class(stock, model_class)
+        if "state_bytes" in settings:
+            config = convert_config(stock, **with_budget(settings, stock_class, stock, kept_dtype))
         with torch.device("meta"):
             model = linear_model_class(stock_class)(config)
     except UsageError:
@@ -170,7 +177,6 @@ def make_plan(
         raise UsageError(_one_line(error)) from error
     converted = linear_attention_modules(model)
     tensors = _tensor_plans(source, model)
-    size = _dtype_size(dtype, source)
     names = list(self_attention_modules(model))
     if config.linear_attention["cross_attention"]:
         names += attention_modules(model, cross=True)
@@ -180,7 +186,7 @@ def make_plan(
         stock_class=stock_class,
         num_layers=len(names),
         layers=sorted(
-            (_layer_plan(names.index(name), name, module, size) for name, module in converted.items()),
+            (_layer_plan(names.index(name), name, module, kept_dtype) for name, module in converted.items()),
             key=lambda layer: layer.layer,
         ),
         cost_settings=costs[0] if costs and all(cost == costs[0] for cost in costs) else {},
@@ -229,38 +235,17 @@ def _stock_name(module: nn.Module) -> str:
     return cast(type, module.stock_class).__name__
 
 
-def _layer_plan(layer: int, name: str, module: nn.Module, dtype_size: int) -> LayerPlan:
+def _layer_plan(layer: int, name: str, module: nn.Module, dtype: torch.dtype) -> LayerPlan:
     shape = cast(AttentionMechanism, module.linear_attention).shape
-    cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype_size
-    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, state_bytes(module), cache)
+    cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
+    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, state_bytes(module, dtype), cache)
 
 
-def state_bytes(module: nn.Module) -> int | None:
-    """Bytes of the state after one token: it has the same size after a million."""
-    mechanism = cast(AttentionMechanism, module.linear_attention)
-    is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)
-    if is_encoder or not mechanism.supports("state", mechanism.settings):
-        return None
-    shape = mechanism.shape
-    device = next((tensor.device for tensor in mechanism.state_dict().values()), torch.device("meta"))
-    query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, device=device)
-    key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device)
-    value, is_causal = key, bool(module.linear_attention_is_causal)
-    options: dict[str, Any] = {"attention_mask": None, "scaling": 1.0, "is_causal": is_causal, "state": None}
-    with torch.no_grad():
-        if mechanism.needs_positions:
-            start = torch.zeros(1, 1, dtype=torch.int32, device=device)
-            query, key, positions = mechanism.prepare(query, key, start)
-            options |= {} if positions is None else {"positions": positions}
-        _, state = mechanism(query, key, value, **options)
-    return sum(tensor.numel() * tensor.element_size() for tensor in state or ())
-
-
-def _dtype_size(dtype: str, source: Source) -> int:
+def _dtype_of(dtype: str, source: Source) -> torch.dtype:
     if dtype == "auto":
         floating = [info.dtype for info in source.tensors.values() if "float" in info.dtype]
         dtype = max(set(floating), key=floating.count, default="float32")
-    return getattr(torch, dtype).itemsize
+    return getattr(torch, dtype)
 
 
 def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[TensorPlan]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options, parse_tokens
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
 from hf_linear_attention.training.presets.preset import Preset, fit_to, load_preset, preset_names, stages_of
 from hf_linear_attention.training.recipe_parser import parse_preset
 
@@ -79,6 +81,24 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
         able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
         raise UsageError(f"`--preset {name}` has no {direction} form for {config.model_type}; use one of {able}")
     return settings[direction]
+
+
+def healed_frequencies(plan: Plan, preset: str) -> list[int] | None:
+    """With `rope` = `partial`, the `rope_frequencies` that turn within the longest sequence of the preset's stages.
+
+    None where the plan has them already: where that sequence is as long as those the model was trained on.
+    """
+    settings = plan.config.linear_attention
+    stages = load_preset(preset).stages.get(str(plan.head.task), [])
+    longest = max((stage.options.get("max_length", DEFAULT_MAX_LENGTH) for stage in stages), default=None)
+    trained = settings.get("trained_length")
+    if settings.get("rope") != "partial" or longest is None or trained is None or trained <= longest:
+        return None
+    kept = [0] * len(settings["rope_frequencies"])
+    for entry in settings["rotary"]:
+        for layer in entry["layers"]:
+            kept[layer] = sum(2 * math.pi <= abs(f) * longest for f in entry["inverse_frequencies"])
+    return kept
 
 
 def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, output_dir: Path | None) -> Training:

@@ -16,6 +16,8 @@ from hf_linear_attention.mechanisms import MECHANISMS
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What `--state_bytes` chooses.
+SIZES = ("window_size", "num_sinks", "num_features")
 
 
 @dataclass
@@ -37,6 +39,13 @@ class ConversionArguments:
     )
     drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}", None)
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
+    state_bytes: int | None = option(
+        "the bytes of the decoding state of all layers together, split between the window, the sinks and the features "
+        "of hybrid (or the window and sinks of window): a sixth for features, in vectors of 16, 4 sinks, the rest for "
+        "the window. A size that is given stays",
+        None,
+        bounds=COUNT,
+    )
     dtype: str = option(
         "of the weights written; auto keeps what the checkpoint has. A cast needs the disk space of the result twice",
         "auto",
@@ -192,13 +201,23 @@ class Request:
     def settings_over(self, preset: Mapping[str, Any]) -> dict[str, Any]:
         """The settings, with those of a preset where nothing is given; they say nothing about another mechanism."""
         defaults = preset if self.given.get("mechanism") in (None, preset.get("mechanism")) else {}
+        defaults = self._without_replaced(defaults)
         settings = {"mechanism": "linear", "layers": "all", **defaults, **self.given}
+        if self.arguments.state_bytes is not None:
+            settings["state_bytes"] = self.arguments.state_bytes
         mechanism = MECHANISMS[settings["mechanism"]]
         # The seed serves every mechanism; one that draws its function from it also stores it.
         draws = "seed" in mechanism.options and "seed" not in mechanism.unused(mechanism.filled(settings))
         if self.arguments.seed is not None and draws:
             settings["seed"] = self.arguments.seed
         return settings
+
+    def _without_replaced(self, preset: Mapping[str, Any]) -> dict[str, Any]:
+        """A preset's settings without the sizes that a budget replaces, or without the budget that sizes replace."""
+        if self.arguments.state_bytes is not None:
+            return {name: value for name, value in preset.items() if name not in SIZES}
+        has_size = any(name in self.given for name in SIZES)
+        return {name: value for name, value in preset.items() if name != "state_bytes" or not has_size}
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> Request:

@@ -1,11 +1,18 @@
-"""`--state_bytes`: a budget of bytes split between an exact window, sinks and the features of the linear part."""
+"""Bytes of the decoding state, and `--state_bytes`: a budget split between window, sinks and features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.attention_layer import LinearizedCrossAttention
+from hf_linear_attention.conversion_api import convert_config
+from hf_linear_attention.mechanism import AttentionMechanism
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
 
 # The share of the linear part. Measured (benchmarks/RESULTS.md, "Where the bytes go"): at 76.9 kB stories260k has
@@ -14,6 +21,9 @@ LINEAR_SHARE = 1 / 6
 # Features come in whole vectors of the widest processors, in float32.
 VECTOR = 16
 NUM_SINKS = 4
+# Of a preset: the bytes of its own sizes.
+AS_SIZED = "as_sized"
+LARGE_HEAD = 64
 # Of each size; features of `hedgehog` come in pairs.
 LEAST = {"window_size": 1, "num_sinks": 0, "num_features": 2}
 
@@ -53,12 +63,70 @@ def split_budget(
     if settings.get("window_size") is None:
         left = num_bytes - bytes_of(chosen)
         chosen["window_size"] = 1 + int(left // (step["window_size"] / 2))
-    needed = bytes_of(chosen)
-    if chosen["window_size"] < 1 or needed > num_bytes:
-        smallest = bytes_of({**chosen, "window_size": settings.get("window_size") or 1})
+    smallest = bytes_of({**chosen, "window_size": settings.get("window_size") or 1})
+    if smallest > num_bytes:
         features = f", {chosen['num_features']} features" if "num_features" in chosen else ""
         raise UsageError(
-            f"`--state_bytes {num_bytes}` is less than the {max(needed, smallest):,} bytes that "
-            f"{chosen['num_sinks']} sinks{features} and a window take; give more bytes or smaller sizes"
+            f"`--state_bytes {num_bytes}` is less than the {smallest:,} bytes that {chosen['num_sinks']} sinks{features}"
+            f" and a window of {settings.get('window_size') or 1} take; give more bytes or smaller sizes"
         )
     return chosen
+
+
+def with_budget(settings: Mapping[str, Any], stock_class: type, stock: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Settings whose `state_bytes` has become sizes.
+
+    `as_sized` in a preset stands for the bytes of its own sizes, which are split anew where head_dim is below 64: there
+    a feature takes as many bytes as a key or more. (For larger heads this has not been measured, and the sizes stay.)
+
+    Raises:
+        UsageError: as `split_budget`.
+        ValueError: if the settings allow no conversion.
+    """
+    settings = dict(settings)
+    budget = settings.pop("state_bytes", None)
+    if budget is None:
+        return settings
+
+    def bytes_of(sized: Mapping[str, Any]) -> int:
+        modules = linear_attention_modules(_on_meta(sized, stock_class, stock)).values()
+        return sum(state_bytes(module, dtype) or 0 for module in modules)
+
+    if budget == AS_SIZED:
+        model = _on_meta(settings, stock_class, stock)
+        heads = [module.linear_attention.shape.head_dim for module in linear_attention_modules(model).values()]
+        if not heads or max(heads) >= LARGE_HEAD:
+            return settings
+        budget = bytes_of(settings)
+        settings = {name: value for name, value in settings.items() if name not in LEAST}
+    return split_budget(budget, settings, bytes_of)
+
+
+def _on_meta(settings: Mapping[str, Any], stock_class: type, stock: Any) -> Any:
+    config = convert_config(stock, **settings)
+    with torch.device("meta"):
+        return linear_model_class(stock_class)(config)
+
+
+def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | None:
+    """Bytes of the state of a converted layer after one token: it has the same size after a million.
+
+    Keys and values have this `dtype`; None for an encoder or a mechanism without a state.
+    """
+    mechanism = cast(AttentionMechanism, module.linear_attention)
+    is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)
+    if is_encoder or not mechanism.supports("state", mechanism.settings):
+        return None
+    shape = mechanism.shape
+    device = next((tensor.device for tensor in mechanism.state_dict().values()), torch.device("meta"))
+    query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, device=device, dtype=dtype)
+    key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device, dtype=dtype)
+    value, is_causal = key, bool(module.linear_attention_is_causal)
+    options: dict[str, Any] = {"attention_mask": None, "scaling": 1.0, "is_causal": is_causal, "state": None}
+    with torch.no_grad():
+        if mechanism.needs_positions:
+            start = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            query, key, positions = mechanism.prepare(query, key, start)
+            options |= {} if positions is None else {"positions": positions}
+        _, state = mechanism(query, key, value, **options)
+    return sum(tensor.numel() * tensor.element_size() for tensor in state or ())

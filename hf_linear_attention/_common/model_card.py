@@ -151,7 +151,7 @@ def _settings(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) 
     if isinstance(settings, Sequence):
         names = [f"{entry['mechanism']} in layers {format_value(entry['layers'])}" for entry in settings]
         return {name: _settings(entry) for name, entry in zip(names, settings, strict=True)}
-    return {name: value for name, value in (settings or {}).items() if name != "format_version"}
+    return {name: value for name, value in (settings or {}).items() if name not in ("format_version", "rotary")}
 
 
 def _tags(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, is_sentence_model: bool) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import datasets
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import run
-from earlier import unfinished_run
+from earlier import FIRST, unfinished_run
+
+from hf_linear_attention.training.presets import preset
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +30,15 @@ def command(folder):
     ]
 
 
-def test_an_unfinished_preset_goes_on_to_its_end(tmp_path):
+@pytest.fixture
+def earlier_preset(tmp_path_factory, monkeypatch):
+    """The preset of that time: another version of it would be another request."""
+    folder = tmp_path_factory.mktemp("presets")
+    shutil.copy(FIRST / "default.yaml", folder)
+    monkeypatch.setattr(preset, "FOLDER", folder)
+
+
+def test_an_unfinished_preset_goes_on_to_its_end(tmp_path, earlier_preset):
     out = unfinished_run(tmp_path)
     expected = json.loads((tmp_path / "expected_quality.json").read_text())
     code, _, err = run(*command(tmp_path))

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.training.presets import preset as presets
 from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
 from hf_linear_attention.training.presets.stages import run_stages
@@ -73,7 +74,10 @@ def test_both_stages_are_run_and_told(finetune, converted: list[str], data: list
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
 def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
-    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), **load_preset(name).settings["causal"])
+    stock = LlamaForCausalLM.from_pretrained(llama_teacher)
+    model = convert(
+        stock, **with_budget(load_preset(name).settings["causal"], type(stock), stock.config, torch.float32)
+    )
     model.save_pretrained(tmp_path / "student")
     AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
     models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]

@@ -1,0 +1,85 @@
+"""`--state_bytes`: what a budget holds, and that it is never exceeded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import run, save_twin
+from transformers import AutoConfig, LlamaForCausalLM
+
+from hf_linear_attention import convert
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion.state_budget import LINEAR_SHARE, VECTOR, split_budget, state_bytes, with_budget
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("budget") / "llama"
+    save_twin(folder, "llama")
+    return folder
+
+
+def size_of(folder, dtype=torch.float32, **settings) -> int:
+    """Of the state that a model really keeps after a prompt longer than its window."""
+    model = convert(str(folder), **settings).to(dtype)
+    cache = model(torch.randint(3, 64, (1, 20)), use_cache=True).past_key_values
+    return sum(layer.state_bytes() for layer in cache.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("budget", [20_000, 33_333, 100_001])
+@pytest.mark.parametrize("mechanism", ["hybrid", "window"])
+def test_a_budget_is_used_and_not_exceeded(llama, mechanism, budget, dtype):
+    settings = {"mechanism": mechanism, "rope": "partial"} if mechanism == "hybrid" else {"mechanism": mechanism}
+    config = AutoConfig.from_pretrained(llama)
+    chosen = with_budget({**settings, "state_bytes": budget}, LlamaForCausalLM, config, dtype)
+    needed = size_of(llama, dtype, **chosen)
+    assert needed <= budget
+    assert size_of(llama, dtype, **{**chosen, "window_size": chosen["window_size"] + 1}) > budget
+    modules = linear_attention_modules(convert(str(llama), **chosen)).values()
+    assert sum(state_bytes(module, dtype) or 0 for module in modules) == needed
+    if mechanism == "hybrid":
+        assert chosen["num_features"] % VECTOR == 0
+        without = size_of(llama, dtype, **{**chosen, "num_features": chosen["num_features"] - VECTOR or 1})
+        assert abs((needed - without) / VECTOR * chosen["num_features"] - LINEAR_SHARE * budget) < 16 * (
+            needed - without
+        )
+
+
+def test_a_given_size_stays():
+    def bytes_of(sized):
+        return 100 * sized["window_size"] + 100 * sized["num_sinks"] + 50 * sized["num_features"] + 7
+
+    chosen = split_budget(12_000, {"mechanism": "hybrid", "num_features": 10, "num_sinks": 1}, bytes_of)
+    assert (chosen["num_features"], chosen["num_sinks"], chosen["window_size"]) == (10, 1, 113)
+    chosen = split_budget(13_000, {"mechanism": "hybrid"}, bytes_of)
+    assert (chosen["num_features"], chosen["num_sinks"], chosen["window_size"]) == (48, 4, 101)
+
+
+def test_what_cannot_be_split_is_refused(llama):
+    code, _, err = run("--model_name_or_path", llama, "--dry_run", "--attention", "hybrid", "--state_bytes", 500)
+    assert code == 2
+    assert "`--state_bytes 500` is less than" in err
+    assert "give more bytes or smaller sizes" in err
+    code, _, err = run("--model_name_or_path", llama, "--dry_run", "--state_bytes", 50_000)
+    assert code == 2
+    assert "`linear` has no window; use `--attention hybrid`" in err
+    with pytest.raises(UsageError, match="no window"):
+        split_budget(1, {"mechanism": "performer"}, lambda sized: 0)
+
+
+def test_a_preset_splits_its_own_bytes_where_heads_are_small(llama):
+    config = AutoConfig.from_pretrained(llama)
+    sizes = {"window_size": 64, "num_sinks": 4, "num_features": 64}
+    small = with_budget(
+        {"mechanism": "hybrid", **sizes, "state_bytes": "as_sized"}, LlamaForCausalLM, config, torch.float32
+    )
+    assert small["num_features"] < 64 < small["window_size"]
+    assert size_of(llama, **small) <= size_of(llama, mechanism="hybrid", **sizes)
+    config.head_dim = 64
+    large = with_budget(
+        {"mechanism": "hybrid", **sizes, "state_bytes": "as_sized"}, LlamaForCausalLM, config, torch.float32
+    )
+    assert large == {"mechanism": "hybrid", **sizes}
