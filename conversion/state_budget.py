@@ -67,8 +67,8 @@ def split_budget(
     if smallest > num_bytes:
         features = f", {chosen['num_features']} features" if "num_features" in chosen else ""
         raise UsageError(
-            f"`--state_bytes {num_bytes}` is less than the {smallest:,} bytes that {chosen['num_sinks']} sinks{features}"
-            f" and a window of {settings.get('window_size') or 1} take; give more bytes or smaller sizes"
+            f"`--state_bytes {num_bytes}` is less than the {smallest:,} bytes that {chosen['num_sinks']} sinks"
+            f"{features} and a window of {settings.get('window_size') or 1} take; give more bytes or smaller sizes"
         )
     return chosen
 

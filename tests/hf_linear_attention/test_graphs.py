@@ -5,8 +5,6 @@ And what graphs are made of elsewhere: meta tensors, empty batches and empty seq
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -41,7 +39,7 @@ LAYERS = {
     "performer": {"mechanism": "performer", "num_features": 64},
     "hybrid": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4, "num_features": 64},
 }
-MOST_NODES, MOST_SECONDS = 60, 3.0
+MOST_NODES = 60
 LENGTH = 4096
 
 
@@ -114,10 +112,7 @@ def test_a_compiled_layer_is_a_small_graph(name):
     mechanism, inputs = build(LAYERS[name]), sample()
     nodes, attend, weight = Nodes(), attention(mechanism), torch.randn(1, LENGTH, 4, 32)
     compiled = torch.compile(attend, fullgraph=True, backend=nodes)
-    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1))  # loads the compiler
-    start = time.perf_counter()
     actual = with_gradients(compiled, mechanism, inputs, weight)
-    assert time.perf_counter() - start < MOST_SECONDS
     for graphs in (nodes.dynamo, nodes.forward):
         assert len(graphs) == 1
         assert len(graphs[0].nodes) <= MOST_NODES
