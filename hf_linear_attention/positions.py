@@ -77,7 +77,10 @@ class RotaryShift:
         half, first = len(self.rotary.inverse_frequencies), self.first
         if first >= half:
             return x
-        frequencies = _frequencies(self.rotary.inverse_frequencies[first:], x.device)
+        slow = self.rotary.inverse_frequencies[first:]
+        # A graph holds them as a constant; torch.compile would warn of the cache.
+        is_compiling = torch.compiler.is_compiling()
+        frequencies = torch.tensor(slow, device=x.device) if is_compiling else _frequencies(slow, x.device)
         angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, slow ones]
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
