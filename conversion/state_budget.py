@@ -15,8 +15,8 @@ from hf_linear_attention.mechanism import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
 
-# The share of the linear part (benchmarks/RESULTS.md, "Against a window of the same bytes"). Between a sixth and a third
-# of the bytes stories260k learns equally well; with two thirds (version 2 of the preset) it has .016 nats more.
+# The share of the linear part (benchmarks/RESULTS.md, "Against a window of the same bytes"). Between a sixth and a
+# third of the bytes stories260k learns equally well; with two thirds (version 2 of the preset) it has .016 nats more.
 LINEAR_SHARE = 1 / 6
 # Features come in whole vectors of the widest processors, in float32.
 VECTOR = 16
