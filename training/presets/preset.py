@@ -46,6 +46,7 @@ class Preset:
 
 
 def preset_names() -> list[str]:
+    """The names of all presets, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -92,6 +93,7 @@ def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[st
 
 
 def is_transfer(stage: Stage) -> bool:
+    """Whether the stage trains by attention transfer."""
     return any(stage.options.get(name) for name in TRANSFER_WEIGHTS)
 
 

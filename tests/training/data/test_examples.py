@@ -116,7 +116,7 @@ def test_bad_rows_are_refused_or_left_out(name: str, build, tmp_path: Path, capl
         build(**arguments, **options)
     assert all(place in str(error.value) for place in places)
     examples = build(**arguments, **options, on_bad_rows="skip")
-    assert f"left out {len(places)} bad row(s)" in caplog.text
+    assert f"skipped {len(places)} bad row(s)" in caplog.text
     assert len(examples if labelled else examples.unpacked()) == 2
 
 

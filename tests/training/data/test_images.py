@@ -165,7 +165,7 @@ def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_pa
     with caplog.at_level(logging.WARNING):
         found = examples_of(*options[1:2], *options[4:], "--on_bad_rows", "skip")
     assert len(found) == 8
-    assert "left out 4 bad row(s)" in caplog.text
+    assert "skipped 4 bad row(s)" in caplog.text
 
 
 def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Path, pictures: Path, capsys) -> None:

@@ -64,8 +64,8 @@ def test_bad_rows_of_a_stream(make: Make, tmp_path: Path, caplog: pytest.LogCapt
     with pytest.raises(TrainingError, match="row 1: `text` is None"):
         texts_of(make(tmp_path / "t.jsonl"), 0, 1, 3)
     assert len(texts_of(make(tmp_path / "t.jsonl", on_bad_rows="skip"), 0, 1, 4)) == 4
-    assert "left out 1 bad row(s)" in caplog.text
-    with pytest.raises(TrainingError, match="`--text_column_name body` is not a column; there is text"):
+    assert "skipped 1 bad row(s)" in caplog.text
+    with pytest.raises(TrainingError, match="`--text_column_name body` is not a column; the data has text"):
         texts_of(make(tmp_path / "t.jsonl", text_column_name="body"), 0, 1, 1)
 
 
