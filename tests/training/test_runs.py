@@ -192,7 +192,7 @@ def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llam
 def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         events = finetune(*causal, "--max_train_steps", 1, "--resume_from_checkpoint", "latest")
-    assert "no checkpoint in" in caplog.text
+    assert "no intact checkpoint in" in caplog.text
     assert events[0]["step"] == 0
 
 

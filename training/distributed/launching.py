@@ -30,7 +30,7 @@ def start_processes(recipe: Recipe) -> Accelerator:
     """
     _refuse_before(recipe)
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
-    has_gpu = torch.cuda.is_available()
+    has_gpu = computing_device() == "cuda"
     if _is_on(DEEPSPEED) and not has_gpu:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     accelerator = Accelerator(
@@ -54,6 +54,19 @@ def start_processes(recipe: Recipe) -> Accelerator:
         zero.configure(accelerator, recipe)
     logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
     return accelerator
+
+
+def computing_device() -> str:
+    """The type of the device for training and evaluation, "cuda" or "cpu"; warns if another type of GPU is idle."""
+    if torch.cuda.is_available():
+        return "cuda"
+    idle = {"Apple GPU (mps)": torch.backends.mps.is_available(), "Intel GPU (xpu)": torch.xpu.is_available()}
+    for name in (name for name, is_available in idle.items() if is_available):
+        logger.warning(
+            "this machine has an %s, but training and evaluation run on the CPU, because only CUDA GPUs are supported",
+            name,
+        )
+    return "cpu"
 
 
 def _refuse_before(recipe: Recipe) -> None:

@@ -84,4 +84,7 @@ def test_a_streamed_run_resumes_bit_exactly(
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parted"))
     assert all(torch.equal(a[name], b[name]) for name in a)
     finetune(*options, "--num_train_epochs", 1, output_dir=tmp_path / "refused", expect=2)
-    assert "give `--max_train_steps` and no other limit" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "give `--max_train_steps`, and neither `--num_train_epochs` nor `--max_train_tokens`"
+        in capsys.readouterr().err.splitlines()[-1]
+    )
