@@ -34,7 +34,8 @@ def start_processes(recipe: Recipe) -> Accelerator:
     if _is_on(DEEPSPEED) and not has_gpu:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     accelerator = Accelerator(
-        # without cpu=True a machine without GPU gives processes that train apart; with it, accelerate forgets DeepSpeed
+        # Without cpu=True, processes on a machine without a GPU would train separate models; with it, accelerate would
+        # not start DeepSpeed.
         cpu=not (has_gpu or _is_on(DEEPSPEED)),
         mixed_precision=recipe.run.mixed_precision,
         log_with=wanted_trackers(recipe) or None,

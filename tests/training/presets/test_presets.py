@@ -67,7 +67,7 @@ def test_both_stages_are_run_and_told(finetune, converted: list[str], data: list
     for run, share in zip(runs, shares):
         assert 800 * share <= run["training"]["tokens"] < 800 * share + 64
     card = (out / "README.md").read_text()
-    assert "Run 1 of 1 before it" in card
+    assert "Training run 1 of 1 before this one" in card
     assert "attention_transfer_weight" in card
     assert (out / "stages" / "1-transfer" / "config.json").is_file()
 
