@@ -77,7 +77,7 @@ class TrainingLoop:
                 figures = self._after_step(progress) or figures
                 if self.selection.is_over(self.state):
                     count = self.state.evaluations_since_best
-                    logger.info("training stops early, because the last %d evaluations were no improvement", count)
+                    logger.info("training stops early, because the last %d evaluations brought no improvement", count)
                     break
                 if self.plan.transfer.is_over:
                     logger.info("training stops early, because no layer improves any more")
@@ -140,7 +140,7 @@ class TrainingLoop:
         return dict(zip(["tokens", *self.objectives, "terminated"], total, strict=True))
 
     def _clip(self) -> Tensor:
-        """Clip the gradients (DeepSpeed also steps), and return their norm before, the same on all processes."""
+        """Clip the gradients (DeepSpeed also steps), and return their norm before that, the same on all processes."""
         if self.engine is not None:
             return zero.step(self.engine).to(self.accelerator.device)
         limit = self.context.recipe.optimization.max_grad_norm

@@ -319,7 +319,7 @@ def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], capsys) -> None:
     finetune(*causal, "--learning_rate", "1e30", "--max_grad_norm", 0, "--max_train_steps", 20, expect=1)
-    assert "lower --learning_rate" in capsys.readouterr().err.splitlines()[-1]
+    assert "lower `--learning_rate`" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_errors_of_data_are_one_line(finetune, causal: list[str], capsys) -> None:
