@@ -1,1 +1,0 @@
-"""The template of the model cards."""

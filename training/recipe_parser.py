@@ -70,7 +70,7 @@ def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[P
         raise UsageError(*problems)
     lines = command_lines(preset, given)
     if unused := _unused(given, lines):
-        place = f"does nothing in any stage of `--preset {name}`; drop it"
+        place = f"has no effect in any stage of `--preset {name}`; drop it"
         raise UsageError(*(f"`--{entry}` {place}" for entry in unused))
     *before, last = [words for _, _, words in lines]
     for words in before:

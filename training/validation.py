@@ -110,7 +110,7 @@ def _columns(recipe: Recipe) -> Iterator[str]:
     given, task, data = recipe.given, recipe.model.task, recipe.data
     only_txt = all(path is None or path.endswith(".txt") for path in (data.train_file, data.validation_file))
     if "text_column_name" in given and only_txt and data.dataset_name is None:
-        yield "`--text_column_name` does nothing for .txt files; drop it"
+        yield "`--text_column_name` has no effect on .txt files; drop it"
     if task == "embedding" and "label_column_name" in given and data.text_pair_column_name is None:
         yield "`--label_column_name` needs `--text_pair_column_name` with `--task embedding`; give both or neither"
     if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
@@ -186,14 +186,14 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
     if plan.lr_scheduler_type == "constant" and (plan.warmup_ratio or plan.warmup_steps):
         yield "`--lr_scheduler_type constant` has no warmup; use `constant_with_warmup`, or drop the warmup"
     if recipe.model.trainable == "adapter" and "mechanism_learning_rate" in recipe.given:
-        yield "`--mechanism_learning_rate` does nothing with `--trainable adapter`; drop it"
+        yield "`--mechanism_learning_rate` has no effect with `--trainable adapter`; drop it"
     if recipe.model.trainable == "mechanism" and recipe.model.untie_embeddings is not None:
         yield (
             "`--trainable mechanism` does not train the embeddings that `--untie_embeddings` separates; drop one of "
             "the two"
         )
     if recipe.model.trainable == "mechanism" and {"learning_rate", "mechanism_learning_rate"} <= recipe.given:
-        yield "`--learning_rate` does nothing with `--trainable mechanism` and `--mechanism_learning_rate`; drop it"
+        yield "`--learning_rate` has no effect with `--trainable mechanism` and `--mechanism_learning_rate`; drop it"
 
 
 def _folder(recipe: Recipe) -> Iterator[str]:
@@ -235,6 +235,6 @@ def _modes(recipe: Recipe) -> Iterator[str]:
     if recipe.has_training:
         return
     for name in sorted(name for name in recipe.given & FACTS.keys() if not FACTS[name].for_evaluation):
-        yield f"`--{name}` does nothing without training data; give `--train_file`, or drop it"
+        yield f"`--{name}` has no effect without training data; give `--train_file`, or drop it"
     if recipe.model.teacher_name_or_path is not None and recipe.model.task != "embedding":
         yield "`--teacher_name_or_path` is not used if a language model or classifier is only evaluated; drop it"

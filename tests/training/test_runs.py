@@ -314,7 +314,7 @@ def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, 
         vocab_size=301, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
     finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=1)
-    assert "`vocab_size` is 300 in the model and 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
+    assert "`vocab_size` is 300 in the model but 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], capsys) -> None:

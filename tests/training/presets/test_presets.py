@@ -67,7 +67,7 @@ def test_both_stages_are_run_and_told(finetune, converted: list[str], data: list
     for run, share in zip(runs, shares):
         assert 800 * share <= run["training"]["tokens"] < 800 * share + 64
     card = (out / "README.md").read_text()
-    assert "Training run 1 of 1 before this one" in card
+    assert "Run 1 of 1 before it" in card
     assert "attention_transfer_weight" in card
     assert (out / "stages" / "1-transfer" / "config.json").is_file()
 
@@ -238,6 +238,6 @@ def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], t
     )
     words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
     for option in ("layers_per_block", "layer_patience"):
-        with pytest.raises(UsageError, match=f"`--{option}` does nothing in any stage of `--preset default`"):
+        with pytest.raises(UsageError, match=f"`--{option}` has no effect in any stage of `--preset default`"):
             parse_preset([*words, f"--{option}=1"])
     assert parse_preset(words) is not None
