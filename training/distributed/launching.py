@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import is_deepspeed_available
 
+from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.recipe import Recipe
@@ -55,19 +56,6 @@ def start_processes(recipe: Recipe) -> Accelerator:
         zero.configure(accelerator, recipe)
     logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
     return accelerator
-
-
-def computing_device() -> str:
-    """The type of the device for training and evaluation, "cuda" or "cpu"; warns if another type of GPU is idle."""
-    if torch.cuda.is_available():
-        return "cuda"
-    idle = {"Apple GPU (mps)": torch.backends.mps.is_available(), "Intel GPU (xpu)": torch.xpu.is_available()}
-    for name in (name for name, is_available in idle.items() if is_available):
-        logger.warning(
-            "this machine has an %s, but training and evaluation run on the CPU, because only CUDA GPUs are supported",
-            name,
-        )
-    return "cpu"
 
 
 def _refuse_before(recipe: Recipe) -> None:
