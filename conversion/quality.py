@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import head_of
 from hf_linear_attention._common.model_card import (
@@ -169,7 +170,7 @@ def read_text(recipe: Any, max_eval_length: int) -> Any:
 
 def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
     """Student and teacher, ready to be measured."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = computing_device()
     student: Any = load_student(recipe, str(folder), None)
     teacher: Any = load_teacher(recipe, student, False)
     return student.to(device).eval(), teacher.to(device).eval()

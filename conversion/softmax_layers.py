@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention import softmax_attention
+from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.model_card import REPORT
@@ -117,8 +118,9 @@ def rank(
     logger.info("ranking the layers on %s", inputs.name)
     batches = inputs.batches(arguments.calibration_tokens or RANKING_TOKENS)
     models: list[Any] = [part for part in (model, teacher) if part is not None]
+    device = computing_device()
     for part in models:
-        part.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        part.to(device).eval()
     ranking = rank_layers(model, teacher, batches)
     for part in models:
         part.to("cpu")

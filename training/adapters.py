@@ -1,4 +1,4 @@
-"""LoRA and DoRA by peft: adapters beside the base weights while training, merged into what is saved."""
+"""LoRA and DoRA adapters of peft: trained beside the base weights, and merged into the weights that are saved."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 from hf_linear_attention.training.recipe import ModelArguments
 
 
-ADAPTER = ".lora_"  # in the name of every parameter that an adapter has
+ADAPTER = ".lora_"  # part of the name of every parameter of an adapter
 
 
 def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
-    """Put adapters into `model`, in place. The base weights are frozen; what the mechanisms train, they go on training.
+    """Add adapters to `model`, in place. The base weights are frozen; parameters of the mechanisms stay trainable.
 
     Raises:
-        TrainingError: if peft finds nothing to adapt.
+        TrainingError: if peft finds no module to adapt.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -42,14 +42,16 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise TrainingError(f"peft adds no adapters ({error}); choose modules with `--lora_target_modules`") from error
+        raise TrainingError(
+            f"peft could not add adapters ({error}); choose modules with `--lora_target_modules`"
+        ) from error
     for name, parameter in model.named_parameters():
         if name in trained and ".linear_attention." in name:
             parameter.requires_grad_(True)
 
 
 def attention_projections(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers of every converted attention module: of queries, keys, values and outputs."""
+    """The names of the query, key, value and output projections of every converted attention module."""
     return [
         f"{name}.{child}"
         for name, attention in linear_attention_modules(model).items()
@@ -60,13 +62,13 @@ def attention_projections(model: PreTrainedModel) -> list[str]:
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict that `model` would have without adapters and with their effect; the model stays as it is."""
+    """The state dict of `model` with its adapters merged into the base weights; `model` itself is not changed."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     state = model.state_dict()
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
-            merged: Any = copy.deepcopy(layer)  # one layer at a time, so that memory does not double
+            merged: Any = copy.deepcopy(layer)  # one layer at a time, so that memory use does not double
             merged.merge()
             state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
             state |= {f"{name}.{key}": value for key, value in merged.get_base_layer().state_dict().items()}

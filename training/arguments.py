@@ -1,7 +1,7 @@
 """Every option of `training/finetune.py`, as dataclasses that `transformers.HfArgumentParser` reads.
 
-A field is an option of the same name; the help text is its documentation, and what else holds for it (`options.Facts`)
-stands beside it.
+Each field is an option of the same name. Its help text is its documentation, and everything else that holds for it
+(`options.Facts`) is given beside it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hf_linear_attention._common.options import (
 
 
 CLASSIFICATION = ("sequence_classification", "image_classification")
-# Images are counted in steps, epochs and samples.
+# Options for these tasks count tokens; the amount of image data is given in steps, epochs or samples.
 TEXT_TASKS = ("causal_lm", "masked_lm", "sequence_classification", "embedding")
 TEACHER = ("teacher_name_or_path",)
 EVALUATION_DATA = ("validation_file", "dataset_name")
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
-# The student computes softmax attention for these, and is its own teacher.
+# With these, the student computes its original softmax attention and is its own teacher.
 TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
 
 
@@ -38,135 +38,158 @@ def _loss_weight(text: str, default: float | None = None, needs: tuple[str, ...]
 
 
 def _where_patience_counts(values: Mapping[str, Any]) -> OnResume:
-    """`layer_patience` counts log lines."""
+    """What a changed `logging_steps` means on resumption: `layer_patience` counts log lines."""
     return OnResume.WARNED if values.get("layer_patience") else OnResume.FREE
 
 
 def _where_embeddings_are_compared(values: Mapping[str, Any]) -> OnResume:
-    """An embedding model is evaluated by how near it is to its teacher."""
+    """What a changed teacher means on resumption: an embedding model is evaluated by its similarity to its teacher."""
     return OnResume.WARNED | (OnResume.INCOMPARABLE if values.get("task") == "embedding" else OnResume.FREE)
 
 
 @dataclass
 class ModelArguments:
+    """The model that is trained, its teacher, and which parameters are trained."""
+
     model_name_or_path: str = option(
-        "Model to train: a folder (such as a converted checkpoint) or a hub name.",
+        "Model to train: a folder (such as a converted checkpoint) or a name on the Hub.",
         for_evaluation=True,
         is_path=True,
         is_per_stage=True,
     )
     task: Literal["causal_lm", "masked_lm", "sequence_classification", "embedding", "image_classification"] = option(
-        "What the model is for.", for_evaluation=True
+        "Task of the model; it decides the head, the loss and the figures of an evaluation.", for_evaluation=True
     )
     teacher_name_or_path: str | None = option(
-        "Model to learn from, usually the unconverted original.",
+        "Model to imitate, usually the original that was converted.",
         None,
         for_evaluation=True,
         is_path=True,
         on_resume=_where_embeddings_are_compared,
     )
     tokenizer_name: str | None = option(
-        "Tokenizer, when it is not that of the model.", None, tasks=TEXT_TASKS, for_evaluation=True, is_path=True
+        "Tokenizer, if it is not the model's own.", None, tasks=TEXT_TASKS, for_evaluation=True, is_path=True
     )
     trust_remote_code: bool = option(
-        "Run the Python code that the model folders carry.", False, for_evaluation=True, on_resume=OnResume.FREE
+        "Run the Python code in the model folders.", False, for_evaluation=True, on_resume=OnResume.FREE
     )
     trainable: Literal["all", "mechanism", "adapter"] = option(
-        "Train all parameters (with use_peft: adapters and the attention mechanism's), the mechanism's, or adapters.",
+        "Parameters to train: all (with use_peft: the adapters and those of the attention mechanism), those of the "
+        "mechanism, or the adapters.",
         "all",
     )
-    use_peft: bool = option("Train LoRA adapters in place of the base weights; merged into what is saved.", False)
+    use_peft: bool = option(
+        "Train LoRA adapters instead of the base weights; they are merged into the weights that are saved.", False
+    )
     lora_r: int = option("Rank of the adapters.", 8, bounds=COUNT, needs=("use_peft",))
-    lora_alpha: int = option("Adapters are scaled by lora_alpha / lora_r.", 16, needs=("use_peft",))
+    lora_alpha: int = option(
+        "Scale of the adapters: their output is multiplied by lora_alpha / lora_r.", 16, needs=("use_peft",)
+    )
     lora_dropout: float = option(
-        "Dropout before the adapters.", 0.0, bounds=BELOW_ONE, needs=("use_peft",), on_resume=OnResume.WARNED
+        "Dropout probability of the adapters.", 0.0, bounds=BELOW_ONE, needs=("use_peft",), on_resume=OnResume.WARNED
     )
     lora_target_modules: str | None = option(
-        "Modules by name, with commas between; `attention` (the projections of converted layers) or `all-linear`; "
-        "default: peft's choice for the model type.",
+        "Modules that get adapters: names separated by commas, `attention` (the projections of converted layers) or "
+        "`all-linear`; default: peft's choice for the model type.",
         None,
         needs=("use_peft",),
     )
-    freeze_pattern: str | None = option("Freeze parameters in whose name this regular expression is found.", None)
+    freeze_pattern: str | None = option(
+        "Freeze every parameter whose name contains a match of this regular expression.", None
+    )
     untie_embeddings: Literal["keep", "retie"] | None = option(
-        "Train input and output embeddings that are one matrix apart; keep them so, or save their mean as one.",
+        "Train shared input and output embeddings as two separate matrices; `keep` saves both, `retie` their mean as "
+        "one.",
         None,
         tasks=TEXT_TASKS,
     )
     offload_folder: str | None = option(
-        "Attention transfer for a model larger than memory: all but the mechanisms lies in this folder and is read "
-        "while it is used.",
+        "Attention transfer for a model larger than memory: all weights but those of the mechanisms are kept in this "
+        "folder and read when they are needed.",
         None,
         needs=TRANSFER_WEIGHTS,
         on_resume=OnResume.FREE,
     )
     use_dora: bool = option(
-        "DoRA: adapters that also learn the norm of each weight vector.", False, needs=("use_peft",)
+        "Train DoRA adapters, which also learn the norm of each weight vector.", False, needs=("use_peft",)
     )
 
     @property
     def trains_beside(self) -> bool:
-        """Whether what is trained lies beside weights that stay those of `model_name_or_path`."""
+        """Whether the base weights stay those of `model_name_or_path`, and only parameters beside them are trained."""
         return self.use_peft or self.offload_folder is not None
 
 
 @dataclass
 class DataArguments:
+    """The training and validation data, and how inputs are made of it."""
+
     train_file: str | None = option(
-        ".txt, .jsonl, .csv, .tsv (no quoting) or .parquet. None: evaluate only.", None, is_path=True
+        "Training data: .txt, .jsonl, .csv, .tsv (no quoting) or .parquet; without it, only evaluate.",
+        None,
+        is_path=True,
     )
     validation_file: str | None = option(
-        "Like train_file; evaluated at the start, every eval_steps, at the end.",
+        "Validation data, in the formats of train_file; used at the start, every eval_steps and at the end.",
         None,
         for_evaluation=True,
         is_path=True,
         on_resume=OnResume.INCOMPARABLE,
     )
     dataset_name: str | None = option(
-        "Instead of files: name or folder (of images, too) for datasets.load_dataset.", None, is_path=True
+        "Data set instead of files: a name or folder (also of images) for datasets.load_dataset.", None, is_path=True
     )
     join_documents: bool = option(
-        "Let the documents of a packed block see each other (causal_lm); else each is by itself.",
+        "Let documents that are packed into one block attend to each other (causal_lm); by default they do not.",
         False,
         tasks=("causal_lm",),
     )
-    # what it decides, `streaming_processes`, is a fact of its own (checkpointing.py)
+    # Another value is refused on resumption by `streaming_processes`, which a checkpoint records (`inputs.py`).
     streaming: bool = option(
-        "Read training rows while they are needed; the length is --max_train_steps.", False, on_resume=OnResume.FREE
+        "Read training rows as they are needed; --max_train_steps is then the length of the run.",
+        False,
+        on_resume=OnResume.FREE,
     )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
     text_column_name: str = option("Column with the text.", "text", tasks=TEXT_TASKS, for_evaluation=True)
     image_column_name: str = option(
-        "Column with the image (image_classification): itself, or its path from the folder of the file.",
+        "Column with the image itself or its path, relative to the folder of the data file (image_classification).",
         "image",
         tasks=("image_classification",),
         for_evaluation=True,
     )
     text_pair_column_name: str | None = option(
-        "Column with a second text: one input with the first (sequence_classification), or, in the validation data of "
-        "an embedding model, the text whose similarity the label scores.",
+        "Column with a second text. For sequence_classification, both texts are one input; in the validation data of "
+        "an embedding model, the label is the similarity of the two texts.",
         None,
         tasks=("sequence_classification", "embedding"),
         for_evaluation=True,
     )
     label_column_name: str = option(
-        "Column with the class.", "label", tasks=(*CLASSIFICATION, "embedding"), for_evaluation=True
+        "Column with the class, or the score of a pair.",
+        "label",
+        tasks=(*CLASSIFICATION, "embedding"),
+        for_evaluation=True,
     )
     on_bad_rows: Literal["raise", "skip"] = option(
-        "Stop at rows without text, image or label, or leave them out.", "raise", for_evaluation=True
+        "Stop at rows without text, image or label, or skip them.", "raise", for_evaluation=True
     )
     max_length: int | None = option(
-        "Tokens in a sequence or block; default: 512, or less if the model says so.",
+        "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
         bounds=Bounds(least=2),
         tasks=TEXT_TASKS,
         for_evaluation=True,
     )
     mlm_probability: float = option(
-        "Share of tokens masked (masked_lm).", 0.15, bounds=PROBABILITY, tasks=("masked_lm",), for_evaluation=True
+        "Share of the tokens that are masked (masked_lm).",
+        0.15,
+        bounds=PROBABILITY,
+        tasks=("masked_lm",),
+        for_evaluation=True,
     )
     max_eval_tokens: int | None = option(
-        "Evaluate on about the first so many tokens.",
+        "Evaluate on only about this many tokens, from the start of the validation data.",
         None,
         bounds=COUNT,
         needs=EVALUATION_DATA,
@@ -175,7 +198,7 @@ class DataArguments:
         on_resume=OnResume.INCOMPARABLE,
     )
     max_eval_samples: int | None = option(
-        "Evaluate on the first so many examples.",
+        "Evaluate on only this many examples, from the start of the validation data.",
         None,
         bounds=COUNT,
         needs=EVALUATION_DATA,
@@ -183,7 +206,7 @@ class DataArguments:
         on_resume=OnResume.INCOMPARABLE,
     )
     max_eval_chars: int | None = option(
-        "Evaluate on the first so many characters of a .txt validation_file.",
+        "Evaluate on only this many characters, from the start of a .txt validation_file.",
         None,
         bounds=COUNT,
         tasks=TEXT_TASKS,
@@ -194,41 +217,46 @@ class DataArguments:
 
 @dataclass
 class ObjectiveArguments:
-    task_loss_weight: float | None = _loss_weight("Weight of the task's cross-entropy; default: 1 without teacher.")
+    """The terms of the loss and their weights."""
+
+    task_loss_weight: float | None = _loss_weight("Weight of the task's cross-entropy; default: 1 without a teacher.")
     logits_kl_weight: float | None = _loss_weight("Weight of KL(teacher || student) of the logits.", needs=TEACHER)
     hidden_state_weight: float | None = _loss_weight(
-        "Weight of the relative squared error of hidden states.", needs=TEACHER
+        "Weight of the relative squared error of the hidden states.", needs=TEACHER
     )
     attention_transfer_weight: float = _loss_weight(
-        "Weight of the relative squared error of every converted layer's output, on the softmax model's activations "
-        "(the model is its own teacher; with --trainable mechanism and no other weight).",
+        "Weight of the relative squared error of every converted layer's output, computed on the softmax model's "
+        "activations (the model is its own teacher; requires --trainable mechanism and excludes the other weights "
+        "except attention_map_weight).",
         0.0,
     )
     attention_transfer_error: Literal["relative", "absolute"] = option(
-        "Squared error of each head over that of the softmax output, or plainly its mean.",
+        "Error in attention transfer: each head's squared error relative to its squared softmax output, or the mean "
+        "squared error.",
         "relative",
         needs=("attention_transfer_weight",),
         on_resume=OnResume.WARNED,
     )
     attention_map_weight: float = _loss_weight(
-        "Weight of the cross-entropy between softmax attention weights and the mechanism's; otherwise like "
-        "attention_transfer_weight, with which it may be combined.",
+        "Weight of the cross-entropy between the attention weights of softmax and those of the mechanism. The "
+        "conditions are those of attention_transfer_weight, and the two may be combined.",
         0.0,
     )
     transfer_layers: str | None = option(
-        "Layers that learn from attention, as 0,2,4-7; those behind the last are not computed. Default: all.",
+        "Layers that are trained by attention transfer, such as 0,2,4-7; layers after the last of them are not "
+        "computed. Default: all.",
         None,
         needs=TRANSFER_WEIGHTS,
     )
     layer_patience: int | None = option(
-        "A layer stops to learn from attention after so many log lines without a lower error of its own.",
+        "Stop the attention transfer of a layer after this many log lines in a row without a lower error.",
         None,
         bounds=COUNT,
         needs=TRANSFER_WEIGHTS,
         on_resume=OnResume.WARNED,
     )
     embedding_weight: float | None = option(
-        "Weight of 1 - cosine of the mean-pooled embeddings.",
+        "Weight of 1 - cosine similarity of the mean-pooled embeddings.",
         None,
         bounds=NOT_NEGATIVE,
         needs=TEACHER,
@@ -238,32 +266,34 @@ class ObjectiveArguments:
     )
     window_dropout: str | None = option(
         "Probability with which a batch is computed without the windows of `hybrid` layers, so that their linear part "
-        "is used; with commas between, such as 0.9,0.75,0.5: of equal parts of the run.",
+        "is trained to be used. Several values, such as 0.9,0.75,0.5, apply to equal parts of the run in turn.",
         None,
         on_resume=OnResume.WARNED,
     )
     hidden_state_layers: Literal["last", "all"] = option(
-        "Layers that hidden_state_weight matches.", "last", needs=("hidden_state_weight",), on_resume=OnResume.WARNED
+        "Layers whose hidden states are compared.", "last", needs=("hidden_state_weight",), on_resume=OnResume.WARNED
     )
     temperature: float = option(
-        "Temperature of the KL; its value is multiplied by temperature squared.",
+        "Temperature of both distributions in logits_kl_weight, whose value is multiplied by the temperature squared.",
         1.0,
         bounds=POSITIVE,
         needs=("logits_kl_weight",),
         on_resume=OnResume.WARNED,
     )
     disable_dropout: bool | None = option(
-        "Train without dropout; default: yes where a teacher is imitated.", None, on_resume=OnResume.WARNED
+        "Train without dropout; default: yes if a teacher is imitated.", None, on_resume=OnResume.WARNED
     )
 
 
 @dataclass
 class OptimizationArguments:
+    """The optimizer, its schedule, and the length of the run."""
+
     per_device_train_batch_size: int = option(
-        "Sequences in one forward pass of one process.", 8, bounds=COUNT, on_resume=OnResume.WARNED
+        "Sequences per forward pass and process in training.", 8, bounds=COUNT, on_resume=OnResume.WARNED
     )
     per_device_eval_batch_size: int = option(
-        "The same in evaluation.",
+        "Sequences per forward pass and process in evaluation.",
         8,
         bounds=COUNT,
         needs=EVALUATION_DATA,
@@ -271,37 +301,40 @@ class OptimizationArguments:
         on_resume=OnResume.FREE,
     )
     gradient_accumulation_steps: int = option(
-        "Forward passes in one optimizer step.", 1, bounds=COUNT, on_resume=OnResume.WARNED
+        "Forward passes per optimizer step.", 1, bounds=COUNT, on_resume=OnResume.WARNED
     )
     learning_rate: float = option("Peak learning rate of AdamW.", 5e-5, bounds=POSITIVE, on_resume=OnResume.WARNED)
     mechanism_learning_rate: float | None = option(
-        "For parameters named *.linear_attention.*; else as above.", None, bounds=POSITIVE, on_resume=OnResume.WARNED
+        "Peak learning rate of the mechanism's parameters (*.linear_attention.*); default: that of learning_rate.",
+        None,
+        bounds=POSITIVE,
+        on_resume=OnResume.WARNED,
     )
     weight_decay: float = option(
-        "On matrices; never on one-dimensional parameters.", 0.0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
+        "Weight decay of matrices; vectors have none.", 0.0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
     )
     max_grad_norm: float = option(
-        "Gradients are clipped to this norm; 0: no clipping.", 1.0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
+        "Norm to which gradients are clipped; 0: no clipping.", 1.0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
     )
     gradient_checkpointing: bool = option(
-        "Compute activations again in the backward pass: slower, less memory.", False, on_resume=OnResume.FREE
+        "Recompute activations in the backward pass: slower, but less memory.", False, on_resume=OnResume.FREE
     )
     ema_decay: float | None = option(
-        "Evaluate and save an exponential moving average of the weights.",
+        "Decay per step of an exponential moving average of the weights, which is then evaluated and saved.",
         None,
         bounds=Bounds(above=0, below=1, such_as=0.999),
     )
     num_train_epochs: float | None = option(
-        "Length of the run; default 3 when nothing else limits it.", None, bounds=POSITIVE, on_resume=OnResume.WARNED
+        "Length in epochs; default: 3 without other limits.", None, bounds=POSITIVE, on_resume=OnResume.WARNED
     )
     max_train_steps: int | None = option(
-        "Limit in optimizer steps; the limit reached first ends the run.",
+        "Length of the run in optimizer steps; the limit that is reached first ends the run.",
         None,
         bounds=COUNT,
         on_resume=OnResume.WARNED,
     )
     max_train_tokens: int | None = option(
-        "Limit in tokens (padding not counted).",
+        "Length of the run in tokens, not counting padding.",
         None,
         bounds=COUNT,
         tasks=TEXT_TASKS,
@@ -309,18 +342,22 @@ class OptimizationArguments:
         is_per_stage=True,
     )
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
-        "Schedule.", "linear", on_resume=OnResume.WARNED
+        "Learning-rate schedule after the warmup.", "linear", on_resume=OnResume.WARNED
     )
     warmup_ratio: float = option(
-        "Share of the steps over which the rate rises from 0.", 0.0, bounds=BELOW_ONE, on_resume=OnResume.WARNED
+        "Share of the steps in which the rate rises from 0.", 0.0, bounds=BELOW_ONE, on_resume=OnResume.WARNED
     )
-    warmup_steps: int = option("The same as a number of steps.", 0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED)
+    warmup_steps: int = option(
+        "Warmup as a number of optimizer steps.", 0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
+    )
 
 
 @dataclass
 class RunArguments:
+    """Where a run writes, how it resumes, and when it logs, evaluates and saves."""
+
     output_dir: str = option(
-        "Receives the trained model, metrics.jsonl and checkpoint-<step> folders.",
+        "Folder for the trained model, metrics.jsonl and the checkpoint-<step> folders.",
         for_evaluation=True,
         on_resume=OnResume.FREE,
         is_per_stage=True,
@@ -333,17 +370,22 @@ class RunArguments:
         is_per_stage=True,
     )
     resume_from_checkpoint: str | None = option(
-        "`latest` or the path of a checkpoint-<step> folder.", None, on_resume=OnResume.FREE, is_per_stage=True
+        "Checkpoint to resume from: `latest` or the path of a checkpoint-<step> folder.",
+        None,
+        on_resume=OnResume.FREE,
+        is_per_stage=True,
     )
-    seed: int = option("Data order, masks, dropout and new heads.", 42, bounds=NOT_NEGATIVE, for_evaluation=True)
+    seed: int = option(
+        "Seed of data order, masks, dropout and new heads.", 42, bounds=NOT_NEGATIVE, for_evaluation=True
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
-        "Default: as `accelerate launch` says.", None, for_evaluation=True
+        "Mixed precision; default: that of `accelerate launch`.", None, for_evaluation=True
     )
     logging_steps: int = option(
         "Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT, on_resume=_where_patience_counts
     )
     eval_steps: int | None = option(
-        "Optimizer steps between evaluations; default: at start and end only.",
+        "Optimizer steps between evaluations; default: evaluate at the start and the end only.",
         None,
         bounds=COUNT,
         needs=EVALUATION_DATA,
@@ -353,33 +395,34 @@ class RunArguments:
         "Optimizer steps between checkpoints; default: none.", None, bounds=COUNT, on_resume=OnResume.FREE
     )
     save_total_limit: int | None = option(
-        "Keep only the newest so many checkpoints, and the best.",
+        "Keep only this many checkpoints, the newest, and the best one.",
         None,
         bounds=COUNT,
         needs=("checkpointing_steps", "load_best_model_at_end"),
         on_resume=OnResume.FREE,
     )
     load_best_model_at_end: bool = option(
-        "Write the best evaluated model, not the last; saves each new best.",
+        "Write the model of the best evaluation instead of the last; a checkpoint is saved at each new best.",
         False,
         needs=("eval_steps",),
         on_resume=OnResume.FREE,
     )
     metric_for_best_model: str | None = option(
-        "Figure to choose it by; default: the task's first.",
+        "Figure that decides which evaluation is best, such as perplexity, accuracy or cosine; default: the main "
+        "figure of the task.",
         None,
         needs=("load_best_model_at_end", "early_stopping_patience"),
         on_resume=OnResume.INCOMPARABLE,
     )
     early_stopping_patience: int | None = option(
-        "Stop after so many evaluations without a new best.",
+        "Stop after this many evaluations in a row without a new best.",
         None,
         bounds=COUNT,
         needs=("eval_steps",),
         on_resume=OnResume.FREE,
     )
     report_to: str | None = option(
-        "Trackers of accelerate, with commas between: tensorboard, trackio, ...", None, on_resume=OnResume.FREE
+        "Trackers of accelerate, such as tensorboard,trackio.", None, on_resume=OnResume.FREE
     )
 
 

@@ -1,4 +1,4 @@
-"""What all of a run needs: recipe, processes, models, validation data, and where its figures go."""
+"""The context of a run: its recipe, processes, models and validation data, and where its figures are written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunContext:
-    """What a run works with; `run.py` builds it."""
+    """Everything that a run works with; `run.py` builds it."""
 
     recipe: Recipe
     accelerator: Accelerator
@@ -37,11 +37,11 @@ class RunContext:
     average: WeightAverage | None = None
 
     def final_weights(self) -> AbstractContextManager[None]:
-        """Inside, the student is what would be saved as the result: with `--ema_decay`, its average."""
+        """Inside, the student has the weights that would be saved as the result: with `--ema_decay`, the average."""
         return self.average.applied() if self.average is not None else nullcontext()
 
     def evaluate(self, step: int, tokens: int) -> dict[str, float]:
-        """Figures on the validation data, also written to metrics.jsonl."""
+        """Evaluate the student on the validation data, and write the figures to metrics.jsonl and the trackers."""
         if self.validation is None:
             return {}
         accelerator = self.accelerator
@@ -59,6 +59,6 @@ class RunContext:
         return figures
 
     def record(self, event: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, also for the trackers."""
+        """Write a line to metrics.jsonl, and send it to the trackers."""
         self.metrics.write(event)
         self.accelerator.log({name: value for name, value in event.items() if name != "step"}, step=event["step"])

@@ -1,4 +1,7 @@
-"""The training loop: accumulate, step, log, evaluate, save. The same gradients on one process and on many."""
+"""The training loop: it accumulates gradients, steps, logs, evaluates and saves.
+
+The gradients do not depend on the number of processes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingLoop:
-    """Runs `plan` from `state` on; a step is one optimizer step."""
+    """Runs `plan`, starting at `state`; a step is one optimizer step."""
 
     def __init__(self, context: RunContext, plan: TrainingPlan, state: TrainingState) -> None:
         self.context, self.plan, self.state = context, plan, state
@@ -43,12 +46,12 @@ class TrainingLoop:
         self.objectives, self.selection, self.termination = plan.objectives, Selection(context.recipe), Termination()
         self.is_terminated = False
         self.sums: dict[str, Tensor] = {}
-        self.rates: dict[bool, float] = {}  # of the last step: in the mechanism or not -> learning rate
+        self.rates: dict[bool, float] = {}  # learning rates of the last step; True is the key of the mechanism's rate
         self.started, self.tokens_at_start = time.perf_counter(), state.tokens
 
     @property
     def stateful(self) -> dict[str, Any]:
-        """What a checkpoint holds besides weights and random state."""
+        """The objects whose state a checkpoint holds besides the weights and the random state, by name."""
         found: dict[str, Any] = {"scheduler": self.plan.scheduler}
         if self.engine is None:
             found["optimizer"] = self.plan.optimizer
@@ -61,7 +64,7 @@ class TrainingLoop:
         return found if self.accelerator.scaler is None else {**found, "scaler": self.accelerator.scaler}
 
     def train(self) -> dict[str, float]:
-        """Train to the end; returns the figures of the last evaluation."""
+        """Train to the end, and return the figures of the last evaluation."""
         figures = self.context.evaluate(0, 0) if self.state.step == 0 else {}
         self.context.student.train()
         self._restart_clock()
@@ -73,15 +76,16 @@ class TrainingLoop:
                 progress.update()
                 figures = self._after_step(progress) or figures
                 if self.selection.is_over(self.state):
-                    logger.info("no better for %d evaluations: stopped early", self.state.evaluations_since_best)
+                    count = self.state.evaluations_since_best
+                    logger.info("training stops early, because the last %d evaluations brought no improvement", count)
                     break
                 if self.plan.transfer.is_over:
-                    logger.info("no layer gets better: stopped early")
+                    logger.info("training stops early, because no layer improves any more")
                     break
         return figures
 
     def _windows(self) -> Iterator[list[Batch]]:
-        """The batches of one optimizer step at a time, for this process."""
+        """The batches of this process, in lists for one optimizer step each."""
         size = self.context.recipe.optimization.gradient_accumulation_steps
         window: list[Batch] = []
         for batch in self.plan.inputs.batches(self.state.step, self.plan.total_steps):
@@ -94,9 +98,9 @@ class TrainingLoop:
         return {name: value.to(self.accelerator.device, non_blocking=True) for name, value in batch.items()}
 
     def _step(self, window: list[Batch]) -> None:
-        """One optimizer step over the accumulated batches `window` of every process."""
+        """Make one optimizer step with the batches `window` of every process."""
         counts = self._global_counts(window)
-        # DistributedDataParallel averages gradients over processes; the loss is a sum over them
+        # DistributedDataParallel averages gradients over the processes, but the loss is a sum over them.
         scales = {name: self.accelerator.num_processes / counts[name].clamp(min=1) for name in self.objectives}
         losses: list[Tensor] = []
         for number, batch in enumerate(window, 1):
@@ -126,7 +130,7 @@ class TrainingLoop:
         return any(objective.needs_teacher for _, objective in self.objectives.values())
 
     def _global_counts(self, window: list[Batch]) -> dict[str, Tensor]:
-        """Tokens, units of every objective, and processes that got SIGTERM, in the whole step."""
+        """Numbers of tokens, of units of every objective, and of processes that received SIGTERM, in the whole step."""
         rows = [
             torch.stack([count_units(batch), *(o.units(batch) for _, o in self.objectives.values())])
             for batch in window
@@ -136,7 +140,7 @@ class TrainingLoop:
         return dict(zip(["tokens", *self.objectives, "terminated"], total, strict=True))
 
     def _clip(self) -> Tensor:
-        """Clip the gradients (DeepSpeed: and step with them); their norm before, the same on all processes."""
+        """Clip the gradients (DeepSpeed also steps), and return their norm before that, the same on all processes."""
         if self.engine is not None:
             return zero.step(self.engine).to(self.accelerator.device)
         limit = self.context.recipe.optimization.max_grad_norm
@@ -145,7 +149,10 @@ class TrainingLoop:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _refuse_what_is_not_finite(self, window: list[Batch], losses: Tensor, norm: Tensor) -> None:
-        """Stop before it gets into the weights. (A gradient scaler skips steps of infinite gradients by itself.)"""
+        """Raise an error before a loss or gradient that is not finite reaches the weights.
+
+        Gradients are not checked if there is a gradient scaler, which skips steps with infinite gradients by itself.
+        """
         is_bad = ~losses.isfinite()
         wrong = is_bad.any() | (~norm.isfinite() if self.accelerator.scaler is None else False)
         if not self.accelerator.reduce(wrong.long(), reduction="sum"):
@@ -157,7 +164,8 @@ class TrainingLoop:
         what = "loss" if any(found[0]) else "gradient"
         raise TrainingError(
             f"the {what} of step {self.state.step + 1} is not finite (training examples {examples}); "
-            f"nothing was overwritten, {self.plan.checkpointer.last_good()}; lower --learning_rate or look at the data"
+            f"nothing was overwritten, and {self.plan.checkpointer.last_good()}; lower `--learning_rate` or check the "
+            "data"
         )
 
     def _update(self, norm: Tensor) -> None:
@@ -175,7 +183,7 @@ class TrainingLoop:
             self.sums[name] = self.sums.get(name, torch.zeros((), device=value.device)) + value
 
     def _collect(self) -> None:
-        """Move this process's sums into the global ones in `state`."""
+        """Add the sums of all processes to those in `state`, and reset them."""
         names = sorted(self.sums)
         if names:
             total = self.accelerator.reduce(torch.stack([self.sums[name].float() for name in names]), reduction="sum")
@@ -193,14 +201,16 @@ class TrainingLoop:
         is_best = bool(figures) and self.selection.note(self.state, figures)
         if _due(step, run.checkpointing_steps) or self.is_terminated or (is_best and run.load_best_model_at_end):
             self._save()
-        self.started += time.perf_counter() - pause  # neither is training time
+        self.started += time.perf_counter() - pause  # evaluating and saving are not training time
         return figures
 
     def _save(self) -> None:
         self._collect()
         saved = self.plan.checkpointer.save(self.state, self.context.student, self.context.processor, self.stateful)
         if self.is_terminated:
-            raise TerminatedError(f"SIGTERM: {saved} was written; `--resume_from_checkpoint latest` goes on from there")
+            raise TerminatedError(
+                f"SIGTERM was received and {saved} was written; `--resume_from_checkpoint latest` resumes from it"
+            )
 
     def _log(self, progress: Any) -> None:
         self._collect()
@@ -241,12 +251,12 @@ def _due(step: int, every: int | None) -> bool:
 
 
 class Termination:
-    """Inside `with`, SIGTERM sets `requested`; outside it has the effect it had before."""
+    """Inside `with`, SIGTERM only sets `requested`; after it, SIGTERM has its earlier effect again."""
 
     requested = False
 
     def __enter__(self) -> Termination:
-        self._is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
+        self._is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
         if self._is_main:
             self._previous: Any = signal.signal(signal.SIGTERM, self._note)
         return self

@@ -1,8 +1,8 @@
-"""Loading student and teacher, and the classes of the data in a model's numbering.
+"""Loading of student and teacher, and the mapping from the labels of the data to the classes of a model.
 
-A student larger than memory (`--offload_folder`) has its weights on disk, from where accelerate's hooks read them when
-their layer runs; only the mechanisms, which are what is trained, stay. Attention transfer needs no gradient through the
-layers, so nothing else of them has to.
+The weights of a student larger than memory (`--offload_folder`) are on disk, and hooks of accelerate read those of a
+layer when it runs. Only the mechanisms, which are trained, stay in memory: attention transfer needs no gradients
+through the layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ AUTO_CLASSES: dict[str, Any] = {
 
 
 def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> PreTrainedModel:
-    """The model to train, in float32: small updates vanish in 16 bit; `--mixed_precision` speeds up the rest."""
+    """The model to train, in float32, because small updates vanish in 16 bits (`--mixed_precision` casts for speed).
+
+    Args:
+        path: a folder or a name on the Hub.
+        classes: class index of every label of the data; None if the data has no labels.
+    """
     extra: dict[str, Any] = {}
     if classes is not None:
         known = known_classes(AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code))
@@ -56,14 +61,19 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
         extra |= {"device_map": places, "offload_folder": recipe.model.offload_folder}
     model = _load(recipe, path, dtype=torch.float32, **extra)
     if recipe.model.task == "sequence_classification" and model.config.pad_token_id is None:
-        model.config.pad_token_id = pad_token_id(load_tokenizer(recipe))  # decoders classify at the last real token
+        # Decoders classify at the last token that is not padding.
+        model.config.pad_token_id = pad_token_id(load_tokenizer(recipe))
     if recipe.model.use_peft:
         add_adapters(model, recipe.model)
     return model
 
 
 def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
-    """Class index of every label name: the checkpoint's own where it knows them, otherwise a new numbering."""
+    """The class index of every label: that of the checkpoint if it knows all labels, otherwise a new numbering.
+
+    Raises:
+        TrainingError: if the checkpoint is a classifier with other classes.
+    """
     unique, known = set(names), known_classes(config)
     if unique <= set(known):
         return known
@@ -74,24 +84,30 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
         name.endswith(("ForSequenceClassification", "ForImageClassification")) for name in config.architectures or ()
     ):
         raise TrainingError(
-            f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}"
+            f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}; "
+            "rename those in the data, or choose another label column"
         )
     return {name: index for index, name in enumerate(sorted(unique, key=int if numeric else None))}
 
 
 def known_classes(config: PreTrainedConfig) -> dict[str, int]:
+    """The class index of every label that the config of a checkpoint names."""
     return {str(name): int(index) for name, index in (config.label2id or {}).items()}
 
 
 def empty_model(task: str, path: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of a folder or hub name without its weights (on the device `meta`)."""
+    """The model of a folder or of a name on the Hub, without its weights (on the device `meta`)."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AUTO_CLASSES[task].from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool) -> PreTrainedModel:
-    """The teacher; with mixed precision in the dtype of its checkpoint, otherwise in float32."""
+    """The teacher, with mixed precision in the dtype of its checkpoint, otherwise in float32.
+
+    Raises:
+        TrainingError: if the objectives in use cannot compare it with the student.
+    """
     path = str(recipe.model.teacher_name_or_path)
     teacher = _load(recipe, path, dtype="auto" if mixed_precision else torch.float32)
     if recipe.model.task == "sequence_classification":
@@ -99,12 +115,15 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     for name, used in _must_agree(recipe).items():
         mine, yours = getattr(student.config, name, None), getattr(teacher.config, name, None)
         if used and mine != yours:
-            raise TrainingError(f"`{name}` is {mine} in the model and {yours} in the teacher {path}; they must agree")
+            raise TrainingError(
+                f"`{name}` is {mine} in the model but {yours} in the teacher {path}, and they must agree; choose "
+                "another teacher or other objectives"
+            )
     return teacher
 
 
 def _must_agree(recipe: Recipe) -> dict[str, bool]:
-    """Settings that student and teacher must share for the objectives in use."""
+    """The settings in which student and teacher can differ, and whether the objectives in use need them to agree."""
     weights, task = recipe.objective, recipe.model.task
     hidden = bool(weights.hidden_state_weight or weights.embedding_weight)
     return {
@@ -121,10 +140,12 @@ def _load(recipe: Recipe, path: str, **options: Any) -> PreTrainedModel:
 
 
 def device_map(empty: PreTrainedModel, device: torch.device, mechanism: str) -> dict[str, Any]:
-    """`disk`, or the device for the modules with `mechanism` in their name, for each module with weights of its own.
+    """The place of every module that has weights of its own: `device` for those of the mechanisms, otherwise "disk".
 
     Args:
         empty: the model without its weights.
+        device: the device that computes.
+        mechanism: the part of a module's name by which a mechanism is known.
     """
     place: Any = "cpu" if device.type == "cpu" else device.index or 0
     return {

@@ -1,4 +1,4 @@
-"""The parameters of a student: which are trained, at which rate, apart or tied, and their moving average."""
+"""The parameters of a student: which are trained and at which rate, tied embeddings, and the moving average."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hf_linear_attention.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-MECHANISM = ".linear_attention."  # the child that conversion puts into every converted attention module
+MECHANISM = ".linear_attention."  # the child module that a conversion adds to every converted attention module
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """Dropout modules and probabilities of this model to 0; what its config says, and so what is saved, stays."""
+    """Set every dropout probability of the model to 0. Its config, and so what is saved, stays as it is."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -34,19 +34,22 @@ def disable_dropout(model: PreTrainedModel) -> None:
 
 
 def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Options about the mechanism's parameters need some; a recipe that suits every mechanism may name their rate."""
+    """Refuse options about the mechanism's parameters if it has none.
+
+    A learning rate is allowed for a converted model, so that one recipe suits every mechanism.
+    """
     if any(MECHANISM in name for name, _ in model.named_parameters()):
         return
     mechanism = (getattr(model.config, "linear_attention", None) or {}).get("mechanism")
     rate = recipe.optimization.mechanism_learning_rate
     if recipe.model.trainable == "mechanism" or (rate is not None and mechanism is None):
         raise TrainingError(
-            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which --mechanism_learning_rate and "
-            "--trainable mechanism are about; convert it (conversion/convert_checkpoint.py) to a mechanism that learns "
-            "its features, or drop the option"
+            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which `--mechanism_learning_rate` and "
+            "`--trainable mechanism` need; convert it (conversion/convert_checkpoint.py) to a mechanism with learned "
+            "parameters, or drop the option"
         )
     if rate is not None:
-        logger.info("`%s` learns no parameters of its own: --mechanism_learning_rate has none", mechanism)
+        logger.info("`--mechanism_learning_rate` has no effect, because `%s` has no learned parameters", mechanism)
 
 
 def _is_trained(name: str, trainable: str) -> bool:
@@ -54,9 +57,12 @@ def _is_trained(name: str, trainable: str) -> bool:
 
 
 def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
-    """AdamW groups: base and mechanism at their rates, each with and without weight decay; freezes what is not trained.
+    """The parameter groups for AdamW: base and mechanism, each with and without weight decay.
 
-    One-dimensional parameters (biases, norms) are never decayed.
+    Parameters that are not trained are frozen. One-dimensional ones (biases, norms) have no weight decay.
+
+    Raises:
+        TrainingError: if only the mechanism is to be trained, and it has no parameters.
     """
     plan = recipe.optimization
     _check_mechanism(model, recipe)
@@ -74,30 +80,30 @@ def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, A
 
 
 def freeze(model: nn.Module, pattern: str) -> None:
-    """No gradients for parameters in whose name the regular expression `pattern` is found (`--freeze_pattern`).
+    """Freeze the trainable parameters whose names contain a match of `pattern` (`--freeze_pattern`).
 
     Raises:
-        TrainingError: if it is found in none or in all of them.
+        TrainingError: if no name or every name contains a match.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = {name for name in names if re.search(pattern, name)}
     if not found or len(found) == len(names):
         raise TrainingError(
-            f"`--freeze_pattern {pattern}` is found in {len(found)} of {len(names)} names of parameters, such as "
-            f"{', '.join(names[:3])}; it has to leave some and freeze some"
+            f"`--freeze_pattern {pattern}` matches {len(found)} of the {len(names)} names of parameters, such as "
+            f"{', '.join(names[:3])}; it must match some of them, but not all"
         )
     for name in found:
         model.get_parameter(name).requires_grad_(False)
-    logger.info("frozen: %d of %d parameters", len(found), len(names))
+    logger.info("%d of %d parameters are frozen", len(found), len(names))
 
 
 def untie(model: PreTrainedModel) -> None:
-    """Give every tied parameter a copy of its own, in place.
+    """Give every tied parameter of `model` a separate copy of the value, in place.
 
-    The output layer wants to change in a way that the input embeddings do not (RADLADS 2025, section 8).
+    Training changes the output layer in other ways than the input embeddings (RADLADS 2025, section 8).
 
     Raises:
-        TrainingError: if there are none.
+        TrainingError: if the model has no tied parameters.
     """
     ties = list(model.all_tied_weights_keys)
     if not ties:
@@ -112,7 +118,7 @@ def untie(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def retie(model: PreTrainedModel) -> None:
-    """Tie again, in place, what `untie` has taken apart: to the mean of what they became."""
+    """Tie the parameters that `untie` has separated again, in place, at the mean of their values."""
     model.config.tie_word_embeddings = True
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     for source in set(ties.values()):
@@ -124,25 +130,25 @@ def retie(model: PreTrainedModel) -> None:
 
 
 def checkpoint_gradients(student: PreTrainedModel) -> None:
-    """Recompute the layers' activations in the backward pass (`--gradient_checkpointing`).
+    """Have the activations of the layers recomputed in the backward pass (`--gradient_checkpointing`).
 
     Raises:
-        TrainingError: if the model cannot.
+        TrainingError: if the model does not support it.
     """
     if not student.supports_gradient_checkpointing:
-        raise TrainingError(f"{type(student).__name__} cannot do `--gradient_checkpointing`; drop the option")
+        raise TrainingError(f"{type(student).__name__} does not support `--gradient_checkpointing`; drop the option")
     student.gradient_checkpointing_enable({"use_reentrant": False})
-    # transformers makes the embeddings' output require gradients, for the reentrant form; here it would only have
-    # frozen layers recomputed, and those that are observed computed as something else
+    # For the reentrant form, transformers makes the outputs of the embeddings require gradients. Here, that would only
+    # recompute frozen layers, and change what observed layers compute.
     student.disable_input_require_grads()
 
 
 class WeightAverage:
-    """Exponential moving average: average <- decay * average + (1 - decay) * weights, at every step.
+    """An exponential moving average of the weights: average <- decay * average + (1 - decay) * weights at every step.
 
     Polyak and Juditsky 1992; the decay is that of `torch.optim.swa_utils.get_ema_multi_avg_fn`.
 
-    It starts at the weights of `model` that require gradients, and takes as much memory again as these.
+    It covers the parameters of `model` that require gradients, starts at their values, and needs as much memory.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -152,13 +158,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step."""
+        """Move the average towards the weights; called after every optimizer step."""
         torch._foreach_lerp_(list(self.average.values()), list(self.weights.values()), 1 - self.decay)
 
     @contextmanager
     @torch.no_grad()
     def applied(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights."""
+        """Inside, the model has the averaged weights; afterwards, it has its own again."""
         trained = {name: value.clone() for name, value in self.weights.items()}
         self._set(self.average)
         try:
@@ -172,7 +178,9 @@ class WeightAverage:
             weight.copy_(values[name])
 
     def state_dict(self) -> dict[str, Tensor]:
+        """The average of every parameter, by name."""
         return self.average
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load whole tensors, as `state_dict` names them, also if the parameters are in shards."""
         load_whole(self.average, state)

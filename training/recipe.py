@@ -1,4 +1,4 @@
-"""A recipe: one run of `training/finetune.py`, with all its options (`arguments.py`), parsed and checked."""
+"""A recipe: all options (`arguments.py`) of one run of `training/finetune.py`, parsed and checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_linear_attention.training.arguments import (
 )
 
 
-# Figures that can choose the best model, by task; the first is the default.
+# For each task, the figures by which the best model can be chosen; the first is the default.
 SELECTING = {
     "causal_lm": ("nats_per_token", "perplexity"),
     "masked_lm": ("nats_per_token", "perplexity"),
@@ -30,32 +30,35 @@ SELECTING = {
 
 
 def parse_layer_numbers(text: str) -> list[int]:
-    """`0,2,4-7` as numbers.
+    """The layer numbers in a text such as `0,2,4-7`.
 
     Raises:
-        ValueError: if they are none.
+        ValueError: if `text` does not consist of numbers and ranges of layers.
     """
     layers = parse_layers(text)
     if isinstance(layers, str):
-        raise ValueError(f"{text} are no numbers of layers")
+        raise ValueError(f"`{text}` is not a list of layer numbers; give numbers and ranges, such as 0,2,4-7")
     return layers
 
 
 def parse_rates(text: str | None) -> tuple[float, ...]:
-    """`0.9,0.75,0.5` as numbers.
+    """The probabilities in a text such as `0.9,0.75,0.5`; none for None.
 
     Raises:
-        ValueError: if they are none, or not from 0 to 1.
+        ValueError: if a part of `text` is not a number from 0 to 1.
     """
     rates = tuple(float(part) for part in text.split(",")) if text is not None else ()
     if not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"{text} is not between 0 and 1")
+        raise ValueError(f"`{text}` has a number that is not between 0 and 1; give probabilities, such as 0.9,0.75,0.5")
     return rates
 
 
 @dataclass
 class Recipe:
-    """One run. `given` names the options that the user set, in the YAML file or on the command line."""
+    """The options of one run, by group.
+
+    `given` names the options that the user set, in the YAML file or on the command line.
+    """
 
     model: ModelArguments
     data: DataArguments
@@ -66,23 +69,26 @@ class Recipe:
 
     @property
     def has_training(self) -> bool:
+        """Whether there is training data; without it, the model is only evaluated."""
         return self.data.train_file is not None or self.data.dataset_name is not None
 
     @property
     def is_classification(self) -> bool:
+        """Whether the task assigns one class to every input."""
         return self.model.task in CLASSIFICATION
 
     @property
     def unit(self) -> str:
-        """What the amount of training is counted in."""
+        """The unit in which the amount of training is counted: "images" or "tokens"."""
         return "images" if self.model.task == "image_classification" else "tokens"
 
     @property
     def output_dir(self) -> Path:
+        """The folder that receives the model, as a path."""
         return Path(self.run.output_dir)
 
     def summary(self) -> dict[str, Any]:
-        """What a reader of the model card needs to repeat the run: what was chosen, and the defaults that matter."""
+        """The options that are needed to repeat the run, for the model card: those given, and important defaults."""
         always = {"seed", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"}
         names = (self.given | always) - set(RunArguments.__dataclass_fields__) - {"trust_remote_code"} | {"seed"}
         values = self.flat()
@@ -90,12 +96,12 @@ class Recipe:
         return {name: value for name, value in values.items() if name in names | weights}
 
     def flat(self) -> dict[str, Any]:
-        """All options in one dictionary, as they are stored in checkpoints and model cards."""
+        """All options in one dictionary, without their groups."""
         groups = (self.model, self.data, self.objective, self.optimization, self.run)
         return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
     def facts(self) -> dict[str, Any]:
-        """The same for checkpoints: with absolute paths, so that resuming from another folder works."""
+        """All options for a checkpoint, with absolute paths, so that a run can resume in another working directory."""
         values = self.flat()
         paths = {name: values[name] for name, fact in FACTS.items() if fact.is_path and values[name]}
         return values | {name: str(Path(path).resolve()) for name, path in paths.items() if Path(path).exists()}

@@ -1,4 +1,4 @@
-"""From `sys.argv` and an optional YAML file to a checked `Recipe`; every problem ends in one `UsageError`."""
+"""Parsing of `sys.argv` and an optional YAML file into a checked `Recipe`; one `UsageError` names every problem."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ OPTIONS = tuple(FACTS)
 
 @dataclass
 class PresetArguments:
+    """Options that choose a preset and how its stages are run."""
+
     preset: str | None = option(
-        f"Recipe of several stages: {', '.join(preset_names())}; max_train_tokens is shared out between them.", None
+        f"Preset of several training stages ({', '.join(preset_names())}), which share max_train_tokens.", None
     )
     layers_per_block: int | None = option(
-        "With --preset: attention transfer of K layers after the other, for models larger than memory.",
+        "With --preset: run the attention transfer of this many layers at a time, for models larger than memory.",
         None,
         bounds=COUNT,
     )
 
 
 def build_parser(description: str | None = None) -> Parser:
+    """The parser of every option of `training/finetune.py`; `description` is printed by `--help` as it is."""
     parser = Parser(
         list[Any]((*GROUPS, PresetArguments)),
         description=description,
@@ -51,10 +54,10 @@ def build_parser(description: str | None = None) -> Parser:
 
 
 def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[Preset, dict[str, Any]] | None:
-    """The preset that `argv` names and the options given beside it; None without one.
+    """The preset that `argv` names and the options given with it; None if `argv` names no preset.
 
     Raises:
-        UsageError: with all problems of the first command line that one of its stages would have.
+        UsageError: if the options cannot work; it names all problems of the first stage that has any.
     """
     if (name := value_of("preset", argv)) is None:
         return None
@@ -67,7 +70,7 @@ def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[P
         raise UsageError(*problems)
     lines = command_lines(preset, given)
     if unused := _unused(given, lines):
-        place = f"does nothing in any stage of `--preset {name}`; leave it out"
+        place = f"has no effect in any stage of `--preset {name}`; drop it"
         raise UsageError(*(f"`--{entry}` {place}" for entry in unused))
     *before, last = [words for _, _, words in lines]
     for words in before:
@@ -78,7 +81,7 @@ def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[P
 
 
 def _unused(given: dict[str, Any], lines: Sequence[tuple[Stage, Path, list[str]]]) -> list[str]:
-    """The options given that no stage takes. A teacher is taken where there is something to learn from it."""
+    """The given options that no stage uses. A teacher may be given even if no stage learns from it."""
     taken = {name for _, _, words in lines for name in given_names(words)} | {"teacher_name_or_path"}
     taken |= {name for name, fact in FACTS.items() if fact.is_per_stage}
     if any(is_transfer(stage) for stage, _, _ in lines):
@@ -87,11 +90,15 @@ def _unused(given: dict[str, Any], lines: Sequence[tuple[Stage, Path, list[str]]
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
-    """The recipe that `argv` describes. Raises `UsageError` with all problems found."""
+    """The recipe that `argv` describes.
+
+    Raises:
+        UsageError: if the options cannot work; it names all problems.
+    """
     argv = _words(argv)
     namespace = build_parser(description).parse_args(argv)
     if getattr(namespace, BLOCK_SIZE) is not None:
-        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for one stage give `--transfer_layers`")
+        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
     recipe = Recipe(*(_group(group, namespace) for group in GROUPS))
     recipe.given = frozenset(given_names(argv))
     fill_defaults(recipe)

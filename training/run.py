@@ -1,4 +1,4 @@
-"""One run from its recipe: processes, data, models, then training or evaluation."""
+"""One run of a recipe: it starts processes, loads data and models, then trains or evaluates."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ logger = logging.getLogger(__name__)
 
 
 def run(recipe: Recipe) -> dict[str, float]:
-    """Train (or only evaluate) as the recipe says; returns the last evaluation's figures."""
+    """Train, or only evaluate, as the recipe says, and return the figures of the last evaluation."""
     accelerator = start_processes(recipe)
     set_seed(recipe.run.seed)
     checkpoint = _prepare_folder(recipe, accelerator)
     processor = load_processor(recipe)
-    with accelerator.main_process_first():  # the others then find the data sets' cache filled
+    with accelerator.main_process_first():  # the other processes then read from the cache of `datasets`
         data = load_data(recipe, processor)
     objectives = build_objectives(recipe) if data.train is not None else {}
-    # adapters go beside the weights that they started from; a checkpoint holds merged ones, and may be removed
+    # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
     source = None if recipe.model.trains_beside else checkpoint
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
     if recipe.model.untie_embeddings is not None and source is None:
         untie(student)
     shards = (accelerator.is_fsdp2 or zero.uses_deepspeed(accelerator)) and data.train is not None
-    if recipe.model.offload_folder is None and not shards:  # shards go there when there are some
+    if recipe.model.offload_folder is None and not shards:  # shards are moved to the device when they are made
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
     context = RunContext(
@@ -79,9 +79,10 @@ def run(recipe: Recipe) -> dict[str, float]:
 
 @contextmanager
 def ending(accelerator: Accelerator) -> Iterator[None]:
-    """Close the trackers when all went well.
+    """Close the trackers at the end of a run that succeeded.
 
-    The processes stay connected, for the next stage of a preset: a second connection through torchrun's store hangs.
+    The processes stay connected for the next stage of a preset, because a second connection through torchrun's store
+    hangs.
     """
     yield
     for tracker in accelerator.trackers:
@@ -89,7 +90,7 @@ def ending(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _prepare_folder(recipe: Recipe, accelerator: Accelerator) -> Path | None:
-    """Create or clean output_dir; returns the checkpoint to resume from."""
+    """Create or clean `output_dir`, and return the checkpoint to resume from."""
     if accelerator.is_main_process:
         recipe.output_dir.mkdir(parents=True, exist_ok=True)
         clear_output(recipe.output_dir, everything=recipe.run.overwrite_output_dir)
@@ -105,20 +106,20 @@ def _prepare_folder(recipe: Recipe, accelerator: Accelerator) -> Path | None:
 
 
 def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | None:
-    """The checkpoint to resume from, found intact; an error is returned, to be raised on all processes."""
+    """The intact checkpoint to resume from. An error is returned, not raised, so that all processes can raise it."""
     if wanted is None:
         return None
     if wanted == "latest":
         checkpoint = newest_intact_checkpoint(output_dir)
         if checkpoint is None:
-            logger.warning("no checkpoint in %s: starting from the beginning", output_dir)
+            logger.warning("there is no intact checkpoint in %s; training starts from the beginning", output_dir)
         return checkpoint
     damage = find_damage(Path(wanted))
     if damage is None:
         return Path(wanted)
     return TrainingError(
-        f"`--resume_from_checkpoint {wanted}` is damaged: {damage}; give another one, or `latest`, "
-        "which takes the newest that is intact"
+        f"`--resume_from_checkpoint {wanted}` is damaged ({damage}); give another checkpoint, or `latest` for the "
+        "newest one that is intact"
     )
 
 
@@ -134,7 +135,7 @@ def _teacher(
     needs_logits = any(o.needs_logits and o.needs_teacher for _, o in objectives.values())
     layers = hidden_layers_of(recipe, objectives)
     if layers is None and recipe.model.task == "embedding":
-        layers = "last"  # for evaluation
+        layers = "last"  # the evaluation compares them
     return Teacher(model.to(accelerator.device), accelerator.autocast, needs_logits, layers)
 
 
@@ -155,21 +156,22 @@ def _train(
     if recipe.optimization.ema_decay is not None:
         context.average = WeightAverage(context.student, recipe.optimization.ema_decay)
     state = TrainingState()
-    set_seed(recipe.run.seed + accelerator.process_index)  # dropout differs between processes, new heads do not
+    # Dropout differs between processes; new heads, which exist already, do not.
+    set_seed(recipe.run.seed + accelerator.process_index)
     if checkpoint is not None:
         state = plan.checkpointer.read_state(checkpoint)
     loop = TrainingLoop(context, plan, state)
     if checkpoint is not None:
         plan.checkpointer.restore(checkpoint, loop.stateful)
         logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
-    figures = loop.train() or context.evaluate(
-        state.step, state.tokens
-    )  # nothing was left to train: still say how good
-    if recipe.run.load_best_model_at_end and state.best:  # none: nothing was trained since evaluations became others
+    # Even if no step was left to train, the model is evaluated.
+    figures = loop.train() or context.evaluate(state.step, state.tokens)
+    # There is no best evaluation if the evaluation has changed and nothing was trained since.
+    if recipe.run.load_best_model_at_end and state.best:
         figures = _load_best(context, state)
     with context.final_weights():
         if recipe.model.untie_embeddings == "retie":
-            context.average = None  # it is in the weights now
+            context.average = None  # the weights are the average now
             retie(context.student)
             figures = context.evaluate(state.step, state.tokens)
         weights = whole_weights(context.student, keep=accelerator.is_main_process)
@@ -195,18 +197,20 @@ def _train_inputs(context: RunContext, examples: Examples | StreamedExamples) ->
 
 
 def _can_pack(context: RunContext) -> bool:
-    """Whether student and teacher keep documents apart; attention weights are matched document by document."""
+    """Whether student and teacher keep packed documents apart; attention maps are compared one document at a time."""
     if context.recipe.objective.attention_map_weight:
         return False
     for model in (context.student, *([context.teacher.model] if context.teacher else [])):
         if not keeps_documents_apart(model):
-            logger.info("%s would mix packed documents: they are trained on one by one", type(model).__name__)
+            logger.info(
+                "%s would mix packed documents, so each document is trained on separately", type(model).__name__
+            )
             return False
     return True
 
 
 def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:
-    """The weights of the best evaluation, into the student; returns its figures."""
+    """Load the weights of the best evaluation into the student, and return the figures of that evaluation."""
     step = state.best["step"]
     if step != state.step:
         checkpoint = context.recipe.output_dir / f"checkpoint-{step}"
@@ -218,5 +222,5 @@ def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:
             load_whole(context.student.state_dict(keep_vars=True), best.state_dict())
         if context.average is not None:
             context.average.load_state_dict(saved["average"])
-        logger.info("best model: step %d of %d", step, state.step)
+        logger.info("the best model is that of step %d of %d", step, state.step)
     return state.best["figures"]

@@ -1,4 +1,4 @@
-"""What a run reports while it goes on: `metrics.jsonl`, `loss.png` and the experiment trackers of accelerate."""
+"""The reports of a run while it trains: `metrics.jsonl`, `loss.png` and the experiment trackers of accelerate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends to the file; on other processes than the main one, does nothing."""
+    """The file `metrics.jsonl` of a run, to which only the main process writes."""
 
     def __init__(self, output_dir: Path, is_main_process: bool, resumed_step: int | None) -> None:
         self.path = output_dir / METRICS if is_main_process else None
@@ -27,28 +27,32 @@ class MetricsFile:
             self._forget_after(resumed_step)
 
     def _forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run repeats."""
+        """Remove the lines of the steps that a resumed run will repeat."""
         if self.path is not None:
             events = read_metrics(self.path)
             kept = [json.dumps(event) for event in events if event["step"] <= step]
-            beside = self.path.with_suffix(".new")  # a kill must not leave half of the old lines
+            beside = self.path.with_suffix(".new")  # a run that is killed here must not lose the old lines
             beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             beside.replace(self.path)
 
     def write(self, event: dict[str, Any]) -> None:
+        """Append `event` as a line."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The events of a metrics.jsonl. A line that a crash cut short is left out."""
+    """The events in a `metrics.jsonl`, without a line that a crash has cut short."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def plot_metrics(output_dir: Path, folder: Path) -> None:
-    """The metrics.jsonl of `output_dir` as `loss.png` in `folder`; without matplotlib or a logged step, nothing."""
+    """Plot the losses in the metrics.jsonl of `output_dir` as `loss.png` in `folder`.
+
+    Nothing is written if matplotlib is not installed or no loss was logged.
+    """
     events = read_metrics(output_dir / METRICS)
     if importlib.util.find_spec("matplotlib") is None or not any("loss" in event for event in events):
         return
@@ -72,7 +76,7 @@ def wanted_trackers(recipe: Recipe) -> list[str]:
 
 
 def tracker_problems(recipe: Recipe) -> list[str]:
-    """Names that accelerate does not know, and packages that are not installed: it would leave these out silently."""
+    """One sentence for every tracker that accelerate does not know or that is not installed, which it would ignore."""
     if not (wanted := wanted_trackers(recipe)):
         return []
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -81,7 +85,7 @@ def tracker_problems(recipe: Recipe) -> list[str]:
     problems = []
     for name in wanted:
         if name not in known:
-            problems.append(f"`--report_to {name}`: allowed are {', '.join(known)}, with commas between")
+            problems.append(f"`--report_to {name}`: give one or more of {', '.join(known)}, separated by commas")
         elif name not in installed:
             problems.append(f"`--report_to {name}` needs a package that is not installed: `pip install {name}`")
     return problems

@@ -1,4 +1,4 @@
-"""How far a run trains, and with what: optimizer, schedule, losses, checkpoints."""
+"""The plan of a training run: its length, batches, optimizer, schedule, losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingPlan:
-    """How far to train, and with what."""
+    """Everything that the training loop uses, prepared by accelerate."""
 
     inputs: TrainInputs
     total_steps: int
     optimizer: AcceleratedOptimizer
     scheduler: LambdaLR
-    module: torch.nn.Module  # StudentWithObjectives; wrapped by accelerate, or around a student that is
-    synchronized: torch.nn.Module  # what accelerate has wrapped
+    module: torch.nn.Module  # StudentWithObjectives, wrapped by accelerate or containing a student that is sharded
+    synchronized: torch.nn.Module  # the module that accelerate has wrapped
     objectives: dict[str, tuple[float, Objective]]
     checkpointer: Checkpointer
     window_dropout: WindowDropout
@@ -44,7 +44,7 @@ class TrainingPlan:
 
 
 def hidden_layers_of(recipe: Recipe, objectives: dict[str, tuple[float, Objective]]) -> str | None:
-    """Which hidden states the models must return: "last", "all" or none (None)."""
+    """Which hidden states the models must return: "last", "all" or None for none."""
     if not any(objective.needs_hidden_states for _, objective in objectives.values()):
         return None
     return recipe.objective.hidden_state_layers
@@ -53,6 +53,7 @@ def hidden_layers_of(recipe: Recipe, objectives: dict[str, tuple[float, Objectiv
 def make_training_plan(
     context: RunContext, inputs: TrainInputs, objectives: dict[str, tuple[float, Objective]]
 ) -> TrainingPlan:
+    """The plan for training the student of `context`, whose parameters are frozen, wrapped or sharded as it says."""
     recipe, accelerator = context.recipe, context.accelerator
     optimization, total_steps = recipe.optimization, inputs.total_steps()
     warmup = optimization.warmup_steps or math.ceil(optimization.warmup_ratio * total_steps)
@@ -62,14 +63,15 @@ def make_training_plan(
     scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, total_steps)
     transfer = TransferLayers(context.student, recipe.objective.transfer_layers, recipe.objective.layer_patience)
     module = StudentWithObjectives(context.student, objectives, hidden_layers_of(recipe, objectives), transfer)
-    # the scheduler is not prepared: accelerate would advance it once per process; the student is in its place already
+    # The scheduler is not prepared, because accelerate would advance it once per process. The student needs no device
+    # placement, because it is on its device already.
     if zero.uses_deepspeed(accelerator):
         wrapped, optimizer = zero.prepare(accelerator, context.student, module, optimizer)
     else:
         wrapped, optimizer = accelerator.prepare(
             context.student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
         )
-    if not accelerator.is_fsdp2:  # which shards the student in its place
+    if not accelerator.is_fsdp2:  # FSDP2 shards the student in place, inside `module`
         module = wrapped
     facts = recipe.facts() | {
         "metric_for_best_model": Selection(recipe).name,

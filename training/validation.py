@@ -1,4 +1,4 @@
-"""Defaults that depend on other options, and every combination that cannot work. All problems are found at once."""
+"""Defaults that depend on other options, and the combinations of options that cannot work, all reported at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
 def fill_defaults(recipe: Recipe) -> None:
-    """Replace the `None` of objective weights by what the task and the teacher suggest (in place)."""
+    """Replace objective weights that are `None` by the defaults for the task and the teacher, in place."""
     has_teacher = recipe.model.teacher_name_or_path is not None
     embedding = recipe.model.task == "embedding"
     is_transfer = any(getattr(recipe.objective, name) for name in TRANSFER_WEIGHTS)
@@ -31,13 +31,13 @@ def fill_defaults(recipe: Recipe) -> None:
     for name, use in suggested.items():
         if getattr(recipe.objective, name) is None:
             setattr(recipe.objective, name, float(use))
-    if recipe.objective.disable_dropout is None:  # the teacher's answer has none
+    if recipe.objective.disable_dropout is None:  # the teacher's outputs are computed without dropout
         weights = (getattr(recipe.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
         recipe.objective.disable_dropout = any(weights)
 
 
 def find_problems(recipe: Recipe) -> list[str]:
-    """One sentence a problem: the option and value got, what is allowed, what to do."""
+    """One sentence per problem, with the option and its value, what is allowed, and what to do."""
     checks = (
         _facts,
         _files,
@@ -56,7 +56,7 @@ def find_problems(recipe: Recipe) -> list[str]:
 
 
 def _facts(recipe: Recipe) -> Iterator[str]:
-    """What every option says of itself."""
+    """Check the facts that stand beside every option."""
     values = recipe.flat()
     yield from out_of_bounds(FACTS, values)
     yield from without_needs(FACTS, values, recipe.given)
@@ -70,42 +70,56 @@ def _files(recipe: Recipe) -> Iterator[str]:
         if path is None:
             continue
         if Path(path).suffix not in FILE_TYPES:
-            yield f"`--{name} {path}`: allowed are files named {', '.join('*' + kind for kind in FILE_TYPES)}"
+            yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
         elif not Path(path).is_file():
-            yield f"`--{name} {path}`: there is no such file"
+            yield f"`--{name} {path}`: there is no such file; check the path"
         elif Path(path).suffix == ".txt" and recipe.is_classification:
-            yield f"`--{name} {path}`: a .txt has no classes; use .jsonl, .csv, .tsv or .parquet with a label column"
+            yield (
+                f"`--{name} {path}`: a .txt file has no classes; use .jsonl, .csv, .tsv or .parquet with a label column"
+            )
     if data.dataset_name is not None and data.train_file is not None:
-        yield "`--dataset_name` and `--train_file` exclude each other; give one"
+        yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
     if not recipe.has_training and data.validation_file is None:
-        yield "no data: give `--train_file` or `--dataset_name` to train, `--validation_file` alone to evaluate"
+        yield (
+            "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` alone to "
+            "evaluate"
+        )
 
 
 def _streaming(recipe: Recipe) -> Iterator[str]:
     if not recipe.data.streaming:
         return
     if recipe.data.join_documents:
-        yield "`--join_documents` and `--streaming` exclude each other; drop one"
+        yield "`--join_documents` and `--streaming` exclude each other; drop one of them"
     if recipe.is_classification:
-        yield f"`--streaming` reads unlabelled text; drop it for {recipe.model.task}"
+        yield f"`--streaming` reads text without labels; drop it for `--task {recipe.model.task}`"
     if (recipe.data.train_file or "").endswith(".txt"):
-        yield f"`--streaming`: {recipe.data.train_file} is one text; use .jsonl, .csv, .tsv or `--dataset_name`"
+        yield (
+            f"`--streaming` reads rows, but {recipe.data.train_file} is one text; use .jsonl, .csv, .tsv or "
+            "`--dataset_name`"
+        )
     limits = {"num_train_epochs", "max_train_tokens"} & recipe.given
     if limits or recipe.optimization.max_train_steps is None:
-        yield "`--streaming`: the length of a stream is not known; give `--max_train_steps` and no other limit"
+        yield (
+            "`--streaming` reads data of unknown length; give `--max_train_steps`, and neither `--num_train_epochs` "
+            "nor `--max_train_tokens`"
+        )
 
 
 def _columns(recipe: Recipe) -> Iterator[str]:
     given, task, data = recipe.given, recipe.model.task, recipe.data
     only_txt = all(path is None or path.endswith(".txt") for path in (data.train_file, data.validation_file))
     if "text_column_name" in given and only_txt and data.dataset_name is None:
-        yield "`--text_column_name` does nothing for .txt files; leave it out"
+        yield "`--text_column_name` has no effect on .txt files; drop it"
     if task == "embedding" and "label_column_name" in given and data.text_pair_column_name is None:
-        yield "`--label_column_name` needs `--text_pair_column_name` in `--task embedding`; give both, or neither"
+        yield "`--label_column_name` needs `--text_pair_column_name` with `--task embedding`; give both or neither"
     if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
         yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
     if data.max_eval_chars is not None and not (data.validation_file or "").endswith(".txt"):
-        yield f"`--max_eval_chars` needs a .txt `--validation_file`, got {data.validation_file}"
+        yield (
+            f"`--max_eval_chars` needs a .txt `--validation_file`, got {data.validation_file}; give one, or use "
+            "`--max_eval_tokens`"
+        )
 
 
 def _objectives(recipe: Recipe) -> Iterator[str]:
@@ -113,7 +127,7 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
     teacher = recipe.model.teacher_name_or_path
     if task == "embedding":
         if teacher is None:
-            yield "`--task embedding` learns from a teacher: give `--teacher_name_or_path`"
+            yield "`--task embedding` needs a teacher; give `--teacher_name_or_path`"
         for name in ("task_loss_weight", "logits_kl_weight"):
             if getattr(weights, name):
                 yield f"`--{name} {getattr(weights, name)}`: an embedding model has no logits; set it to 0"
@@ -121,75 +135,83 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
         return
     used = [name for name in TEACHER_WEIGHTS if getattr(weights, name)]
     if not any(getattr(weights, name) for name in WEIGHTS):
-        yield f"nothing to learn from: every weight is 0; set one of {', '.join('--' + name for name in WEIGHTS)}"
+        names = ", ".join(f"`--{name}`" for name in WEIGHTS)
+        yield f"there is nothing to learn from, because every weight is 0; set one of {names} above 0"
     elif used_here := [name for name in TRANSFER_WEIGHTS if getattr(weights, name)]:
         yield from _transfer(recipe, used_here[0], [name for name in WEIGHTS[2:] if getattr(weights, name)])
     elif teacher is not None and not used and task != "embedding":
-        yield f"`--teacher_name_or_path {teacher}` is not used: set one of {', '.join(TEACHER_WEIGHTS)} above 0"
+        names = ", ".join(f"`--{name}`" for name in TEACHER_WEIGHTS)
+        yield f"`--teacher_name_or_path {teacher}` is not used; set one of {names} above 0, or drop the teacher"
     try:
         parse_rates(weights.window_dropout)
     except ValueError:
         yield (
-            f"`--window_dropout {weights.window_dropout}`: allowed is a probability, or several with commas between, "
-            "such as 0.9,0.75,0.5"
+            f"`--window_dropout {weights.window_dropout}`: give one probability, or several separated by commas, such "
+            "as 0.9,0.75,0.5"
         )
     try:
         parse_layer_numbers(weights.transfer_layers or "0")
     except ValueError:
-        yield f"`--transfer_layers {weights.transfer_layers}`: allowed is a list such as 0,2,4-7"
+        yield f"`--transfer_layers {weights.transfer_layers}`: give numbers and ranges of layers, such as 0,2,4-7"
 
 
 def _transfer(recipe: Recipe, used: str, others: list[str]) -> Iterator[str]:
-    """The student computes softmax attention then: no other objective could learn anything from its output."""
+    """In attention transfer, the student computes softmax attention: other objectives could learn nothing from it."""
     weight = f"`--{used} {getattr(recipe.objective, used)}`"
     for name in others:
-        yield f"{weight} and `--{name}` exclude each other; train twice, the transfer first"
+        yield f"{weight} and `--{name}` exclude each other; train twice, with the transfer first"
     if recipe.model.trainable != "mechanism":
-        yield f"{weight} trains the mechanisms alone: add `--trainable mechanism`"
+        yield f"{weight} trains only the mechanisms; add `--trainable mechanism`"
     if recipe.model.teacher_name_or_path is not None and recipe.model.task != "embedding":
-        yield f"{weight}: the model is its own teacher; drop `--teacher_name_or_path`"
+        yield f"{weight} makes the model its own teacher; drop `--teacher_name_or_path`"
 
 
 def _adapters(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     if model.use_peft:
         if importlib.util.find_spec("peft") is None:
-            yield "`--use_peft` needs peft: `pip install peft`"
+            yield "`--use_peft` needs peft; install it with `pip install peft`"
         if model.trainable == "mechanism":
             yield "`--use_peft` and `--trainable mechanism` exclude each other; use `--trainable all` or `adapter`"
         if model.untie_embeddings is not None:
-            yield "`--use_peft` does not train the embeddings that `--untie_embeddings` takes apart; drop one"
+            yield "`--use_peft` does not train the embeddings that `--untie_embeddings` separates; drop one of the two"
     elif model.trainable == "adapter":
-        yield "`--trainable adapter` needs `--use_peft`"
+        yield "`--trainable adapter` needs `--use_peft`; give it too"
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
     plan = recipe.optimization
     if plan.warmup_ratio and plan.warmup_steps:
-        yield "`--warmup_ratio` and `--warmup_steps` exclude each other; give one"
+        yield "`--warmup_ratio` and `--warmup_steps` exclude each other; give only one of them"
     if plan.lr_scheduler_type == "constant" and (plan.warmup_ratio or plan.warmup_steps):
-        yield "`--lr_scheduler_type constant` has no warmup; use constant_with_warmup or drop the warmup"
+        yield "`--lr_scheduler_type constant` has no warmup; use `constant_with_warmup`, or drop the warmup"
     if recipe.model.trainable == "adapter" and "mechanism_learning_rate" in recipe.given:
-        yield "`--mechanism_learning_rate` does nothing with `--trainable adapter`; drop it"
+        yield "`--mechanism_learning_rate` has no effect with `--trainable adapter`; drop it"
     if recipe.model.trainable == "mechanism" and recipe.model.untie_embeddings is not None:
-        yield "`--trainable mechanism` does not train the embeddings that `--untie_embeddings` takes apart; drop one"
+        yield (
+            "`--trainable mechanism` does not train the embeddings that `--untie_embeddings` separates; drop one of "
+            "the two"
+        )
     if recipe.model.trainable == "mechanism" and {"learning_rate", "mechanism_learning_rate"} <= recipe.given:
-        yield "`--learning_rate` does nothing with `--trainable mechanism` and `--mechanism_learning_rate`; drop one"
+        yield "`--learning_rate` has no effect with `--trainable mechanism` and `--mechanism_learning_rate`; drop it"
 
 
 def _folder(recipe: Recipe) -> Iterator[str]:
     run, path = recipe.run, recipe.output_dir
     resume = run.resume_from_checkpoint
     if resume is not None and run.overwrite_output_dir:
-        yield "`--resume_from_checkpoint` and `--overwrite_output_dir` exclude each other; give one"
+        yield "`--resume_from_checkpoint` and `--overwrite_output_dir` exclude each other; give only one of them"
     if resume not in (None, "latest") and not (Path(str(resume)) / "trainer_state.json").is_file():
-        yield f"`--resume_from_checkpoint {resume}`: not a checkpoint folder of this script; allowed: latest or a path"
+        yield (
+            f"`--resume_from_checkpoint {resume}` is not a checkpoint folder of this script; give `latest` or the path "
+            "of a checkpoint-<step> folder"
+        )
     if path.exists() and not path.is_dir():
-        yield f"`--output_dir {path}` is a file; give a folder"
+        yield f"`--output_dir {path}` is a file; give the path of a folder"
     elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:
         yield (
-            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest` to go on, "
-            "or `--overwrite_output_dir` to start over"
+            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest` to resume the "
+            "run in it, or `--overwrite_output_dir` to start over"
         )
 
 
@@ -197,19 +219,22 @@ def _pattern(recipe: Recipe) -> Iterator[str]:
     try:
         re.compile(recipe.model.freeze_pattern or "")
     except re.error as error:
-        yield f"`--freeze_pattern {recipe.model.freeze_pattern}` is no regular expression: {error}"
+        yield f"`--freeze_pattern {recipe.model.freeze_pattern}` is not a regular expression ({error}); correct it"
 
 
 def _selection(recipe: Recipe) -> Iterator[str]:
     run, allowed = recipe.run, SELECTING[recipe.model.task]
     if run.metric_for_best_model is not None and run.metric_for_best_model.removeprefix("eval_") not in allowed:
-        yield f"`--metric_for_best_model {run.metric_for_best_model}`: allowed is one of {', '.join(allowed)}"
+        yield (
+            f"`--metric_for_best_model {run.metric_for_best_model}` is not a figure of `--task {recipe.model.task}`; "
+            f"choose one of {', '.join(allowed)}"
+        )
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:
     if recipe.has_training:
         return
     for name in sorted(name for name in recipe.given & FACTS.keys() if not FACTS[name].for_evaluation):
-        yield f"`--{name}` does nothing without training data; give `--train_file` or drop it"
+        yield f"`--{name}` has no effect without training data; give `--train_file`, or drop it"
     if recipe.model.teacher_name_or_path is not None and recipe.model.task != "embedding":
-        yield "`--teacher_name_or_path` is not used when a language model or classifier is only evaluated; drop it"
+        yield "`--teacher_name_or_path` is not used if a language model or classifier is only evaluated; drop it"

@@ -1,7 +1,7 @@
-"""Training `hybrid` layers without their window now and then, so that their linear part learns to carry the weight.
+"""Window dropout: some batches are computed without the windows of `hybrid` layers, so that the linear part is trained.
 
-Published hybrids lean on the window alone (arXiv 2510.05901, "Untangling component imbalance in hybrid linear
-attention conversion methods", whose scheduled dropout of the window this is).
+Published hybrids rely on the window almost alone (arXiv 2510.05901, "Untangling component imbalance in hybrid linear
+attention conversion methods"); this is the scheduled window dropout of that paper.
 """
 
 from __future__ import annotations
@@ -17,27 +17,35 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 
 
 class WindowDropout:
-    """With the probability `rates[i]` in the i-th of equal parts of a run, the window is the token itself alone."""
+    """Shortens the windows of a model to the token itself, with probability `rates[i]` in the i-th part of a run.
+
+    The parts are equally long.
+    """
 
     def __init__(self, model: nn.Module, rates: tuple[float, ...], total_steps: int) -> None:
-        """
+        """Find the layers of `model` that have a window.
+
         Raises:
-            TrainingError: if no layer of the model has a window.
+            TrainingError: if `rates` are given and no layer has a window.
         """
         mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
         self.mechanisms = [mechanism for mechanism in mechanisms if hasattr(mechanism, "window_size")]
         self.rates, self.total_steps = rates, total_steps
         if rates and not self.mechanisms:
-            raise TrainingError("`--window_dropout`: no layer of the model has a window, as `hybrid` has; drop it")
+            raise TrainingError(
+                "`--window_dropout` needs `hybrid` layers, but no layer of the model has a window; drop the option"
+            )
 
     def rate(self, step: int) -> float:
+        """The probability of a batch without windows at optimizer step `step`, counted from 0."""
         return self.rates[min(step * len(self.rates) // self.total_steps, len(self.rates) - 1)] if self.rates else 0.0
 
     @contextlib.contextmanager
     def drawn(self, step: int) -> Iterator[None]:
-        """Inside, forward and backward passes are with the windows or without them, as this draw says."""
+        """Draw whether the forward and backward passes inside the context use the windows."""
         rate = self.rate(step)
-        if not rate or torch.rand(()).item() >= rate:  # the generator of a checkpoint: resuming draws the same
+        # The state of this generator is in every checkpoint, so a resumed run draws the same.
+        if not rate or torch.rand(()).item() >= rate:
             yield
             return
         sizes = [mechanism.window_size for mechanism in self.mechanisms]

@@ -57,7 +57,7 @@ def base(files: Path, tmp_path: Path) -> list[str]:
         (["--save_total_limit", "3"], ["--save_total_limit", "--checkpointing_steps"]),
         (["--resume_from_checkpoint", "/no/where"], ["/no/where", "latest"]),
         (["--resume_from_checkpoint", "latest", "--overwrite_output_dir"], ["exclude"]),
-        (["--trainable", "mechanism", "--learning_rate", "1", "--mechanism_learning_rate", "1"], ["does nothing"]),
+        (["--trainable", "mechanism", "--learning_rate", "1", "--mechanism_learning_rate", "1"], ["has no effect"]),
         (["--config", "none.yaml"], ["none.yaml", "no such file"]),
         (["--attention_transfer_weight", "1"], ["--attention_transfer_weight 1.0", "--trainable mechanism"]),
         (["--attention_transfer_weight", "1", "--task_loss_weight", "1"], ["--task_loss_weight", "the transfer first"]),

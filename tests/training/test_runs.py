@@ -192,7 +192,7 @@ def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llam
 def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         events = finetune(*causal, "--max_train_steps", 1, "--resume_from_checkpoint", "latest")
-    assert "no checkpoint in" in caplog.text
+    assert "no intact checkpoint in" in caplog.text
     assert events[0]["step"] == 0
 
 
@@ -314,12 +314,12 @@ def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, 
         vocab_size=301, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
     finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=1)
-    assert "`vocab_size` is 300 in the model and 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
+    assert "`vocab_size` is 300 in the model but 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], capsys) -> None:
     finetune(*causal, "--learning_rate", "1e30", "--max_grad_norm", 0, "--max_train_steps", 20, expect=1)
-    assert "lower --learning_rate" in capsys.readouterr().err.splitlines()[-1]
+    assert "lower `--learning_rate`" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_errors_of_data_are_one_line(finetune, causal: list[str], capsys) -> None:

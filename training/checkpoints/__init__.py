@@ -1,0 +1,1 @@
+"""Checkpoints of a run, and the folder of the finished model."""

@@ -1,13 +1,13 @@
-"""Folders `checkpoint-<step>`: written under another name, then renamed (`folders.py`), so one that exists is complete.
+"""The folders `checkpoint-<step>`, written under another name and then renamed (`folders.py`), so never incomplete.
 
-    config.json, weights, code, tokenizer or the like  what `save_pretrained` writes: the folder loads with AutoModel
+    config.json, weights, code, tokenizer and so on    the files of `save_pretrained`: the folder loads with AutoModel
     optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
-    deepspeed/                                         with DeepSpeed, what each process has of the optimizer
+    deepspeed/                                         with DeepSpeed, the part of the optimizer of each process
     rng-<process>.pt                                   random state of each process
-    trainer_state.json                                 step, tokens, running means, best evaluation, and the recipe
-    checksums.json                                     size and SHA-256 of each of these
+    trainer_state.json                                 step, tokens, running sums, best evaluation, and the recipe
+    checksums.json                                     size and SHA-256 of each of these files
 
-The data position needs no file: it is the number of the step (`batches.py`).
+The position in the data needs no file, because the number of the step determines it (`batches.py`).
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from hf_linear_attention.training.tracking import METRICS
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-MODEL_FOLDER = "model"  # the name of the finished model while it is written
-# Options carry their own meaning on resumption (`arguments.py`). What else a checkpoint knows makes another run, except
-# the number of processes where none of them has its own part of the optimizer.
+MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
+# Options say themselves what a change means on resumption (`arguments.py`). Any other fact in a checkpoint must not
+# change, except the number of processes, as long as no process has its own part of the optimizer.
 NO_OPTION = Facts()
 WORLD_SIZE = Facts(on_resume=lambda values: OnResume.REFUSED if values.get("zero_stage") else OnResume.WARNED)
 
 
 @dataclass
 class TrainingState:
-    """Where a run is. `sums` are the running sums since the last log line, over all processes.
+    """The progress of a run.
 
-    `best` is the step and the figures of the best evaluation, `evaluations_since_best` counts those after it.
+    `sums` are the sums over all processes since the last log line, and `steps_in_sums` is the number of their steps.
+    `best` holds the step and the figures of the best evaluation; `evaluations_since_best` counts those after it.
     """
 
     step: int = 0
@@ -68,29 +69,30 @@ class TrainingState:
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
+    """The newest complete checkpoint, or None if there is none. It is not read."""
     found = list_checkpoints(output_dir)
     return found[-1] if found else None
 
 
 def newest_intact_checkpoint(output_dir: Path) -> Path | None:
-    """The newest checkpoint that can be read; warns of damaged ones. Reads all of it."""
+    """The newest checkpoint whose files all match their checksums, or None; damaged ones are reported in warnings."""
     for checkpoint in reversed(list_checkpoints(output_dir)):
         damage = folders.find_damage(checkpoint)
         if damage is None:
             return checkpoint
-        logger.warning("%s is damaged (%s); going back to the one before it", checkpoint, damage)
+        logger.warning("%s is damaged (%s), so the checkpoint before it is used", checkpoint, damage)
     return None
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """The complete checkpoints in `output_dir`, oldest first."""
     folders = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     complete = [path for path in folders if (path / STATE_FILE).is_file()]
     return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
 
 
 def clear_output(output_dir: Path, everything: bool) -> None:
-    """Remove half-written folders; with `everything` also checkpoints, metrics and report of an earlier run."""
+    """Remove incomplete folders, and with `everything` also the checkpoints, metrics and report of an earlier run."""
     folders.clean(output_dir, rf"checkpoint-\d+|{MODEL_FOLDER}")
     if everything:
         for path in list_checkpoints(output_dir):
@@ -100,7 +102,7 @@ def clear_output(output_dir: Path, everything: bool) -> None:
 
 
 class Checkpointer:
-    """Saves and restores everything that decides how a run goes on."""
+    """Saves and restores everything that determines how a run continues."""
 
     def __init__(
         self,
@@ -120,10 +122,13 @@ class Checkpointer:
         processor: Processor,
         parts: dict[str, Any],
     ) -> Path:
-        """Write `checkpoint-<step>`; `parts` are the objects with a state_dict. Called by all processes.
+        """Write `checkpoint-<step>` and return its path. All processes call this together.
+
+        Args:
+            parts: objects with a `state_dict`, by name.
 
         Raises:
-            TrainingError: on all processes, if one of them cannot write; the checkpoints before it stay.
+            TrainingError: on all processes, if one of them cannot write; earlier checkpoints are kept.
         """
         final = self.output_dir / f"checkpoint-{state.step}"
         folder = folders.incomplete(final)
@@ -147,10 +152,10 @@ class Checkpointer:
         return final
 
     def _do(self, action: Callable[[], None], folder: Path, everywhere: bool = False) -> None:
-        """Run it on the main process or everywhere; where it fails on one, it fails on all, and `folder` goes.
+        """Run `action` on the main process, or with `everywhere` on all processes.
 
         Raises:
-            TrainingError: if a file cannot be written.
+            TrainingError: on all processes, if one of them cannot write a file; `folder` is removed.
         """
         problem = None
         if everywhere or self.accelerator.is_main_process:
@@ -163,19 +168,19 @@ class Checkpointer:
             if self.accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
             raise TrainingError(
-                f"{folder.name.removeprefix(folders.INCOMPLETE)} could not be written: {problems[0]}; "
+                f"{folder.name.removeprefix(folders.INCOMPLETE)} could not be written ({problems[0]}); "
                 f"{self.last_good()}"
             )
 
     def last_good(self) -> str:
-        """Which checkpoint there is to go on from, as half a sentence."""
+        """A clause for an error message that names the checkpoint from which the run can be resumed."""
         last = latest_checkpoint(self.output_dir)
         if last is None:
-            return "there is no checkpoint to go on from"
-        return f"the last good checkpoint is {last}; `--resume_from_checkpoint latest` goes on from there"
+            return "there is no checkpoint to resume from"
+        return f"the last good checkpoint is {last}; `--resume_from_checkpoint latest` resumes from it"
 
     def _finish(self, folder: Path, final: Path, state: TrainingState) -> None:
-        """Give it its name, then remove the oldest ones beyond the limit, but never the best."""
+        """Rename `folder` to `final`, then remove the oldest checkpoints beyond the limit, but never the best one."""
         folders.commit(folder, final)
         if self.save_total_limit is not None:
             for path in list_checkpoints(self.output_dir)[: -self.save_total_limit]:
@@ -183,21 +188,25 @@ class Checkpointer:
                     folders.discard(path)
 
     def read_state(self, checkpoint: Path) -> TrainingState:
-        """Step and sums of a checkpoint; refuses one of another run. Of another evaluation, the best is forgotten."""
+        """The progress of a checkpoint. Its best evaluation is dropped if later ones cannot be compared with it.
+
+        Raises:
+            TrainingError: if it is a checkpoint of another run.
+        """
         content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
         state = TrainingState(**content["state"])
         if changed.evaluation and state.best:
             logger.warning(
-                "the best evaluation so far (step %d) cannot be compared with those to come (%s): the best is chosen "
-                "among these, and patience is counted from here",
+                "the best evaluation so far (step %d) cannot be compared with later ones (%s): the best is chosen "
+                "among the later ones, and patience is counted from here",
                 *(state.best["step"], "; ".join(changed.evaluation)),
             )
             state.best, state.evaluations_since_best = {}, 0
         return state
 
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
-        """Load optimizer, schedule, scaler and random state. (The weights were loaded from the folder as a model.)"""
+        """Load the state of `parts` and the random state. The weights were loaded from `checkpoint` before."""
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
         if (engine := zero.engine_of(self.accelerator)) is not None:
             zero.load_states(engine, checkpoint)
@@ -209,13 +218,20 @@ class Checkpointer:
         if path.is_file():
             set_random_state(torch.load(path, weights_only=True))
         else:
-            logger.warning("%s is missing (more processes than before): dropout will differ", path)
+            logger.warning(
+                "%s is missing, because there are more processes than before; dropout will differ from that of the "
+                "uninterrupted run",
+                path,
+            )
 
 
 @dataclass(frozen=True)
 class ChangedSettings:
-    """`name: old -> new` of what makes another run (`fixed`), of what makes it go on differently (`watched`), and of
-    what makes its evaluations incomparable (`evaluation`)."""
+    """The facts that differ from those of a checkpoint, each as `name: old -> new`.
+
+    Those in `fixed` make it another run, those in `watched` change how the run continues, and those in `evaluation`
+    make its evaluations incomparable.
+    """
 
     fixed: list[str]
     watched: list[str]
@@ -223,7 +239,7 @@ class ChangedSettings:
 
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
-    """What differs between the recipe of a checkpoint and that of the run that goes on with it."""
+    """The differences between the recipe `old` of a checkpoint and the recipe `new` of the run that resumes from it."""
     known = {**FACTS, "world_size": WORLD_SIZE}
     changed = {name: f"{name}: {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
@@ -236,21 +252,25 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSetting
 
 
 def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> ChangedSettings:
-    """Refuse to resume what would be another run; warn where the run goes on, but differently."""
+    """Refuse to resume what would be another run, and warn if the run will continue differently.
+
+    Raises:
+        TrainingError: if a difference makes it another run.
+    """
     changed = changed_settings(old, new)
     if changed.fixed:
         raise TrainingError(
-            f"cannot resume from {checkpoint}, these decide data order or model: {'; '.join(changed.fixed)}; "
-            "give the old values, or start a new run in another --output_dir"
+            f"cannot resume from {checkpoint}, because these settings decide the data order or the model: "
+            f"{'; '.join(changed.fixed)}; give the old values, or start a new run in another `--output_dir`"
         )
     if changed.watched:
         text = "; ".join(changed.watched)
-        logger.warning("resuming with changed settings, so not as the uninterrupted run: %s", text)
+        logger.warning("the settings have changed, so the run continues differently than without a break: %s", text)
     return changed
 
 
 def random_state() -> dict[str, Any]:
-    """State of every random generator of this process, in types that torch.load accepts with weights_only."""
+    """The state of every random generator of this process, in types that `torch.load` accepts with `weights_only`."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -261,6 +281,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Set every random generator of this process to a state from `random_state`."""
     name, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -1,4 +1,4 @@
-"""The trained model as a folder that AutoModel, sentence-transformers and a reader of README.md can use."""
+"""The folder of the trained model, with the files that AutoModel, sentence-transformers and readers of it need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_linear_attention.training.tracking import plot_metrics
 
 logger = logging.getLogger(__name__)
 
-# conversion_report.json says what the model was before it was converted; the card quotes it
+# conversion_report.json describes the conversion, and the model card quotes it.
 SIDECARS = (REPORT, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
@@ -35,10 +35,12 @@ def save_final(
     metrics: dict[str, float],
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model, code, processor, sidecars and card into output_dir; each file appears only when complete.
+    """Write model, code, processor, sidecar files and model card into `output_dir`; every file appears complete.
 
     Args:
-        weights: as for `adapters.save_model`.
+        training: the settings of the training run, for report and card.
+        metrics: the figures of the last evaluation.
+        weights: see `weights.save_model`.
     """
     folder = folders.incomplete(recipe.output_dir / MODEL_FOLDER)
     folder.mkdir(parents=True)
@@ -61,20 +63,20 @@ def save_final(
 
 
 def copy_sidecars(source: str, target: Path) -> None:
-    """Copy what belongs beside the model, when the source (folder or hub name) has it."""
+    """Copy the sidecar files that `source` (a folder or a name on the Hub) has into `target`."""
     for name in [*SIDECARS, *_module_files(source)]:
         found = _find(source, name)
         if found is not None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(found, target / name)
-    if (report := target / REPORT).is_file():  # the figures of the model before this training are not this one's
+    if (report := target / REPORT).is_file():  # its figures of quality are those of the model before this training
         content = json.loads(report.read_text(encoding="utf-8"))
         if content.pop("quality", None) is not None:
             report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _module_files(source: str) -> list[str]:
-    """Files of the modules behind the transformer, such as `1_Pooling/config.json`."""
+    """The files of the sentence-transformers modules after the transformer, such as `1_Pooling/config.json`."""
     modules = _find(source, "modules.json")
     if modules is None:
         return []
@@ -89,9 +91,9 @@ def _find(source: str, name: str) -> str | None:
 
 
 def _move_into(folder: Path, target: Path) -> None:
-    """Rename every file into `target`, replacing older ones; the content is on the disk before.
+    """Move every file of `folder` into `target`, where it replaces an older one, after its content is on the disk.
 
-    The report, by which a stage counts as finished (`stages.py`), comes last; that of an older model goes first.
+    The training report, which marks a stage as finished (`stages.py`), is removed first and moved last.
     """
     folders.flush(folder)
     (target / HISTORY).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The weights of a model as files: whole ones of shards, with adapters merged, or in parts that fit into memory."""
+"""Saving the weights of a model: gathered from shards, with adapters merged, or in files that fit into memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_linear_attention.training.adapters import ADAPTER, merged_state_dict
 from hf_linear_attention.training.distributed.sharding import is_sharded, whole, without_sharding_class
 
 
-SHARD_SIZE = "2GB"  # of what is saved: each is gathered in memory
+SHARD_SIZE = "2GB"  # size of a file of an offloaded model; the tensors of one file are in memory together
 
 
 def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """`save_pretrained`, with adapters merged into a copy of the weights that they belong to.
+    """Save `model` with `save_pretrained`, with adapters merged into a copy of their weights.
 
     Args:
-        weights: where those of the model are in shards, the whole ones (`sharding.whole`).
+        weights: the whole weights of a model that is in shards (`whole_weights`).
     """
     if weights is not None:
         with without_sharding_class(model):
@@ -33,30 +33,36 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] 
 
 
 def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:
-    """`weights` for `save_model`; all processes call it together, and those that do not `keep` them get no tensors."""
+    """The whole weights of a model in shards, for `save_model`; None for other models.
+
+    All processes call this together. Those without `keep` get None in place of every tensor that was in shards.
+    """
     if not is_sharded(model):
         return None
-    # once gathered, tied parameters would be tensors of their own, and saved twice
-    state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 has lost its mark
+    # Tied parameters are left out: gathered, they would be separate tensors, and saved twice.
+    state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 could not be recognised as one
     own = {name: value for name, value in state.items() if name not in model.all_tied_weights_keys}
     return whole(own, keep)
 
 
 class TrainedParameters:
-    """What a checkpoint keeps beside the merged weights, from which adapters cannot be told apart again."""
+    """The trained parameters alone, for checkpoints: from merged weights, adapters cannot be recovered."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def state_dict(self) -> dict[str, Tensor]:
+        """The value of every parameter that requires gradients, by name."""
         return {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy the values in `state` into the parameters of the same names."""
         parameters = dict(self.model.named_parameters())
         for name, value in state.items():
             parameters[name].copy_(value)
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:
+    """Whether some weights of the model are on disk (`--offload_folder`)."""
     return "disk" in (getattr(model, "hf_device_map", None) or {}).values()

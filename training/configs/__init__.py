@@ -1,0 +1,1 @@
+"""YAML files for `--config`: one recipe per task."""

@@ -1,0 +1,1 @@
+"""Data: from files to batches, as a pure function of the seed."""

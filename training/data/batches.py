@@ -1,9 +1,9 @@
-"""Which examples each process sees, in which order, and how they become padded tensors.
+"""The order in which each process sees the examples, and how they become padded tensors.
 
 The order is a pure function of the seed: position p of the endless training stream is example
-`permutation(seed + p // n)[p % n]` of n examples. Optimizer step s takes the E positions [s E, (s + 1) E), E =
-batch size x accumulation x processes, so the same examples meet in the same step whatever that split is, and a resumed
-run needs nothing but the number of the step.
+`permutation(seed + p // n)[p % n]` of n examples. Optimizer step s takes the E positions [s E, (s + 1) E), where E =
+batch size x accumulation x processes. So the split of E does not change which examples are in a step, and a resumed
+run needs only the number of the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Masking:
-    """BERT's corruption: of the chosen tokens 80 % become [MASK], 10 % a random token, 10 % stay."""
+    """BERT's masking: of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay."""
 
     probability: float
     mask_token_id: int
@@ -33,7 +33,10 @@ class Masking:
     special_ids: tuple[int, ...]
 
     def __call__(self, example: Example, seed: int, position: int) -> Example:
-        """The masks depend on seed and position alone: resuming and more processes change nothing."""
+        """The masked input_ids and the labels of an example.
+
+        They depend on `seed` and `position` alone, so neither resumption nor the number of processes changes them.
+        """
         random = np.random.default_rng([seed, position])
         tokens: Tokens = np.array(example["input_ids"])
         chosen = (random.random(len(tokens)) < self.probability) & ~np.isin(tokens, self.special_ids)
@@ -45,7 +48,7 @@ class Masking:
 
 
 class Stream(Dataset[Example]):
-    """Examples by position. Training streams are endless and reshuffled every epoch, evaluation runs once in order."""
+    """Examples by position: with `shuffle` endless and shuffled anew for every epoch, otherwise once and in order."""
 
     def __init__(self, examples: Examples, seed: int, shuffle: bool, masking: Masking | None = None) -> None:
         self.examples, self.seed, self.shuffle, self.masking = examples, seed, shuffle, masking
@@ -55,7 +58,7 @@ class Stream(Dataset[Example]):
         return len(self.examples)
 
     def indices(self, start: int, stop: int) -> Tokens:
-        """Example of each position in [start, stop)."""
+        """The index of the example at each position in [start, stop)."""
         return np.array([self._index(position) for position in range(start, stop)], dtype=np.int64)
 
     def _index(self, position: int) -> int:
@@ -75,9 +78,9 @@ class Stream(Dataset[Example]):
 
 
 def pad(examples: list[Example], pad_token_id: int) -> Batch:
-    """Right-padded tensors: input_ids, attention_mask, labels [B, N] (classes [B]) and index [B].
+    """Right-padded tensors: input_ids, attention_mask and labels [B, N] (classes: [B]), and index [B].
 
-    For pairs of texts also token_type_ids. Where documents are packed also position_ids, which count the padding as one
+    Pairs of texts also have token_type_ids. Packed documents also have position_ids, in which the padding counts as one
     more document.
     """
     length = max(len(example["input_ids"]) for example in examples)
@@ -98,7 +101,7 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
 
 
 def stack(examples: list[Example]) -> Batch:
-    """Images of one size: pixel_values [B, C, H, W], index [B] and, where there are classes, labels [B]."""
+    """A batch of images of one size: pixel_values [B, C, H, W], index [B] and, if there are classes, labels [B]."""
     batch = {"pixel_values": torch.stack([example["pixel_values"] for example in examples])}
     names = [name for name in ("index", "labels") if name in examples[0]]
     return batch | {name: torch.tensor([example[name] for example in examples]) for name in names}
@@ -115,7 +118,7 @@ def _rows(values: list[Tokens], length: int, fill: int) -> Tensor:
 
 
 class TrainBatches:
-    """Positions of the batches that one process sees, from optimizer step `start` to `stop`."""
+    """The positions of the batches that one process sees, from optimizer step `start` to `stop`."""
 
     def __init__(self, start: int, stop: int, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
         self.batches = range(start * accumulation, stop * accumulation)
@@ -131,10 +134,10 @@ class TrainBatches:
 
 
 class EvaluationBatches:
-    """Every `world_size`-th example belongs to one process.
+    """The positions of the batches of one process, to which every `world_size`-th example belongs.
 
-    All processes have as many batches as the first, because one with shards of a model cannot compute alone: instead
-    of none they take example 0, which the evaluator counts once.
+    All processes have as many batches as the first, because processes with shards of one model must compute together.
+    A process without an example left takes example 0, which the evaluator counts only once.
     """
 
     def __init__(self, count: int, batch_size: int, rank: int, world_size: int) -> None:
@@ -150,7 +153,7 @@ class EvaluationBatches:
 
 
 def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_id: int) -> DataLoader[Batch]:
-    """A loader with a generator of its own: iterating it must not move the global one, or dropout would change."""
+    """A loader with a separate generator: if it used the global one, dropout would depend on it."""
     return DataLoader(
         stream,
         batch_sampler=batches,
@@ -160,7 +163,7 @@ def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_
 
 
 def steps_for_tokens(stream: Stream, sequences_per_step: int, max_tokens: int, most: int) -> int:
-    """Optimizer steps, at most `most`, after which the stream has passed `max_tokens` tokens."""
+    """The number of optimizer steps, at most `most`, after which the stream has reached `max_tokens` tokens."""
     lengths, seen = stream.examples.lengths, 0
     for step in range(most):
         seen += int(lengths[stream.indices(step * sequences_per_step, (step + 1) * sequences_per_step)].sum())
@@ -170,20 +173,20 @@ def steps_for_tokens(stream: Stream, sequences_per_step: int, max_tokens: int, m
 
 
 def aligned_labels(batch: Batch, task: str) -> Tensor:
-    """Labels at the position of the logits that predict them: [B, N], or [B] for classes."""
+    """The labels at the positions of the logits that predict them: [B, N], or [B] for classes."""
     labels = batch["labels"]
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if task == "causal_lm" else labels
 
 
 def count_units(batch: Batch) -> Tensor:
-    """Real tokens of a batch, or its images: a long scalar."""
+    """The number of tokens in a batch, not counting padding, or of its images, as a long scalar."""
     if "pixel_values" in batch:
         return torch.tensor(len(batch["pixel_values"]), device=batch["pixel_values"].device)
     return batch["attention_mask"].sum()
 
 
 def token_weights(batch: Batch, length: int) -> Tensor:
-    """What each of the N positions of a batch counts, [B, N]: a token 1, padding 0; those of an image share 1."""
+    """The weights [B, N] of the N positions: 1 for a token, 0 for padding, and 1 / N for a position of an image."""
     if "pixel_values" in batch:
         images = batch["pixel_values"]
         return torch.full((len(images), length), 1 / length, device=images.device)

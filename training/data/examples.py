@@ -1,4 +1,4 @@
-"""Files and `datasets` data sets to examples of token ids (`packing.py`).
+"""Conversion of files and of `datasets` data sets to examples of token ids (`packing.py`).
 
 | task                    | .txt                                        | a file of rows, or --dataset_name   |
 | causal_lm, training     | one document, cut into blocks               | BOS + text of a row, packed         |
@@ -7,11 +7,10 @@
 | sequence_classification | refused                                     | a row is a text with class, cut     |
 | image_classification    | refused                                     | a row is an image with class        |
 
-"Cut" is to max_length tokens; "packed" documents share a block of as many and do not see each other (`packing.py`), but
-for `--join_documents`.
-Paragraphs are what blank lines separate; in a .txt without blank lines every line is a text.
-A tokenizer without BOS gets its EOS after each text instead. Everything is tokenised at the start, and kept for later
-runs (`tokenization.py`).
+"Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
+to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt
+without blank lines, every line is a text. If the tokenizer has no BOS token, its EOS token follows each text instead.
+Everything is tokenised at the start, and the tokens are kept for later runs (`tokenization.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def usable_texts(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
-    """The rows that `build_examples` takes: a .txt as it is, of others those that are not bad (`rows.usable_rows`)."""
+    """The rows that `build_examples` accepts: a .txt as it is, otherwise the rows that are not bad (`usable_rows`)."""
     if _is_running_text(recipe, split):
         return rows
     column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
@@ -55,7 +54,16 @@ def build_examples(
     classes: dict[str, int] | None,
     split: str,
 ) -> Examples:
-    """Examples of usable rows of one split; `classes` maps their labels to class indices (classification only)."""
+    """The examples of the usable rows of one split.
+
+    Args:
+        max_length: the largest number of tokens in an example.
+        classes: class index of every label (sequence_classification only).
+        split: "train" or "validation".
+
+    Raises:
+        TrainingError: if the rows hold no text, or labels that cannot be used.
+    """
     data, task, running_text = recipe.data, recipe.model.task, _is_running_text(recipe, split)
     texts = _texts(rows, data, running_text, data.max_eval_chars if split == "validation" else None)
     if task == "causal_lm":
@@ -79,7 +87,7 @@ def build_examples(
     if split == "validation":
         examples = shorten(examples, data.max_eval_samples, data.max_eval_tokens)
     if len(examples) == 0:
-        raise TrainingError(f"the {split} data holds no text")
+        raise TrainingError(f"the {split} data holds no text; check the file and its columns")
     logger.info("%s: %d examples, %d tokens", split, len(examples), examples.lengths.sum())
     return examples
 
@@ -87,13 +95,17 @@ def build_examples(
 def image_examples(
     recipe: Recipe, rows: datasets.Dataset, processor: BaseImageProcessor, classes: dict[str, int] | None, split: str
 ) -> Examples:
-    """Images of one split, of `rows` that are usable."""
+    """The images of the usable rows of one split, as examples.
+
+    Raises:
+        TrainingError: if there are none, or their labels cannot be used.
+    """
     labels = class_labels(rows, recipe, classes, split)
     examples: Examples = Images(rows, recipe.data, split, processor, labels)
     if split == "validation":
         examples = shorten(examples, recipe.data.max_eval_samples, None)
     if len(examples) == 0:
-        raise TrainingError(f"the {split} data holds no image")
+        raise TrainingError(f"the {split} data holds no image; check the file or folder")
     logger.info("%s: %d images", split, len(examples))
     return examples
 
@@ -117,20 +129,26 @@ def _causal_examples(
 
 
 def _texts(rows: datasets.Dataset, data: DataArguments, running_text: bool, max_chars: int | None) -> list[str]:
-    """The texts of `rows`; a running text is one string."""
+    """The texts of `rows`; those of a running text are joined into one."""
     if running_text:
         return ["".join(rows["text"])[:max_chars]]
     return list(rows[data.text_column_name])
 
 
 def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
-    """Texts without a token teach nothing; a labelled one must not vanish silently from the accuracy."""
+    """The documents that have tokens.
+
+    Raises:
+        TrainingError: if a document is empty and `keep` is set, because accuracy must count every labelled text.
+    """
     empty = [number for number, document in enumerate(documents) if len(document) == 0]
     if empty and keep:
-        raise TrainingError(f"row {empty[0]} has a label but no text ({len(empty)} such rows); remove them")
+        raise TrainingError(
+            f"row {empty[0]} has a label, but its text has no tokens (as in {len(empty)} row(s)); remove such rows"
+        )
     return [document for document in documents if len(document)]
 
 
 def _interleaved(texts: list[str], pairs: list[str]) -> list[str]:
-    """Both texts of every pair, one after the other: each is embedded by itself."""
+    """The texts of all pairs, those of a pair one after the other; every text is embedded separately."""
     return [text for pair in zip(texts, pairs, strict=True) for text in pair]

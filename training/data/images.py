@@ -1,8 +1,8 @@
-"""Images with classes (`--task image_classification`), read and processed when they are needed.
+"""Images with classes (`--task image_classification`), which are read and processed when they are needed.
 
-A folder for `--dataset_name` (`datasets`' imagefolder: train/<class>/<file>), a .parquet or data set with an image
-column, or a .jsonl, .csv, .tsv of paths, which count from the folder of that file. What becomes of an image is up to
-the model's image processor; nothing is augmented.
+The data is a folder for `--dataset_name` (the imagefolder of `datasets`: train/<class>/<file>), a .parquet or a data
+set with a column of images, or a .jsonl, .csv or .tsv with paths relative to its folder. The model's image processor
+prepares the images; there is no augmentation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_linear_attention.training.recipe import DataArguments
 
 
 class Images:
-    """One example an image: pixel values [C, H, W], and its class where there are labels."""
+    """One example per image: its pixel values [C, H, W] and, if there are labels, its class."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Images:
 
     @property
     def lengths(self) -> Tokens:
+        """The length of every example, which is 1: training is counted in images."""
         return np.ones(len(self.images), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -48,10 +49,10 @@ class Images:
 
 
 def usable_images(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> datasets.Dataset:
-    """`rows` without the bad ones: no image that can be opened or (`labelled`) no label.
+    """`rows` without the bad ones, which have no image that can be opened or, with `labelled`, no label.
 
     Raises:
-        TrainingError: if there are bad ones and they may not be skipped; if there is no column with the images.
+        TrainingError: if there are bad rows that may not be skipped, or no column with the images.
     """
     require_column(rows, "image_column_name", data.image_column_name)
     root, bad = _root(data, split), {}
@@ -65,7 +66,7 @@ def usable_images(rows: datasets.Dataset, data: DataArguments, split: str, label
 
 
 def _problem(value: Any, root: Path) -> str | None:
-    """What is wrong with an image, of which only the beginning is read."""
+    """The problem of an image as a clause, or None if it can be opened; only its beginning is read."""
     try:
         with _opened(value, root):
             return None
@@ -74,7 +75,7 @@ def _problem(value: Any, root: Path) -> str | None:
 
 
 def _opened(value: Any, root: Path) -> Any:
-    """An image of a cell: a path, or what `datasets` keeps of an image."""
+    """The opened image of a cell, which holds a path (relative to `root`) or a dictionary of `datasets`."""
     from PIL import Image
 
     if isinstance(value, dict):
@@ -83,7 +84,7 @@ def _opened(value: Any, root: Path) -> Any:
 
 
 def _undecoded(rows: datasets.Dataset, data: DataArguments) -> Any:
-    """The column of images as paths or bytes: decoded, they would all be in memory."""
+    """The column of images, as paths or bytes; if they were decoded, all would be in memory."""
     name = data.image_column_name
     if isinstance(rows.features[name], datasets.Image):
         rows = rows.cast_column(name, datasets.Image(decode=False))

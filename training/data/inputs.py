@@ -1,4 +1,4 @@
-"""The batches that each process trains on, and whether a model keeps the documents of one block apart."""
+"""The batches that each process trains on, and a test of whether a model keeps packed documents apart."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class TrainInputs:
 
     @property
     def sequences_per_step(self) -> int:
+        """Sequences (or images) in one optimizer step, over all processes and accumulated batches."""
         plan = self.recipe.optimization
         return plan.per_device_train_batch_size * plan.gradient_accumulation_steps * self.accelerator.num_processes
 
     def facts(self) -> dict[str, int | None]:
-        """What a resumed run must have in common with the first one."""
+        """The facts about the data that must be the same when the run is resumed."""
         streamed = isinstance(self.source, StreamedExamples)
         return {
             "sequences_per_step": self.sequences_per_step,
@@ -56,7 +57,7 @@ class TrainInputs:
         }
 
     def batches(self, start: int, stop: int) -> Iterable[Batch]:
-        """From optimizer step `start` to `stop`, `gradient_accumulation_steps` of them a step."""
+        """The batches from optimizer step `start` to `stop`, `gradient_accumulation_steps` of them per step."""
         plan, accelerator = self.recipe.optimization, self.accelerator
         rank, world_size, size = accelerator.process_index, accelerator.num_processes, plan.per_device_train_batch_size
         accumulation = plan.gradient_accumulation_steps
@@ -67,7 +68,10 @@ class TrainInputs:
         return loader(self.source, positions, self.pad_token_id)
 
     def total_steps(self) -> int:
-        """The limit that is reached first: epochs, steps or tokens. A stream has steps alone (`validation.py`)."""
+        """The length of the run in optimizer steps: the limit in epochs, steps or tokens that is reached first.
+
+        Streamed data is limited by steps only (`validation.py`).
+        """
         plan, per_step = self.recipe.optimization, self.sequences_per_step
         if isinstance(self.source, StreamedExamples):
             return int(plan.max_train_steps or 0)
@@ -83,10 +87,10 @@ class TrainInputs:
 
 @torch.no_grad()
 def keeps_documents_apart(model: nn.Module) -> bool:
-    """Whether the second of two packed documents gets the logits that it gets alone, within float16's rounding.
+    """Whether the second of two packed documents gets the logits that it gets alone, up to the rounding of float16.
 
-    transformers tells them apart by `position_ids` that restart, in models that take them and hand them on to the mask;
-    ours then attends within each document, whatever the mechanism.
+    transformers recognises packed documents by `position_ids` that restart, in models that accept them and pass them on
+    to the mask; every mechanism of this package then attends within each document.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -96,7 +100,9 @@ def keeps_documents_apart(model: nn.Module) -> bool:
     logits = []
     for documents in ([first, second], [second]):
         batch = pad([{**PackedBlocks(documents, 16)[0], "index": 0}], 0)
-        device = next(value.device for value in model.parameters() if not value.is_meta)  # the others are on disk
+        device = next(
+            value.device for value in model.parameters() if not value.is_meta
+        )  # offloaded weights are meta tensors
         outputs = run_model(model, {name: value.to(device) for name, value in batch.items()}, None)
         logits.append(outputs.logits[0, -len(second) :].float())
     model.train(was_training)

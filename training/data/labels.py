@@ -1,4 +1,4 @@
-"""Classes and scores of rows."""
+"""The classes and scores in the label column of a data set."""
 
 from __future__ import annotations
 
@@ -14,24 +14,33 @@ logger = logging.getLogger(__name__)
 
 
 def pair_scores(rows: datasets.Dataset, data: DataArguments, split: str) -> list[float] | None:
-    """The score of every pair, for both of its texts; None in training, which imitates a teacher."""
+    """The score of every pair, given twice, once for each text; None for training data, which needs no scores.
+
+    Raises:
+        TrainingError: if there is no column of scores, or a value in it is not a number.
+    """
     name = data.label_column_name
     if split == "train":
         return None
     if name not in rows.column_names:
         raise TrainingError(
-            f"`--label_column_name {name}`, the score of each pair, is not a column of the {split} data"
+            f"`--label_column_name {name}`, the score of each pair, is not a column of the {split} data; it has "
+            f"{', '.join(rows.column_names)}"
         )
     wrong = [value for value in rows[name] if isinstance(value, bool) or not isinstance(value, (int, float))]
     if wrong:
-        raise TrainingError(f"column `{name}` holds {wrong[0]!r}; allowed are scores: numbers")
+        raise TrainingError(f"column `{name}` holds {wrong[0]!r}, but scores must be numbers; correct the data")
     return [float(value) for value in rows[name] for _ in range(2)]
 
 
 def class_labels(
     rows: datasets.Dataset, recipe: Recipe, classes: dict[str, int] | None, split: str
 ) -> list[int] | None:
-    """Class index of every row; None when training only imitates a teacher and the data is unlabelled."""
+    """The class index of every row; None if the data is unlabelled and training only imitates a teacher.
+
+    Raises:
+        TrainingError: if labels are needed and there are none, or a class is unknown.
+    """
     name = recipe.data.label_column_name
     if name not in rows.column_names:
         if split == "train" and not recipe.objective.task_loss_weight:
@@ -41,17 +50,26 @@ def class_labels(
     values = label_names(rows, name)
     unknown = sorted({value for value in values if value not in (classes or {})})
     if unknown:
-        raise TrainingError(f"unknown classes in the {split} data: {unknown[:10]}; known are {sorted(classes or {})}")
+        raise TrainingError(
+            f"there are unknown classes in the {split} data: {unknown[:10]}; the known classes are "
+            f"{sorted(classes or {})}"
+        )
     return [classes[value] for value in values] if classes else None
 
 
 def label_names(rows: datasets.Dataset, name: str) -> list[str]:
-    """The label of every row as text: its name for a `ClassLabel` column, otherwise the value itself."""
+    """The label of every row as text: the class name for a `ClassLabel` column, otherwise the value itself.
+
+    Raises:
+        TrainingError: if a value is neither a name nor a whole number.
+    """
     feature = rows.features[name]
     if isinstance(feature, datasets.ClassLabel):
         return [feature.int2str(value) for value in rows[name]]
     values = list(rows[name])
     wrong = [value for value in values if not isinstance(value, (str, int))]
     if wrong:
-        raise TrainingError(f"column `{name}` holds {wrong[0]!r}; allowed are classes: whole numbers or names")
+        raise TrainingError(
+            f"column `{name}` holds {wrong[0]!r}, but classes must be whole numbers or names; correct the data"
+        )
     return [str(value) for value in values]

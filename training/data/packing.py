@@ -1,8 +1,10 @@
-"""Token sequences a model is trained and evaluated on. All three classes are lists of examples:
-`len`, `[index] -> {"input_ids": int array [N], "labels": ...}`, and `lengths`, the tokens of every example.
+"""The token sequences that a model is trained and evaluated on.
 
-A causal language model is evaluated on running text by windows that overlap by half (protocol S), so that every
-token is scored exactly once and has at least half a window of context, wherever it is:
+All classes are lists of examples: they have `len`, `[index] -> {"input_ids": int array [N], "labels": ...}`, and
+`lengths`, the number of tokens of every example.
+
+A causal language model is evaluated on running text in windows that overlap by half. So every token is scored exactly
+once and, after the first window, has at least half a window of context:
 
     text    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...          max_length 6
     window  B  t0 t1 t2 t3 t4                        scores t0 .. t4
@@ -24,10 +26,12 @@ IGNORED = -100  # the label that cross-entropy skips
 
 
 class Examples(Protocol):
-    """What the loops need of a data set."""
+    """The interface of a data set for training and evaluation."""
 
     @property
-    def lengths(self) -> Tokens: ...
+    def lengths(self) -> Tokens:
+        """The number of tokens of every example that count."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -35,10 +39,10 @@ class Examples(Protocol):
 
 
 class PackedBlocks:
-    """Documents joined and cut into blocks of `block_size`; the last one may be shorter.
+    """Documents that are joined and cut into blocks of `block_size` tokens; the last block may be shorter.
 
-    `position_ids` restart with every document and every block, which is how a model tells documents apart; the first
-    token of a document is not predicted from the one before it. A block within one document has no `position_ids`.
+    `position_ids` restart with every document and every block, by which a model recognises the documents. The first
+    token of a document is not predicted from the document before it. A block inside one document has no `position_ids`.
     """
 
     def __init__(self, documents: Sequence[Tokens], block_size: int) -> None:
@@ -46,10 +50,11 @@ class PackedBlocks:
         self.documents = np.cumsum([0, *(len(document) for document in documents)], dtype=np.int64)[:-1]
         self.starts = np.arange(0, len(self.stream), block_size, dtype=np.int64)
         if len(self.starts) > 1 and len(self.stream) - self.starts[-1] < 2:
-            self.starts = self.starts[:-1]  # one token alone predicts nothing
+            self.starts = self.starts[:-1]  # a single token predicts nothing
 
     @property
     def lengths(self) -> Tokens:
+        """The number of tokens of every block."""
         return np.minimum(self.starts + self.block_size, len(self.stream)) - self.starts
 
     def __len__(self) -> int:
@@ -64,7 +69,7 @@ class PackedBlocks:
         return {"input_ids": block, **boundaries(block, self.documents[inside] - start)}
 
     def unpacked(self) -> Documents:
-        """The same tokens, each document by itself, cut to at most `block_size`."""
+        """The same tokens as separate documents, which are cut into pieces of at most `block_size` tokens."""
         documents = np.split(self.stream, self.documents[1:])
         cut = [
             document[start : start + self.block_size]
@@ -75,7 +80,7 @@ class PackedBlocks:
 
 
 def boundaries(block: Tokens, starts: Tokens) -> Example:
-    """Labels and position_ids of a block in which documents start at `starts` (above 0)."""
+    """The labels and position_ids of a block in which documents start at the positions `starts`, all above 0."""
     labels, place = block.copy(), np.arange(len(block))
     labels[starts] = IGNORED
     begun = np.zeros(len(block), np.int64)
@@ -84,7 +89,7 @@ def boundaries(block: Tokens, starts: Tokens) -> Example:
 
 
 class StreamWindows:
-    """Protocol S over `stream`: see the module's picture. Without a BOS token the very first token is not scored."""
+    """Overlapping windows over `stream`, as in the picture of this module; without a BOS token, t0 is not scored."""
 
     def __init__(self, stream: Tokens, max_length: int, bos_token_id: int | None) -> None:
         self.stream, self.bos_token_id = stream, bos_token_id
@@ -96,6 +101,7 @@ class StreamWindows:
 
     @property
     def lengths(self) -> Tokens:
+        """The number of tokens that every window scores."""
         return self.scored_to - self.scored_from
 
     def __len__(self) -> int:
@@ -113,9 +119,11 @@ class StreamWindows:
 
 
 class Documents:
-    """One example a text. `labels` is a class or a score for each text, None, or "tokens" (the text itself).
+    """One example per text.
 
-    `types` are the token_type_ids of pairs of texts.
+    Args:
+        labels: a class or a score for each text, "tokens" (the labels are the tokens themselves), or None.
+        types: the token_type_ids of pairs of texts.
     """
 
     def __init__(
@@ -125,6 +133,7 @@ class Documents:
 
     @property
     def lengths(self) -> Tokens:
+        """The number of tokens of every text."""
         return np.array([len(document) for document in self.documents], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -140,13 +149,14 @@ class Documents:
 
 
 class FirstExamples:
-    """The first `count` of some examples."""
+    """The first `count` of `examples`."""
 
     def __init__(self, examples: Examples, count: int) -> None:
         self.examples, self.count = examples, min(count, len(examples))
 
     @property
     def lengths(self) -> Tokens:
+        """The number of tokens of every example."""
         return self.examples.lengths[: self.count]
 
     def __len__(self) -> int:
@@ -157,7 +167,7 @@ class FirstExamples:
 
 
 def shorten(examples: Examples, max_samples: int | None, max_tokens: int | None) -> Examples:
-    """The first examples, at most `max_samples`, and no more than needed to reach `max_tokens` tokens."""
+    """The first examples: at most `max_samples`, and no more than are needed to reach `max_tokens` tokens."""
     count = len(examples) if max_samples is None else min(max_samples, len(examples))
     if max_tokens is not None:
         reached = np.flatnonzero(np.cumsum(examples.lengths) >= max_tokens)

@@ -1,4 +1,4 @@
-"""Files and `datasets` data sets as rows, and what is done about rows that cannot be used (`--on_bad_rows`)."""
+"""Reading of files and of `datasets` data sets as rows, and treatment of rows that are unusable (`--on_bad_rows`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_linear_attention.training.recipe import DataArguments
 
 logger = logging.getLogger(__name__)
 
-# pandas would read a text "null" as missing and join lines at quotes; neither is meant here.
+# With its defaults, pandas would read the text "null" as missing, and in a .tsv join lines between quotes.
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "document"}),
     ".jsonl": ("json", {}),
@@ -26,18 +26,19 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}),
     ".parquet": ("parquet", {}),
 }
-SHOWN = 5  # bad rows by line in a message; the rest are counted
+SHOWN = 5  # the number of bad rows that a message names; the others are only counted
 
 
 def path_of(data: DataArguments, split: str) -> str | None:
+    """The file of a split ("train" or "validation"), or None if it is not read from a file."""
     return data.train_file if split == "train" else data.validation_file
 
 
 def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
-    """The raw rows of `split` ("train" or "validation"), or None when there are none.
+    """The raw rows of `split` ("train" or "validation"), or None if there is no data for it.
 
     Raises:
-        TrainingError: for a file that cannot be read; by `--on_bad_rows`, a .jsonl with lines that are no objects.
+        TrainingError: if a file cannot be read, or a .jsonl has lines that are not objects and may not be skipped.
     """
     path = path_of(data, split)
     if path is not None:
@@ -57,7 +58,7 @@ def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
 
 
 def _read_line_by_line(path: str, data: DataArguments) -> datasets.Dataset:
-    """The good lines of a .jsonl that cannot be read as a whole, with the columns that are used."""
+    """The good lines of a .jsonl that cannot be read at once, with the columns that are used."""
     good, bad = [], []
     wanted = (data.text_column_name, data.text_pair_column_name, data.label_column_name)
     with Path(path).open(encoding="utf-8", errors="replace") as file:
@@ -66,7 +67,7 @@ def _read_line_by_line(path: str, data: DataArguments) -> datasets.Dataset:
                 row = _parse(line)
                 text = None if row is None else row.get(data.text_column_name)
                 if row is None or not isinstance(text, str):
-                    what = "is no JSON object" if row is None else f"`{data.text_column_name}` is {text!r}"
+                    what = "is not a JSON object" if row is None else f"`{data.text_column_name}` is {text!r}"
                     bad.append(f"line {number}: {what}")
                 else:
                     good.append({name: row.get(name) for name in wanted if name in row})
@@ -74,7 +75,9 @@ def _read_line_by_line(path: str, data: DataArguments) -> datasets.Dataset:
     try:
         return datasets.Dataset.from_list(good)
     except (ValueError, TypeError) as error:  # pyarrow's errors are both
-        raise TrainingError(f"{path}: a column holds values of several types ({error}); make them one") from error
+        raise TrainingError(
+            f"a column of {path} holds values of several types ({error}); give all its values the same type"
+        ) from error
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -86,10 +89,10 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> datasets.Dataset:
-    """`rows` without the bad ones: no text, no second text, or (`labelled`) no label or an empty text.
+    """`rows` without the bad ones, which lack a text or, with `labelled`, have an empty text or no label.
 
     Raises:
-        TrainingError: if there are bad ones and they may not be skipped; if there is no column with the texts.
+        TrainingError: if there are bad rows that may not be skipped, or no column with the texts.
     """
     columns = [name for name in (data.text_column_name, data.text_pair_column_name) if name is not None]
     for option, name in zip(("text_column_name", "text_pair_column_name"), columns):
@@ -101,7 +104,7 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
             if not isinstance(text, str):
                 bad.setdefault(number, bad_text(name, text))
             elif labelled and not text.strip():
-                bad.setdefault(number, f"`{name}` is empty, with a label")
+                bad.setdefault(number, f"`{name}` is empty, but has a label")
     for number, label in enumerate(labels or ()):
         if label is None:
             bad.setdefault(number, f"`{data.label_column_name}` is missing")
@@ -109,12 +112,21 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
 
 
 def require_column(rows: datasets.Dataset, option: str, name: str) -> None:
+    """Refuse `name`, the value of `--option`, if it is not a column of `rows`.
+
+    Raises:
+        TrainingError: with the columns that there are.
+    """
     if name not in rows.column_names:
         raise TrainingError(f"`--{option} {name}` is not a column; the data has {', '.join(rows.column_names)}")
 
 
 def without_bad(rows: datasets.Dataset, bad: dict[int, str], data: DataArguments, split: str) -> datasets.Dataset:
-    """`rows` without those that are `bad`, by number with what is wrong; refuses them if they may not be skipped."""
+    """`rows` without those in `bad`, which maps the number of a row to its problem.
+
+    Raises:
+        TrainingError: if there are bad rows and they may not be skipped.
+    """
     if not bad:
         return rows
     source = path_of(data, split) or f"{data.dataset_name}, {split}"
@@ -124,7 +136,7 @@ def without_bad(rows: datasets.Dataset, bad: dict[int, str], data: DataArguments
 
 
 def count_skipped(rows: datasets.Dataset, usable: datasets.Dataset, data: DataArguments, split: str) -> int:
-    """How many of what `load_rows` has read, or could not read as rows, are not among the `usable` ones."""
+    """The number of rows in the data of a split, including lines that could not be read, that are not `usable`."""
     path = path_of(data, split)
     if data.on_bad_rows == "skip" and path is not None and path.endswith(".jsonl"):
         return sum(1 for _ in _lines(path)) - len(usable)
@@ -132,21 +144,26 @@ def count_skipped(rows: datasets.Dataset, usable: datasets.Dataset, data: DataAr
 
 
 def bad_text(column: str, value: Any) -> str:
+    """The problem of a cell whose value is not a text, as a clause."""
     return f"`{column}` is {value!r}, not a text"
 
 
 def report(bad: list[str], source: str, data: DataArguments) -> None:
-    """Refuse bad rows, or say that they are left out."""
+    """Refuse bad rows, or warn that they are skipped, as `--on_bad_rows` says.
+
+    Raises:
+        TrainingError: if there are any and they may not be skipped.
+    """
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     text = f"{len(bad)} bad row(s) in {source}: {'; '.join(bad[:SHOWN])}{more}"
     if bad and data.on_bad_rows == "raise":
-        raise TrainingError(f"{text}. Mend them, or leave them out with `--on_bad_rows skip`")
+        raise TrainingError(f"{text}. Correct them, or skip them with `--on_bad_rows skip`")
     if bad:
-        logger.warning("left out %s", text)
+        logger.warning("skipped %s", text)
 
 
 def _places(path: str | None, rows: list[int]) -> list[str]:
-    """Where rows, by number from 0, are in their file: `line 7`."""
+    """The places of rows, which are numbered from 0, in their file, such as `line 7`."""
     if path is None or path.endswith(".parquet"):
         return [f"row {row}" for row in rows]
     wanted, lines = set(rows), {}

@@ -1,4 +1,4 @@
-"""What a run reads: the examples of both splits."""
+"""The training and validation examples of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_linear_attention.training.recipe import Recipe
 
 @dataclass
 class Splits:
-    """The examples of both splits, the class indices that their labels became, and the bad rows that were left out."""
+    """The examples of both splits, the class index of every label, and the number of rows skipped in each split."""
 
     train: Examples | StreamedExamples | None
     validation: Examples | None
@@ -45,7 +45,7 @@ def _load_images(recipe: Recipe, processor: BaseImageProcessor) -> Splits:
 def _read(
     recipe: Recipe, splits: Sequence[str], usable: Callable[[datasets.Dataset, str], datasets.Dataset]
 ) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
-    """Usable rows of the splits that there are, and how many were left out."""
+    """The usable rows of every split that exists, and the number of those skipped in each split that has any."""
     found = {split: rows for split in splits if (rows := load_rows(recipe.data, split)) is not None}
     kept = {split: usable(rows, split) for split, rows in found.items()}
     skipped = {split: count_skipped(rows, kept[split], recipe.data, split) for split, rows in found.items()}
@@ -53,14 +53,14 @@ def _read(
 
 
 def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int] | None:
-    """By the first labelled split; classes in the other that it does not have are an error."""
+    """The class index of every label in the first labelled split; the other split may have no further classes."""
     column = recipe.data.label_column_name
     labelled = [part for part in rows.values() if column in part.column_names]
     return class_mapping(load_config(recipe), label_names(labelled[0], column)) if labelled else None
 
 
 def load_data(recipe: Recipe, processor: Processor) -> Splits:
-    """Both splits as examples."""
+    """Read both splits, and make examples of them."""
     if isinstance(processor, BaseImageProcessor):
         return _load_images(recipe, processor)
     return _load_texts(recipe, processor)
@@ -79,6 +79,7 @@ def _load_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Splits:
 
 
 def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
+    """The masking of tokens for masked_lm; None for other tasks."""
     if recipe.model.task != "masked_lm" or isinstance(processor, BaseImageProcessor):
         return None
     special = tuple(processor.all_special_ids)
@@ -86,4 +87,5 @@ def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
 
 
 def stream_of(examples: Examples, recipe: Recipe, processor: Processor, shuffle: bool) -> Stream:
+    """The examples by position, with the seed and the masking of the recipe."""
     return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor))

@@ -1,7 +1,7 @@
-"""Training rows read while they are needed (`--streaming`), for data that fits neither memory nor disk.
+"""Reading of training rows as they are needed (`--streaming`), for data that does not fit into memory or on the disk.
 
-Every process reads rows of its own (`datasets.distributed.split_dataset_by_node`), in the order that the seed and the
-epoch give to a buffer of `BUFFER` rows. A resumed run reads again and leaves out what it has trained on.
+Every process reads different rows (`datasets.distributed.split_dataset_by_node`), shuffled in a buffer of `BUFFER` rows
+by the seed and the epoch. A resumed run reads the data again, and skips the examples that it has trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROW = "__row__"
 
 
 class StreamedExamples:
-    """Endless examples of one process after the other; `is_packed` joins the documents of a causal model."""
+    """An endless stream of examples for each process; with `is_packed`, documents share blocks (causal_lm only)."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         self.recipe, self.tokenizer, self.max_length = recipe, tokenizer, max_length
@@ -39,7 +39,7 @@ class StreamedExamples:
     def batches(
         self, start: int, batch_size: int, rank: int, world_size: int, masking: Masking | None, pad_token_id: int
     ) -> Iterator[Batch]:
-        """The batches of process `rank` of `world_size`, from number `start` on."""
+        """The batches of process `rank` of `world_size`, starting with number `start`."""
         examples = itertools.islice(enumerate(self._examples(rank, world_size)), start * batch_size, None)
         while rows := list(itertools.islice(examples, batch_size)):
             yield pad([self._finished(number * world_size + rank, row, masking) for number, row in rows], pad_token_id)
@@ -56,7 +56,7 @@ class StreamedExamples:
         return (dict.fromkeys(names, document) for document in self._cut(documents))
 
     def _cut(self, documents: Iterable[Tokens]) -> Iterator[Tokens]:
-        """Documents of a causal model, cut to max_length; those of the others have been cut to it."""
+        """The documents, cut into pieces of max_length tokens; only those of a causal model can be longer."""
         for document in documents:
             for start in range(0, len(document), self.max_length):
                 yield document[start : start + self.max_length]
@@ -69,11 +69,14 @@ class StreamedExamples:
             count = 0
             for chunk in _chunks(self._texts(rows), TOKENIZED_AT_ONCE):
                 for document in document_tokens(chunk, self.tokenizer, self.recipe.model.task, self.max_length):
-                    if len(document) > is_causal:  # one token alone predicts nothing
+                    if len(document) > is_causal:  # for a causal model, a single token predicts nothing
                         count += 1
                         yield document
             if count == 0:
-                raise TrainingError(f"process {rank} of {world_size} found no text in the streamed training data")
+                raise TrainingError(
+                    f"process {rank} of {world_size} found no text in the streamed training data; check the data, or "
+                    "launch fewer processes"
+                )
 
     def _rows(self) -> datasets.IterableDataset:
         data = self.recipe.data
@@ -92,7 +95,9 @@ class StreamedExamples:
         for row in rows:
             if data.text_column_name not in row:
                 columns = ", ".join(name for name in row if name != ROW)
-                raise TrainingError(f"`--text_column_name {data.text_column_name}` is not a column; there is {columns}")
+                raise TrainingError(
+                    f"`--text_column_name {data.text_column_name}` is not a column; the data has {columns}"
+                )
             text = row[data.text_column_name]
             if isinstance(text, str):
                 yield text
@@ -101,7 +106,7 @@ class StreamedExamples:
 
 
 def packed(documents: Iterable[Tokens], size: int) -> Iterator[Example]:
-    """Blocks of `size` tokens, as those of `packing.PackedBlocks`."""
+    """Blocks of `size` tokens, like those of `packing.PackedBlocks`."""
     tokens, starts = np.empty(0, np.int64), np.empty(0, np.int64)
     for document in documents:
         starts, tokens = np.append(starts, len(tokens)), np.concatenate([tokens, document])

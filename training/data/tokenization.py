@@ -1,9 +1,9 @@
-"""Texts to token ids, kept on the disk: the second run of a command finds them, whatever it trains.
+"""Tokenization of texts, with a cache on the disk: a second run on the same texts finds the tokens of the first.
 
     <datasets cache>/hf_linear_attention_tokens/<key>.tokens.npy     int32, all texts one after the other
     <datasets cache>/hf_linear_attention_tokens/<key>.lengths.npy    tokens of each text; written last
 
-The key is a SHA-256 of the texts, of all that the tokenizer does to them, and of the options of the call.
+The key is a SHA-256 of the texts, the state of the tokenizer, and the options of the call.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hf_linear_attention.training.data.packing import Tokens
 
 logger = logging.getLogger(__name__)
 
-BATCH = 1000  # texts in one call of the tokenizer
+BATCH = 1000  # the number of texts in one call of the tokenizer
 
 FOLDER = "hf_linear_attention_tokens"
 
 
 def document_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, task: str, max_length: int) -> list[Tokens]:
-    """Texts as documents of a task, for data that is tokenised as it comes; those without a token are left out."""
+    """The tokens of texts for a task, without those of empty texts; for data that is tokenised as it is read."""
     if task != "causal_lm":
         options: dict[str, Any] = {"truncation": True, "max_length": max_length}
         found = [np.array(ids, np.int64) for ids in _fields(tokenizer, texts, None, "input_ids", options)]
@@ -43,19 +43,20 @@ def document_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, task: 
 
 
 def document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
-    """What goes before and after a document: its BOS, or else its EOS."""
+    """The ids of the tokens before and after a document: a BOS token before it, or otherwise an EOS token after it."""
     bos = tokenizer.bos_token_id
     return bos, (None if bos is not None else tokenizer.eos_token_id)
 
 
 def joined(first: int | None, tokens: Tokens, last: int | None = None) -> Tokens:
+    """`tokens` with the ids `first` before and `last` after them; None adds nothing."""
     before = [] if first is None else [first]
     after = [] if last is None else [last]
     return np.concatenate([np.array(before, np.int64), tokens, np.array(after, np.int64)])
 
 
 def paragraphs(text: str) -> list[str]:
-    """What blank lines separate; the lines, when there is no blank line."""
+    """The parts of `text` that blank lines separate, or its lines if there is no blank line."""
     found = re.split(r"\n(?:[ \t\r]*\n)+", text.strip())
     return [paragraph for paragraph in (found if len(found) > 1 else text.splitlines()) if paragraph.strip()]
 
@@ -67,7 +68,12 @@ def tokenize_texts(
     pairs: list[str] | None = None,
     **options: Any,
 ) -> list[Tokens]:
-    """`field` of what the tokenizer returns for every text, or for every text and the one it is paired with."""
+    """One field of the tokenizer's output for every text, or for every pair of a text with that in `pairs`.
+
+    Args:
+        field: the field, such as `input_ids` or `token_type_ids`.
+        **options: keywords for the tokenizer.
+    """
 
     def tokenize() -> list[Tokens]:
         return [
@@ -86,7 +92,7 @@ def tokenize_texts(
 def _fields(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], pairs: list[str] | None, field: str, options: dict[str, Any]
 ) -> list[list[int]]:
-    # verbose=False: a whole file is longer than the model's limit on purpose, it is cut afterwards
+    # verbose=False suppresses a warning: a whole file is longer than the model's limit on purpose, and is cut later.
     options = {**options, "return_token_type_ids": field == "token_type_ids"}
     return tokenizer(texts, pairs, return_attention_mask=False, verbose=False, **options)[field]
 
@@ -97,7 +103,7 @@ def cached(
     tokenizer: PreTrainedTokenizerBase,
     options: dict[str, Any],
 ) -> list[Tokens]:
-    """What `tokenize()` returns, or has returned for the same texts, tokenizer and options."""
+    """The result of `tokenize()`, or that of an earlier call for the same texts, tokenizer and options."""
     key = _key(texts, tokenizer, options)
     if key is None:
         return tokenize()
@@ -109,17 +115,17 @@ def cached(
         _write(paths[0], np.concatenate([np.empty(0, np.int32), *found]).astype(np.int32))
         _write(paths[1], np.array([len(tokens) for tokens in found], np.int64))
         return found
-    logger.info("tokens of %d texts from %s", len(texts), folder)
+    logger.info("the tokens of %d texts were read from %s", len(texts), folder)
     tokens, lengths = np.load(paths[0]), np.load(paths[1])
     return [part.astype(np.int64) for part in np.split(tokens, np.cumsum(lengths)[:-1])] if len(lengths) else []
 
 
 def _key(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> str | None:
-    """None for a tokenizer in Python: what it does cannot be seen from outside."""
+    """The key of a result in the cache; None for a tokenizer written in Python, whose state cannot be hashed."""
     if not tokenizer.is_fast:
         return None
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state |= {"truncation": None, "padding": None}  # those of the last call
+    state |= {"truncation": None, "padding": None}  # these are left over from the last call
     digest = hashlib.sha256(json.dumps([state, options, tokenizer.truncation_side], sort_keys=True).encode())
     for text in texts:
         content = text.encode("utf-8", errors="surrogatepass")
@@ -128,7 +134,8 @@ def _key(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: dict
 
 
 def _write(path: Path, array: Tokens) -> None:
-    """Complete under its name, also when several processes write it."""
-    beside = path.with_name(f".{secrets.token_hex(8)}-{path.name}")  # process numbers repeat on a shared disk
+    """Write `array` so that the file is complete as soon as it exists, even if several processes write it."""
+    # The name is random, because processes on a shared disk can have the same number.
+    beside = path.with_name(f".{secrets.token_hex(8)}-{path.name}")
     np.save(beside, array)
     beside.replace(path)

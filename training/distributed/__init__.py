@@ -1,0 +1,1 @@
+"""Several processes: their launch, FSDP2's shards, and DeepSpeed's ZeRO."""

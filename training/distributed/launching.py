@@ -1,4 +1,4 @@
-"""The processes that `accelerate launch` started: connected, and what the launch file says they are."""
+"""The processes that `accelerate launch` has started: they are connected, and checked against the launch file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import is_deepspeed_available
 
+from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.recipe import Recipe
@@ -23,18 +24,19 @@ TWO_PROCESSES = "accelerate launch --config_file training/launch/cpu2.yaml train
 
 
 def start_processes(recipe: Recipe) -> Accelerator:
-    """The accelerator, after making sure that the launched processes found each other.
+    """Connect the launched processes, and return the accelerator.
 
     Raises:
-        TrainingError: for a launch that would train something else than it says.
+        TrainingError: if the launch would train something other than the launch file or the recipe says.
     """
     _refuse_before(recipe)
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
-    has_gpu = torch.cuda.is_available()
+    has_gpu = computing_device() == "cuda"
     if _is_on(DEEPSPEED) and not has_gpu:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     accelerator = Accelerator(
-        # without cpu=True a machine without GPU gives processes that train apart; with it, accelerate forgets DeepSpeed
+        # Without cpu=True, processes on a machine without a GPU would train separate models; with it, accelerate would
+        # not start DeepSpeed.
         cpu=not (has_gpu or _is_on(DEEPSPEED)),
         mixed_precision=recipe.run.mixed_precision,
         log_with=wanted_trackers(recipe) or None,
@@ -44,12 +46,12 @@ def start_processes(recipe: Recipe) -> Accelerator:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise TrainingError(
-            f"WORLD_SIZE is {launched}, but accelerate connected {accelerator.num_processes} process(es): each would "
-            f"train a model of its own. Launch with `{TWO_PROCESSES}` or `accelerate launch --multi_gpu "
+            f"WORLD_SIZE is {launched}, but accelerate connected {accelerator.num_processes} process(es), so each "
+            f"would train a separate model; launch with `{TWO_PROCESSES}` or `accelerate launch --multi_gpu "
             "--num_processes N training/finetune.py ...` (both also work without a GPU)"
         )
     if launched > 1 and recipe.model.offload_folder is not None:
-        raise TrainingError("`--offload_folder` reads one model from disk; launch one process, or drop the option")
+        raise TrainingError("`--offload_folder` works with one process only; launch one process, or drop the option")
     if zero.uses_deepspeed(accelerator):
         zero.configure(accelerator, recipe)
     logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
@@ -57,21 +59,22 @@ def start_processes(recipe: Recipe) -> Accelerator:
 
 
 def _refuse_before(recipe: Recipe) -> None:
-    """What accelerate itself would fail over, or go on with, without saying what to do."""
+    """Refuse launch files with which accelerate would fail without advice, or train something else silently."""
     if _precision(recipe) == "fp8":
         raise TrainingError(
-            "the launch file asks for mixed precision fp8, which this loop does not do (a linear attention state in 8 "
-            "bit would be wrong after a few tokens); allowed are no, fp16 and bf16: set `mixed_precision: bf16` there"
+            "the launch file asks for mixed precision fp8, which this loop does not support (a linear attention state "
+            "in 8 bits would be wrong after a few tokens); allowed are no, fp16 and bf16: set `mixed_precision: bf16` "
+            "in the launch file"
         )
     if _is_on(DEEPSPEED):
         if not is_deepspeed_available():
-            raise TrainingError("the launch file asks for DeepSpeed, which is not there: `pip install deepspeed`")
+            raise TrainingError("the launch file asks for DeepSpeed, which is not installed: `pip install deepspeed`")
         _refuse_with_shards(recipe, "DeepSpeed", _wrong_with_deepspeed(recipe))
     if _is_on("ACCELERATE_USE_FSDP"):
         if not torch.cuda.is_available():
             raise TrainingError(
-                "the launch file asks for FSDP; without a GPU, accelerate would silently make DDP of it: launch with "
-                "training/launch/cpu2.yaml"
+                "the launch file asks for FSDP, but without a GPU accelerate would silently use DDP instead; launch "
+                "with training/launch/cpu2.yaml"
             )
         _refuse_with_shards(recipe, "FSDP", _wrong_with_fsdp())
 
@@ -79,16 +82,17 @@ def _refuse_before(recipe: Recipe) -> None:
 def _wrong_with_deepspeed(recipe: Recipe) -> list[str]:
     stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     moved = {os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") for what in ("OPTIMIZER", "PARAM")}
-    # which splits what is loaded, the teacher too
+    # With this flag, from_pretrained would split every model that is loaded, including the teacher.
     splits_on_load = stage == 3 and _is_on("ACCELERATE_DEEPSPEED_ZERO3_INIT", default="true")
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     conditions = {
         f"`zero_stage: {stage}` in the launch file (allowed are 2, 3)": stage not in (2, 3),
-        "`deepspeed_config_file` there (allowed are the settings of zero2.yaml and zero3.yaml)": file != "none",
-        "offloading there (allowed is `none`)": moved != {"none"},
-        "`zero3_init_flag: true` there": splits_on_load,
+        "`deepspeed_config_file` in the launch file (allowed are the settings of zero2.yaml and zero3.yaml)": file
+        != "none",
+        "offloading in the launch file (allowed is `none`)": moved != {"none"},
+        "`zero3_init_flag: true` in the launch file": splits_on_load,
         "`--ema_decay`": recipe.optimization.ema_decay is not None,
-        # a part of the optimizer has one gradient, of zeros where there is none, and decays by it
+        # DeepSpeed gives parameters without a gradient one of zeros, so that the weight decay would change them.
         "`--weight_decay` with an objective that leaves the output layer out": bool(recipe.optimization.weight_decay)
         and not _all_reach_the_loss(recipe),
     }
@@ -99,14 +103,18 @@ def _wrong_with_fsdp() -> list[str]:
     version = os.environ.get("FSDP_VERSION", "1")
     conditions = {
         f"`fsdp_version: {version}` in the launch file (allowed is 2)": version != "2",
-        # the other processes would have a teacher without weights
-        "`fsdp_cpu_ram_efficient_loading: true` there": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
+        # With it, the teacher would have weights on the main process alone.
+        "`fsdp_cpu_ram_efficient_loading: true` in the launch file": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
     }
     return [name for name, is_wrong in conditions.items() if is_wrong]
 
 
 def _refuse_with_shards(recipe: Recipe, engine: str, wrong: list[str]) -> None:
-    """What would not be what the launch file or the recipe says, where no process has a whole model or optimizer."""
+    """Refuse settings, `wrong` and others, that do not work if no process has a whole model or optimizer.
+
+    Raises:
+        TrainingError: if there are any; it names all of them.
+    """
     transfer = any((recipe.objective.attention_transfer_weight, recipe.objective.attention_map_weight))
     wrong = [
         *wrong,
@@ -117,8 +125,8 @@ def _refuse_with_shards(recipe: Recipe, engine: str, wrong: list[str]) -> None:
     ]
     if wrong:
         raise TrainingError(
-            f"the launch file asks for {engine}, and shards do not go with {'; '.join(wrong)}: change that, or launch "
-            "with training/launch/ddp.yaml, which has a whole model on every process"
+            f"the launch file asks for {engine}, whose shards do not work with {'; '.join(wrong)}; change these "
+            "settings, or launch with training/launch/ddp.yaml, which keeps a whole model on every process"
         )
 
 
@@ -131,11 +139,11 @@ def _is_on(variable: str, default: str = "false") -> bool:
 
 
 def _all_reach_the_loss(recipe: Recipe) -> bool:
-    """Whether every parameter takes part: hidden-state objectives leave heads and poolers without gradient."""
+    """Whether every parameter reaches the loss; objectives on hidden states leave out heads and poolers."""
     return bool(recipe.objective.task_loss_weight or recipe.objective.logits_kl_weight)
 
 
 def disconnect() -> None:
-    """Close the connection between the processes, after the last run."""
+    """Close the connection between the processes, after the last run of the command."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,7 +1,7 @@
-"""FSDP2: parameters, gradients and optimizer state in shards, one on every process (torch's DTensor).
+"""FSDP2: every process has one shard of the parameters, gradients and optimizer state (torch's DTensor).
 
-Files hold whole tensors: a checkpoint knows nothing of shards, and goes on with another launch file. Weights that
-DeepSpeed's ZeRO-3 has in parts are written whole, too; its optimizer is not (`zero.py`).
+Checkpoints hold whole tensors, so a run can be resumed with another launch file. Weights that DeepSpeed's ZeRO-3 has
+partitioned are also written whole, but its optimizer state is not (`zero.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 or ZeRO-3 has put the parameters of the model into shards."""
     return any(isinstance(value, DTensor) or _is_partitioned(value) for value in model.parameters())
 
 
 def _is_partitioned(value: Any) -> bool:
-    """Whether it is a parameter that ZeRO-3 has in parts: empty, and marked like this."""
+    """Whether it is a parameter that ZeRO-3 has partitioned, which is empty and has this mark."""
     return hasattr(value, "ds_id")
 
 
 def _gathered(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Inside, a parameter of ZeRO-3 is whole; afterwards all processes have what the first has made of it."""
+    """Inside, a parameter of ZeRO-3 is whole; afterwards, all processes have the value that the first has given it."""
     if not _is_partitioned(tensor):
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters
@@ -35,9 +36,9 @@ def _gathered(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def whole(value: Any, keep: bool) -> Any:
-    """`value` with whole tensors in main memory in place of shards, in dictionaries and lists, too.
+    """`value`, a tensor or a nested dictionary or list of them, with whole tensors in main memory in place of shards.
 
-    All processes call it together; those that do not `keep` the result get None for each tensor that was in shards.
+    All processes call this together. Those without `keep` get None in place of every tensor that was in shards.
     """
     if isinstance(value, DTensor):
         full = value.detach().full_tensor()
@@ -53,7 +54,7 @@ def whole(value: Any, keep: bool) -> Any:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor in shards, if `like`, of the same shape, is."""
+    """The whole tensor `value`, put into shards if `like` is in shards and has the same shape."""
     if isinstance(like, DTensor) and value.shape == like.shape:
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
     return value
@@ -61,14 +62,14 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_whole(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy whole `values` into `tensors` of the same names, which may be in shards."""
+    """Copy the whole `values` into the `tensors` of the same names, which may be in shards."""
     for name, tensor in tensors.items():
         with _gathered(tensor):
             tensor.copy_(shard_like(values[name], tensor))
 
 
 def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer, whole, as the one that `optimizer` would give."""
+    """The whole state dict of an optimizer, with the moments put into shards as the parameters of `optimizer` are."""
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     moments = {
         number: {name: shard_like(value, parameters[number]) for name, value in values.items()}
@@ -79,9 +80,9 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
 
 @contextmanager
 def without_sharding_class(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` has the class that it had before `fully_shard` put one of torch's own in front of it.
+    """Inside, `model` has the class that it had before `fully_shard` replaced it by a subclass.
 
-    That class is where `save_pretrained` finds the code that goes with the weights.
+    `save_pretrained` finds the code that belongs to the weights through that class.
     """
     own: Any = type(model)
     if issubclass(own, FSDPModule):

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3: optimizer state and gradients, with ZeRO-3 also parameters, in parts on all processes.
+"""DeepSpeed's ZeRO-2 and ZeRO-3, which partition gradients, optimizer state and, with ZeRO-3, parameters.
 
-Its engine clips, steps and stores the optimizer. The loop tells it where a step ends and leaves the loss as it is; the
-numbers are those of one process with a whole model.
+DeepSpeed's engine clips the gradients, makes the steps and stores the optimizer. The loop tells it where a step ends,
+and does not rescale the loss; the results are those of one process with a whole model.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.transformers_internals import undivided_modules
 
 
-FOLDER = "deepspeed"  # in a checkpoint
+FOLDER = "deepspeed"  # the folder of its files in a checkpoint
 
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:
+    """Whether the launch file asks for DeepSpeed."""
     return accelerator.state.deepspeed_plugin is not None
 
 
 def engine_of(accelerator: Accelerator) -> Any:
-    """DeepSpeed's engine, after `prepare`; None where it is not used."""
+    """The engine of DeepSpeed, which exists after `prepare`; None if DeepSpeed is not used."""
     wrapped = accelerator.deepspeed_engine_wrapped if uses_deepspeed(accelerator) else None
     return wrapped.engine if wrapped is not None else None
 
 
 def zero_stage(accelerator: Accelerator) -> int | None:
+    """The stage of ZeRO, 2 or 3; None if DeepSpeed is not used."""
     return accelerator.state.deepspeed_plugin.zero_stage if uses_deepspeed(accelerator) else None
 
 
 def configure(accelerator: Accelerator, recipe: Recipe) -> None:
-    """What the launch file leaves open or says about the optimization is what the recipe says."""
+    """Set what the recipe decides about the optimization, whatever the launch file says."""
     optimization = recipe.optimization
     accelerator.state.deepspeed_plugin.deepspeed_config.update(
         train_micro_batch_size_per_gpu=optimization.per_device_train_batch_size,
@@ -47,21 +49,21 @@ def configure(accelerator: Accelerator, recipe: Recipe) -> None:
         gradient_clipping=optimization.max_grad_norm or 0.0,
     )
     accelerator.gradient_accumulation_steps = optimization.gradient_accumulation_steps
-    # which accelerate sets whatever `zero3_init_flag` says, and by which from_pretrained would split the teacher, too
+    # accelerate sets this config even without `zero3_init_flag`, and from_pretrained would split the teacher by it.
     unset_hf_deepspeed_config()
     if accelerator.mixed_precision == "bf16":
-        # accelerate leaves precision to DeepSpeed, and would autocast teacher and evaluation to torch's default
+        # accelerate leaves the precision to DeepSpeed, and would autocast teacher and evaluation to torch's default.
         accelerator.native_amp = True
         torch.set_autocast_dtype(accelerator.device.type, torch.bfloat16)
 
 
 @contextmanager
 def autocast_not_cast(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, an engine is made that keeps parameters in float32 with bf16; DeepSpeed's own way is to cast them."""
+    """Inside, DeepSpeed makes an engine that autocasts to bf16; by default it would cast the float32 parameters."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     with_bf16 = dict(config)
     if accelerator.mixed_precision == "bf16":
-        # no safe modules: gradients are summed in float32
+        # Without safe modules, all gradients are summed in float32.
         autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         config.update(bf16={"enabled": False}, torch_autocast=autocast)
     try:
@@ -74,7 +76,7 @@ def autocast_not_cast(accelerator: Accelerator) -> Iterator[None]:
 def prepare(
     accelerator: Accelerator, student: PreTrainedModel, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, Any]:
-    """Engine and optimizer as accelerate wraps them; parameters in parts stay in their modules."""
+    """The engine for `module` and the optimizer, both as accelerate wraps them."""
     if zero_stage(accelerator) == 3:
         gather_by_layer(student)
     with autocast_not_cast(accelerator):
@@ -82,10 +84,10 @@ def prepare(
 
 
 def gather_by_layer(student: PreTrainedModel) -> None:
-    """Have ZeRO-3 gather a layer's parameters together, as FSDP does, and not where the module that has them is called.
+    """Have ZeRO-3 gather the parameters of a layer together, as FSDP does, instead of those of each module called.
 
-    Kernels take them past their modules, and packed documents call a mechanism as often as there are lengths, which
-    differ between processes.
+    Kernels read parameters without calling their modules. With packed documents, a mechanism is called once per
+    length, and the number of lengths differs between processes.
     """
     from deepspeed.utils import set_z3_leaf_modules
 
@@ -94,29 +96,32 @@ def gather_by_layer(student: PreTrainedModel) -> None:
 
 
 def backward(engine: Any, loss: Tensor, is_last: bool) -> None:
-    """Add the gradients of `loss`, undivided; `is_last` of the step. (accelerate's would step at once.)"""
+    """Add the gradients of `loss`, not rescaled; `is_last` marks the last backward pass of a step.
+
+    The backward pass of accelerate would step at once.
+    """
     engine.set_gradient_accumulation_boundary(is_last)
     engine.backward(loss, scale_wrt_gas=False)
 
 
 def step(engine: Any) -> Tensor:
-    """Clip and step, but leave everything as it is where a gradient is not finite; the norm, infinite then."""
+    """Clip the gradients and step, and return their norm. If it is not finite, no step is made, and it is infinite."""
     engine.step()
     return torch.tensor(torch.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm()))
 
 
 def save_states(engine: Any, checkpoint: Path) -> None:
-    """Write what each process has of the optimizer into `checkpoint`. Called by all processes.
+    """Write the part of the optimizer that each process has into `checkpoint`. All processes call this together.
 
     Raises:
         OSError: if a file cannot be written.
     """
     try:
         engine.save_checkpoint(str(checkpoint / FOLDER), tag="state", save_latest=False)
-    except RuntimeError as error:  # torch's writer, on a full disk
+    except RuntimeError as error:  # the error of torch's writer on a full disk
         raise OSError(f"{checkpoint / FOLDER} could not be written: {str(error).splitlines()[0]}") from error
 
 
 def load_states(engine: Any, checkpoint: Path) -> None:
-    """Weights and optimizer as `save_states` found them, on as many processes."""
+    """Load the weights and the optimizer that `save_states` has written with the same number of processes."""
     engine.load_checkpoint(str(checkpoint / FOLDER), tag="state")

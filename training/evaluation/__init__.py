@@ -1,0 +1,1 @@
+"""Evaluation: figures on any number of processes, and comparison with the original."""

@@ -1,4 +1,4 @@
-"""Evaluation of a model over a data set, the same figures on any number of processes; which evaluation was the best."""
+"""Evaluation of a model on a data set, the same on any number of processes, and selection of the best evaluation."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from hf_linear_attention.training.recipe import CLASSIFICATION, SELECTING, Recip
 
 
 Figures = tuple[Tensor, Tensor]
-"""Prediction and reference of every example of a batch, as the metric takes them: [B] and [B]."""
+"""Prediction and reference of every example in a batch, in the form that the metric expects: [B] and [B]."""
 
 
 def token_nats(batch: Batch, outputs: Any, task: str) -> Figures:
-    """Summed cross-entropy and number of scored tokens of every text."""
+    """The summed cross-entropy [B] and the number of scored tokens [B] of every text."""
     labels = aligned_labels(batch, task)
     nats = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     return nats.double().sum(-1), (labels != IGNORED).sum(-1)
@@ -44,13 +44,14 @@ def _classes(batch: Batch, outputs: Any) -> Figures:
 
 
 class Evaluator:
-    """Calls the model on this process's share of the examples and computes the task's metric over all of them."""
+    """Runs the model on the examples of this process, and computes the metric of the task over all processes."""
 
     def __init__(self, accelerator: Accelerator, task: str, teacher: Teacher | None) -> None:
         self.accelerator, self.task, self.teacher = accelerator, task, teacher
         self.layers = "last" if task == "embedding" else None
 
     def metric(self) -> evaluate.Metric:
+        """A new metric for the task."""
         metrics: dict[str, Callable[..., evaluate.Metric]] = {
             "causal_lm": TokenLoss,
             "masked_lm": TokenLoss,
@@ -58,22 +59,23 @@ class Evaluator:
             "embedding": TeacherCosine,
             "image_classification": Classification,
         }
-        return metrics[self.task](keep_in_memory=True)  # the default is a file in the home folder
+        return metrics[self.task](keep_in_memory=True)  # by default, it would be in a file in the home folder
 
     def figures(self, batch: Batch, outputs: Any) -> Figures:
+        """Prediction and reference of every example in `batch`, given the outputs of the model for it."""
         if self.task in CLASSIFICATION:
             return _classes(batch, outputs)
         if self.task != "embedding":
             return token_nats(batch, outputs, self.task)
         if self.teacher is None:
-            raise RuntimeError("an embedding model is compared with its teacher; there is none")
+            raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
         mine = hidden_states_of(outputs, self.layers)[-1]
         yours = self.teacher(batch).hidden_states[-1]
         return embedding_cosine(mine, yours, batch["attention_mask"]), batch["attention_mask"].sum(-1)
 
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, float]:
-        """The metric's figures, named `eval_<figure>`. Leaves the model in the mode it had."""
+        """The figures of the metric, named `eval_<figure>`. The model stays in the mode that it had."""
         was_training = model.training
         model.eval()
         rows: list[tuple[int, float, int]] = []
@@ -96,17 +98,20 @@ class Evaluator:
 
 
 def _each_once(rows: list[Any]) -> list[Any]:
-    """Rows by the example that they begin with, so that sums do not depend on the number of processes; one for each,
-    where several have it (`batches.EvaluationBatches`) that of the first process, whose it is."""
+    """One row per example, sorted by the number of the example, so that sums do not depend on the number of processes.
+
+    If several processes have an example (`batches.EvaluationBatches`), the row of the first process is used.
+    """
     found = {row[0]: row for row in reversed(rows)}
     return [found[number] for number in sorted(found)]
 
 
 def _similarity(scored: list[tuple[int, float, list[float]]]) -> dict[str, float]:
-    """Spearman's correlation of the pairs' scores with the cosines of their embeddings; texts 2 i and 2 i + 1 are one.
+    """Spearman's correlation between the scores of pairs and the cosine similarities of their embeddings.
 
     Args:
-        scored: number, score of the pair and embedding of every text, by number.
+        scored: number, score of the pair and embedding of every text, sorted by number; texts 2 i and 2 i + 1 are a
+            pair.
     """
     if not scored:
         return {}
@@ -116,7 +121,7 @@ def _similarity(scored: list[tuple[int, float, list[float]]]) -> dict[str, float
 
 
 class Selection:
-    """Compares evaluations by `--metric_for_best_model`, or by the first figure of the task's metric."""
+    """Compares evaluations by `--metric_for_best_model`, or by default by the main figure of the task."""
 
     def __init__(self, recipe: Recipe) -> None:
         name = (recipe.run.metric_for_best_model or SELECTING[recipe.model.task][0]).removeprefix("eval_")
@@ -124,7 +129,7 @@ class Selection:
         self.patience = recipe.run.early_stopping_patience
 
     def note(self, state: TrainingState, figures: dict[str, float]) -> bool:
-        """Enter the evaluation of this step into `state`; True if it is the best so far."""
+        """Record the evaluation of this step in `state`, and return whether it is the best so far."""
         best = state.best.get("figures")
         if best is not None and not self.sign * figures[self.name] > self.sign * best[self.name]:
             state.evaluations_since_best += 1
@@ -133,5 +138,5 @@ class Selection:
         return True
 
     def is_over(self, state: TrainingState) -> bool:
-        """Whether `--early_stopping_patience` evaluations in a row were no better than the best."""
+        """Whether the last `--early_stopping_patience` evaluations were no better than the best one before them."""
         return self.patience is not None and state.evaluations_since_best >= self.patience

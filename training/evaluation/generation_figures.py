@@ -1,10 +1,10 @@
-"""What a student writes: how long it agrees with its teacher, and what the teacher thinks of its samples.
+"""Figures of the text that a student generates: its agreement with the teacher, and how likely the teacher finds it.
 
-    agreement   tokens until the first that the teacher, greedy too, would not have written
-    nats        of the teacher, on the student's samples and on its own: a student that wanders off is unlikely
-    repeated    share of the 4-grams of a sample that it holds already: a student that goes in circles
+    agreement   greedily generated tokens before the first that the teacher would not have generated
+    nats        nats of the teacher on the student's samples and on its own; high if the student loses the thread
+    repeated    share of the 4-grams in a sample that occurred before in it; high if the student repeats itself
 
-The teacher reads samples in windows of its trained length (protocol S, `data/packing.py`), where it can be trusted.
+The teacher reads samples in overlapping windows of its trained length (`data/packing.py`), for which it was trained.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hf_linear_attention.training.evaluation.recall import ORDER
 from hf_linear_attention.training.evaluation.retention import nats_of
 
 
-LENGTHS = (1, 4)  # times the trained length
-# What bounds the time: decoding steps per model and length. Small models need seconds on a CPU.
+LENGTHS = (1, 4)  # in multiples of the trained length
+# These limit the decoding steps per model and length. Small models need seconds on a CPU.
 SAMPLES, MAX_SAMPLED, MAX_GREEDY = 8, 1024, 64
 
 Choice = Callable[[Tensor], Tensor]
@@ -39,8 +39,10 @@ def generation_figures(
     trained_length: int,
     longest: int,
 ) -> list[dict[str, Any]]:
-    """Figures at 1 and 4 times the trained length, at most `longest` tokens: half of it is held-out text from `stream`,
-    the other half, at most 1,024 tokens, is the model's."""
+    """Figures at 1 and 4 times the trained length, but at most `longest` tokens.
+
+    The first half is held-out text from `stream`; the second half, at most 1,024 tokens, is generated.
+    """
     figures = []
     for length in dict.fromkeys(min(times * trained_length, longest, len(stream)) for times in LENGTHS):
         if length < 2 * ORDER:
@@ -59,7 +61,7 @@ def generation_figures(
 
 
 def _prompts(stream: Tokens, length: int, bos_token_id: int | None) -> Tensor:
-    """`[samples, length]`, evenly spread over the text; the same place is taken once."""
+    """Prompts `[samples, length]` that are spread evenly over the text; none occurs twice."""
     body = length - (bos_token_id is not None)
     starts = sorted({round(number * (len(stream) - body) / SAMPLES) for number in range(SAMPLES)})
     rows = np.stack([stream[start : start + body] for start in starts])
@@ -73,8 +75,10 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 
 def drawn(seed: int) -> Choice:
-    """Draws from softmax of the logits `[B, V]`; with the same noise whichever model they are of (Gumbel's form), so
-    that equal models write equal samples."""
+    """A function that draws tokens from the softmax of logits `[B, V]`.
+
+    The noise does not depend on the logits (the Gumbel trick), so that equal models generate equal samples.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(logits: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ def drawn(seed: int) -> Choice:
 
 @torch.no_grad()
 def continued(model: PreTrainedModel, prompts: Tensor, count: int, choose: Choice) -> Tensor:
-    """`count` tokens after each of the prompts `[B, N]`, chosen from the logits `[B, V]`; an end token ends nothing."""
+    """`count` tokens after each of the prompts `[B, N]`, chosen from logits `[B, V]`; end tokens are not special."""
     ids, cache, chosen = prompts, None, []
     for _ in range(count):
         outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, **_last_logits(model, 1))
@@ -96,15 +100,19 @@ def continued(model: PreTrainedModel, prompts: Tensor, count: int, choose: Choic
 
 
 def _last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
-    """The argument that saves the logits of all other tokens, where the model has it."""
+    """The keyword for computing only the last `count` logits, if the model has it."""
     has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
     return {"logits_to_keep": count} if has_it else {}
 
 
 @torch.no_grad()
 def agreement_length(teacher: PreTrainedModel, prompts: Tensor, written: Tensor) -> float:
-    """Mean over the prompts `[B, N]` of the number of tokens `written` `[B, M]` before the first that is not the
-    teacher's likeliest."""
+    """The mean number of tokens in `written` before the first that is not the most likely one of the teacher.
+
+    Args:
+        prompts: [B, N].
+        written: the tokens after each prompt, [B, M].
+    """
     count = written.shape[1]
     last = _last_logits(teacher, count + 1)
     logits = teacher(input_ids=torch.cat((prompts, written), dim=1), use_cache=False, **last).logits
@@ -115,7 +123,7 @@ def agreement_length(teacher: PreTrainedModel, prompts: Tensor, written: Tensor)
 def nats_of_samples(
     teacher: PreTrainedModel, prompts: Tensor, samples: Tensor, bos_token_id: int | None, trained_length: int
 ) -> float:
-    """Mean nats per token of samples `[B, M]` after their prompts `[B, N]`."""
+    """The mean nats per token of the teacher on samples `[B, M]` after their prompts `[B, N]`."""
     found = []
     for prompt, sample in zip(prompts.cpu(), samples.cpu(), strict=True):
         stream = torch.cat((prompt, sample)).numpy()[bos_token_id is not None :]
@@ -126,7 +134,7 @@ def nats_of_samples(
 
 
 def repeated_share(samples: list[list[int]]) -> float:
-    """Mean over the samples of the share of their 4-grams that came before in the same sample."""
+    """The share of the 4-grams in a sample that occurred before in it, averaged over the samples."""
     shares = []
     for tokens in samples:
         grams = list(zip(*(tokens[start:] for start in range(ORDER))))

@@ -1,4 +1,4 @@
-"""Metrics as `evaluate.Metric` classes. `evaluate.load(name)` would fetch a script from the network; these are here."""
+"""Metrics as subclasses of `evaluate.Metric`, because `evaluate.load(name)` would download a script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-CITATION = ""  # plain means: nothing to cite
+CITATION = ""  # these metrics are plain means, so there is nothing to cite
 GREATER_IS_BETTER = {
     "nats_per_token": False,
     "perplexity": False,
@@ -45,9 +45,10 @@ class TokenLoss(evaluate.Metric):
 
 
 class Classification(evaluate.Metric):
-    """Share of right classes, and F1: of class 1 where there are two, else the mean over the classes that occur.
+    """Accuracy and F1 score; predictions and references are class indices.
 
-    predictions, references: class indices. Both figures are those of scikit-learn (`average` "binary" or "macro").
+    F1 is that of class 1 if there are two classes, otherwise the mean over the classes that occur. Both figures equal
+    those of scikit-learn (`average` "binary" or "macro").
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -64,13 +65,13 @@ class Classification(evaluate.Metric):
 
 
 def _f1(pairs: list[tuple[int, int]], chosen: int) -> float:
-    """Harmonic mean of precision and recall of one class; 0 where nothing was right."""
+    """The harmonic mean of precision and recall of one class, or 0 if it was never predicted correctly."""
     hits = sum(mine == yours == chosen for mine, yours in pairs)
     return 2 * hits / max(sum((mine == chosen) + (yours == chosen) for mine, yours in pairs), 1)
 
 
 class Spearman(evaluate.Metric):
-    """Correlation of ranks, ties sharing their mean. predictions, references: numbers; NaN where one is constant."""
+    """Spearman's rank correlation, with mean ranks for ties; NaN if predictions or references are constant."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("float64"), "references": datasets.Value("float64")}
@@ -84,7 +85,12 @@ class Spearman(evaluate.Metric):
 
 
 def pair_similarity(embeddings: Tensor, scores: Sequence[float]) -> float:
-    """Spearman's correlation of cosine and score over pairs; rows 2 i and 2 i + 1 of `[texts, D]` are one pair."""
+    """Spearman's correlation between the cosine similarities of pairs of embeddings and the scores of the pairs.
+
+    Args:
+        embeddings: [texts, D]; rows 2 i and 2 i + 1 are a pair.
+        scores: one score per pair.
+    """
     cosines = F.cosine_similarity(embeddings[0::2], embeddings[1::2], dim=-1).tolist()
     found = Spearman(keep_in_memory=True).compute(predictions=cosines, references=scores) or {}
     return found["spearman"]
@@ -96,7 +102,7 @@ def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 class TeacherCosine(evaluate.Metric):
-    """Mean and minimum cosine to the teacher. predictions: cosine of each text; references: its tokens."""
+    """Mean and minimum cosine similarity to the teacher. predictions: that of each text; references: its tokens."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}

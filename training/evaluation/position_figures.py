@@ -1,7 +1,7 @@
-"""Nats by position far beyond the trained length, of several models on the same text.
+"""Nats by position, far beyond the trained length, of several models on the same text.
 
-The text is cut into windows that do not overlap, BOS and as many tokens as fit, each as long as may be: so every bucket
-of positions holds other tokens, and models are compared within a bucket, token by token.
+The text is cut into windows that do not overlap; each holds BOS and as many tokens as fit. So different buckets of
+positions hold different tokens, and models are compared within a bucket, token by token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hf_linear_attention.training.data.packing import IGNORED, Example, Examples
 
 
 TIMES_TRAINED = 8
-# Tokens of one batch: long windows go one by one.
+# Tokens per batch; a window that is at least this long is a batch of its own.
 BATCH_TOKENS = 4096
-# Rows that a table of learned positions has beyond its positions at most.
+# The largest number of rows that a table of learned positions has in addition to its positions.
 EXTRA_ROWS = 8
 
 
 class SeparateWindows:
-    """`stream` in full windows of `length` tokens, the BOS included, that do not overlap; the rest is left out."""
+    """`stream` cut into full windows of `length` tokens, including the BOS, that do not overlap; the rest is unused."""
 
     def __init__(self, stream: Tokens, length: int, bos_token_id: int | None) -> None:
         self.stream, self.bos_token_id = stream, bos_token_id
@@ -36,6 +36,7 @@ class SeparateWindows:
 
     @property
     def lengths(self) -> Tokens:
+        """The number of tokens of every window, without the BOS."""
         return np.full(len(self), self.body, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ class SeparateWindows:
 
 
 def running_text(examples: Examples) -> Tokens:
-    """The tokens that examples of held-out text are cut from; of separate documents, these joined."""
+    """The tokens from which examples of held-out text were cut; separate documents are joined."""
     shown = len(examples)
     whole = examples.examples if isinstance(examples, FirstExamples) else examples
     if isinstance(whole, StreamWindows):
@@ -63,10 +64,10 @@ def running_text(examples: Examples) -> Tokens:
 def longest_window(
     trained_length: int, num_tokens: int, max_eval_length: int, positions: int | None
 ) -> tuple[int, str]:
-    """How long the windows are, BOS included, and what ended them.
+    """The length of the windows, including the BOS, and what limits it.
 
     Args:
-        positions: how many the models have at most, or None (see `most_positions`).
+        positions: the largest number of positions of the models, or None (see `most_positions`).
     """
     ends = {
         f"{TIMES_TRAINED} times the trained length": TIMES_TRAINED * trained_length,
@@ -79,7 +80,7 @@ def longest_window(
 
 
 def most_positions(model: PreTrainedModel) -> int | None:
-    """Where a model with a table of positions ends; None where they are computed, as rotary ones."""
+    """The number of positions of a model with a table of them; None if they are computed, such as rotary ones."""
     known, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
     if known is None:
         return None
@@ -89,28 +90,33 @@ def most_positions(model: PreTrainedModel) -> int | None:
 
 
 def batches_of(examples: Examples, max_length: int, padding: int) -> list[Batch]:
-    """All examples, of up to `max_length` tokens, as batches."""
+    """All examples, which have up to `max_length` tokens, as batches."""
     plan = EvaluationBatches(len(examples), max(1, BATCH_TOKENS // max_length), 0, 1)
     return list(loader(Stream(examples, 0, shuffle=False), plan, padding))
 
 
 def bucket_edges(trained_length: int, length: int) -> list[int]:
-    """0, from an eighth of the trained length on its powers of two, and the length where the windows end."""
+    """The edges of the buckets: 0, an eighth of the trained length and its doubles, and the length of the windows."""
     inside = [trained_length // 8, trained_length // 4, trained_length // 2]
     beyond = [trained_length * 2**power for power in range(TIMES_TRAINED.bit_length())]
     return sorted({0, *(edge for edge in (*inside, *beyond) if 0 < edge < length), length})
 
 
 def target_positions(batches: list[Batch]) -> Tensor:
-    """Of every target the position that it is predicted from, in the order of `nats_of`."""
+    """For every target, the position from which it is predicted, in the order of `nats_of`."""
     return torch.cat([(batch["labels"][:, 1:] != IGNORED).nonzero()[:, 1] for batch in batches])
 
 
 def position_buckets(
     position: Tensor, nats: Mapping[str, Tensor], edges: list[int], pairs: list[tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """Means of `nats` `[targets]` by model between the edges; of every pair of models that are there, the mean
-    difference of the same targets and its standard error."""
+    """The means of `nats` between the edges, by model.
+
+    Args:
+        position: the position of every target, `[targets]`.
+        nats: those of every target by model, `[targets]` each.
+        pairs: models whose mean difference on the same targets is given with its standard error, if both are in `nats`.
+    """
     buckets = []
     for first, end in itertools.pairwise(edges):
         chosen = (position >= first) & (position < end)
@@ -125,7 +131,7 @@ def position_buckets(
 
 
 def paired_difference(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """Mean of `mine - other` `[targets]` and its standard error, NaN for fewer than two targets."""
+    """The mean of `mine - other`, `[targets]` each, and its standard error, which is NaN for fewer than two targets."""
     difference = mine - other
     error = difference.std().item() / math.sqrt(len(difference)) if len(difference) > 1 else math.nan
     return {"mean": difference.mean().item(), "standard_error": error}

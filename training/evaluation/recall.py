@@ -1,10 +1,10 @@
-"""Recall by distance: targets that end a 4-gram which is rare in the training text and stood in the context before.
+"""Recall by distance: nats of targets that end a 4-gram which is rare in training, but occurred before in the context.
 
     context   ... the old grey | heron ...  (d tokens)  ... the old grey | heron
                                  ^ seen d tokens back                      ^ the target
 
-Nothing but the context tells how such a 4-gram goes on, and a model that has forgotten it pays for that. Mean nats
-hardly see it: these are a few per cent of all targets.
+Only the context tells how such a 4-gram ends, so a model that has forgotten it has high nats on these targets. Mean
+nats hardly show it, because they are a few per cent of all targets.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hf_linear_attention.training.evaluation.retention import SMALLEST_GAP
 
 
 ORDER = 4
-# A 4-gram that the training text has more often is known without the context.
+# A 4-gram that occurs more often in the training text can be known without the context.
 MOST_IN_TRAINING = 20
-# With fewer targets a share of the gap would be noise.
+# With fewer targets, the share of the gap would be noise.
 FEWEST_TARGETS = 100
 FIRST_DISTANCE = 56
 
@@ -33,8 +33,10 @@ Gram = tuple[int, ...]
 
 
 def repeats(examples: Examples) -> list[tuple[Gram, int]]:
-    """Of every target, in the order of `nats_of`, the 4-gram that it ends, and how many tokens back its context has the
-    same one last; 0 where it has not."""
+    """For every target, in the order of `nats_of`: its 4-gram, and the distance to the last occurrence in the context.
+
+    The 4-gram is the one that the target ends. The distance is in tokens, and 0 if the context does not have it.
+    """
     found: list[tuple[Gram, int]] = []
     for index in range(len(examples)):
         example = examples[index]
@@ -50,7 +52,7 @@ def repeats(examples: Examples) -> list[tuple[Gram, int]]:
 
 
 def grams_in(documents: Iterable[Iterable[int]], wanted: set[Gram]) -> Counter[Gram]:
-    """How often the documents of token ids have each of the `wanted` 4-grams."""
+    """The number of occurrences of each of the `wanted` 4-grams in documents of token ids."""
     counts: Counter[Gram] = Counter()
     for document in documents:
         tokens = list(map(int, document))
@@ -60,13 +62,13 @@ def grams_in(documents: Iterable[Iterable[int]], wanted: set[Gram]) -> Counter[G
 
 
 def recall_distances(found: list[tuple[Gram, int]], training: Iterable[Iterable[int]]) -> Tensor:
-    """`[targets]`: the distance of `repeats` where the 4-gram is rare in the training documents, else 0."""
+    """The distances `[targets]` of `repeats`, with 0 for 4-grams that are not rare in the training documents."""
     counts = grams_in(training, {gram for gram, distance in found if distance})
     return torch.tensor([distance if counts[gram] <= MOST_IN_TRAINING else 0 for gram, distance in found])
 
 
 def distance_edges(length: int) -> list[int]:
-    """56, 128, then doubling up to the length of the windows, where a distance ends at the latest."""
+    """The edges of the buckets of distances: 56, 128 and its doubles, and the length of the windows."""
     if length <= FIRST_DISTANCE:
         return []
     return [FIRST_DISTANCE, *(2**power for power in range(7, length.bit_length()) if 2**power < length), length]
@@ -75,8 +77,11 @@ def distance_edges(length: int) -> list[int]:
 def recall_buckets(
     distance: Tensor, nats: Mapping[str, Tensor], edges: list[int], control: str
 ) -> list[dict[str, Any]]:
-    """Means of `nats` `[targets]` by model between the edges, and `closed`: the student's share of the way from the
-    `control` to the teacher, None where it means nothing (few targets, or no gap)."""
+    """The means of `nats`, `[targets]` by model, over targets whose `distance` `[targets]` is between the edges.
+
+    `closed` is the share of the gap between `control` and teacher that the student has closed; it is None if there are
+    few targets or no gap.
+    """
     buckets = []
     for first, end in itertools.pairwise(edges):
         chosen = (distance >= first) & (distance < end)

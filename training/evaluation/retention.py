@@ -1,4 +1,4 @@
-"""How much of the original a converted language model has kept, token by token on held-out text.
+"""Figures of how much of its original a converted model has kept: for a language model, per token on held-out text.
 
     gap            nats per token of the student above the teacher
     window alone   the student's window and sinks with the weights of the teacher: a `hybrid` without a linear part
@@ -6,9 +6,10 @@
     agreement      share of tokens whose most likely successor is the teacher's
     kl             KL(teacher || student)
 
-And what a converted embedding model has kept, text by text.
+For an embedding model, the figures are per text.
 
-Positions count the tokens of a window of text from 0; figures by position tell whether a state holds beyond its window.
+Positions count the tokens in a window of text from 0. Figures by position show whether a state is useful beyond the
+window of a `hybrid`.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from hf_linear_attention.training.evaluation.metrics import pair_similarity
 from hf_linear_attention.training.losses.outputs import mean_pooled, run_model
 
 
-# Nats per token; what float32 logits differ by when window and teacher compute the same function is below.
+# In nats per token. If window and teacher compute the same function, float32 logits differ by less than this.
 SMALLEST_GAP = 1e-4
 
 
 @dataclass
 class TokenFigures:
-    """Concatenated over batches: position, and one figure per token and name."""
+    """Figures of tokens, collected over batches: the position of every token, and named values of it."""
 
     position: list[Tensor] = field(default_factory=list)
     values: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def add(self, scored: Tensor, **figures: Tensor) -> None:
-        """`scored` bool [B, N]; every figure [B, N]."""
+        """Append the tokens of a batch for which `scored`, bool [B, N], is true; every figure is [B, N]."""
         self.position.append(scored.nonzero()[:, 1].cpu())
         for name, value in figures.items():
             self.values.setdefault(name, []).append(value[scored].double().cpu())
@@ -56,17 +57,17 @@ class TokenFigures:
         return name in self.values
 
     def column(self, name: str) -> Tensor:
-        """One figure of all tokens, `[tokens]` float64."""
+        """The values of one figure for all tokens, `[tokens]` in float64."""
         return torch.cat(self.values[name])
 
     def means(self, first: int = 0, last: int | None = None) -> dict[str, float]:
-        """Mean of every figure over the tokens at the positions first .. last - 1."""
+        """The mean of every figure over the tokens at the positions `first` to `last - 1`."""
         position = torch.cat(self.position)
         chosen = (position >= first) & (position < (math.inf if last is None else last))
         return {name: self.column(name)[chosen].mean().item() for name in self.values}
 
     def by_position(self) -> list[dict[str, Any]]:
-        """Means between powers of two."""
+        """The means of every figure over ranges of positions that end at powers of two."""
         longest = int(torch.cat(self.position).max()) + 1
         edges = [0, *(2**power for power in range(4, math.ceil(math.log2(longest)))), longest]
         return [{"from": a, "to": b, **self.means(a, b)} for a, b in itertools.pairwise(edges) if a < b]
@@ -74,7 +75,7 @@ class TokenFigures:
 
 @contextlib.contextmanager
 def without_far(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Inside, the `hybrid` layers of a model have no linear part: window and sinks alone."""
+    """Inside, the `hybrid` layers of a model compute only window and sinks, without their linear part."""
     mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
     try:
         for mechanism in mechanisms:
@@ -89,7 +90,11 @@ Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # `config.linear_att
 
 
 def window_settings(settings: Settings, **changes: int | None) -> Any:
-    """What makes a `window` in the same layers, one entry for each of `settings`; `changes` of its own options win."""
+    """Settings that convert the same layers to `window`, with one entry for each of `settings`.
+
+    Args:
+        changes: options of `window` that replace those in `settings`.
+    """
     names = (*COMMON_SETTINGS, *WindowAttention.options)
     own = [
         {"mechanism": "window", **{name: entry[name] for name in names if name in entry}, **changes}
@@ -99,13 +104,13 @@ def window_settings(settings: Settings, **changes: int | None) -> Any:
 
 
 def is_hybrid(settings: Settings) -> bool:
-    """Whether all converted layers have a window of their own and a linear part."""
+    """Whether all converted layers are `hybrid`, which has a window and a linear part."""
     return all(entry["mechanism"] == "hybrid" for entry in entries_of(settings))
 
 
 @torch.no_grad()
 def nats_of(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
-    """Nats of every target, `[targets]` float64, in the order of `TokenFigures`."""
+    """The nats of every target, `[targets]` in float64, in the order of `TokenFigures`."""
     parts = []
     for batch in batches:
         batch = {name: value.to(model.device) for name, value in batch.items()}
@@ -117,8 +122,10 @@ def nats_of(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
 
 @torch.no_grad()
 def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[Batch]) -> TokenFigures:
-    """Figures of every token of batches with labels (`training.data`); of a `hybrid` also those without its far part,
-    and those of its window alone. `batches` are gone through more than once."""
+    """Figures of every token in batches with labels (`training.data`), which are iterated over more than once.
+
+    For a `hybrid`, they include the nats without its linear part, and those of its window alone.
+    """
     settings = student.config.linear_attention
     figures = TokenFigures()
     for batch in batches:
@@ -141,12 +148,12 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
 
 
 def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, Any]:
-    """Figures of a causal language model against its teacher on batches with labels (`training.data`)."""
+    """Figures that compare a causal language model with its teacher on batches with labels (`training.data`)."""
     return summary(score(teacher, student, batches), student.config.linear_attention)
 
 
 def summary(figures: TokenFigures, settings: Settings) -> dict[str, Any]:
-    """Means of what `score` returned for a student with these `settings`."""
+    """The means of the figures from `score` for a student with these `settings`."""
     result: dict[str, Any] = {**figures.means(), "by_position": figures.by_position()}
     result["gap"] = result["student"] - result["teacher"]
     if "window_alone" in figures:
@@ -160,8 +167,12 @@ def _nats(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, float]:
-    """`gap_closed`: of the window alone. `linear_share`: the part of that gap, beyond 4 windows, that switching the
-    linear part off would open again. NaN where the window alone leaves no gap, as one longer than the texts does."""
+    """What the linear part contributes.
+
+    `gap_closed` is the share of the gap between window alone and teacher that the student has closed. `linear_share` is
+    the share of that gap, beyond 4 windows, that would open again without the linear part. Both are NaN if the window
+    alone leaves no gap, such as one that is longer than the texts.
+    """
     gap, far_gap = (means["window_alone"] - means["teacher"] for means in (whole, distant))
     return {
         "gap_closed": 1 - whole["gap"] / gap if gap > SMALLEST_GAP else math.nan,
@@ -171,7 +182,7 @@ def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, 
 
 @torch.no_grad()
 def embed(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
-    """Mean-pooled, normalised embeddings `[texts, D]` in the order of the batches."""
+    """The mean-pooled, normalised embeddings `[texts, D]` of all texts, in the order of the batches."""
     rows = [
         mean_pooled(run_model(model, batch, None).last_hidden_state, batch["attention_mask"])
         for batch in ({name: value.to(model.device) for name, value in batch.items()} for batch in batches)
@@ -180,16 +191,20 @@ def embed(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
 
 
 def compare_pairs(student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, float]:
-    """Spearman's correlation of both models with the scores of pairs of texts (one after the other, score in both)."""
+    """Spearman's correlation between the similarities of pairs of texts and their scores, for both models.
+
+    Args:
+        batches: the texts of a pair follow each other, and both have the score of the pair as their label.
+    """
     scores = torch.cat([batch["labels"] for batch in batches]).tolist()[::2]
     found = {"spearman": student, "spearman_teacher": teacher}
     return {name: pair_similarity(embed(model, batches), scores) for name, model in found.items()}
 
 
 def compare_embeddings(mine: Tensor, yours: Tensor) -> dict[str, float]:
-    """Of the student's and the teacher's normalised embeddings `[texts, D]` of the same texts.
+    """Figures that compare the normalised embeddings `[texts, D]` of student and teacher for the same texts.
 
-    `same_neighbour`: share of texts whose nearest other text is the same for both.
+    `same_neighbour` is the share of texts whose nearest other text is the same for both.
     """
     cosine = (mine * yours).sum(-1)
     nearest = [(x @ x.T).fill_diagonal_(-math.inf).argmax(-1) for x in (mine, yours)]

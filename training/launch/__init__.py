@@ -1,0 +1,1 @@
+"""YAML files for `accelerate launch --config_file`."""

@@ -1,0 +1,1 @@
+"""The objectives, their weighted sum, the teacher, and attention transfer."""

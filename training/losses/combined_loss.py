@@ -1,11 +1,11 @@
-"""What training minimises. The loss of an optimizer step is
+"""The loss that training minimises. For one optimizer step, it is
 
     sum over objectives of  weight * (sum over the step's units of the objective) / (number of units in the step)
 
-with units counted over all processes and accumulated batches before the first backward pass. So one batch of 4, four
-accumulated batches of 1 and two processes with 2 each give the same gradient, however ragged the texts are.
+where units are counted over all processes and accumulated batches before the first backward pass. So one batch of 4,
+four accumulated batches of 1 and two processes with 2 each give the same gradient, however the lengths of texts differ.
 
-A new objective is a class like those of `objectives.py`, a row in `OBJECTIVES` and a `--<row>_weight` option.
+A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVES` and an option `--<row>_weight`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs,
 from hf_linear_attention.training.recipe import Recipe
 
 
-LOSS = "loss"  # the weighted sum, among the figures of a step
+LOSS = "loss"  # the name of the weighted sum among the figures of a step
 Term = TypeVar("Term", Tensor, float)
 
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
@@ -52,15 +52,15 @@ def build_objectives(recipe: Recipe) -> dict[str, tuple[float, Objective]]:
 
 
 def weighted_sum(objectives: Mapping[str, tuple[float, Objective]], terms: Mapping[str, Term]) -> Term:
-    """The loss from every objective's term: of the whole model, whose gradient is taken, or of one layer."""
+    """The loss, given the term of every objective, for the whole model or for one layer."""
     return cast(Term, sum(weight * terms[name] for name, (weight, _) in objectives.items()))
 
 
 class StudentWithObjectives(nn.Module):
     """The student and its losses in one forward pass.
 
-    DistributedDataParallel wraps this module, not the student: then its only output is the loss, parameters that do
-    not reach the loss (a pooler, an unused head) are recognised as such, and mixed precision leaves logits in 16 bit.
+    DistributedDataParallel wraps this module instead of the student. So its only output is the loss, parameters that
+    do not reach the loss (a pooler, an unused head) are recognised, and mixed precision leaves logits in 16 bits.
     """
 
     def __init__(
@@ -70,7 +70,12 @@ class StudentWithObjectives(nn.Module):
         layers: str | None,
         transfer: TransferLayers | None = None,
     ) -> None:
-        """`transfer`: the layers that learn where attention is observed; by default all."""
+        """Combine the student and its objectives.
+
+        Args:
+            layers: which hidden states the student returns: "last", "all" or None.
+            transfer: the layers that are trained by attention transfer; by default all.
+        """
         super().__init__()
         self.student, self.objectives, self.layers = student, objectives, layers
         self.transfer = transfer or TransferLayers(student)
@@ -81,8 +86,11 @@ class StudentWithObjectives(nn.Module):
     def forward(
         self, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss; and, detached, the loss again and each objective's sum times its scale, unweighted, by name, with
-        that of every observed layer."""
+        """The loss, and detached figures by name: the loss, and every objective's term without its weight.
+
+        An objective's term is its sum over the units, multiplied by its entry in `scales`; objectives on attention also
+        have one figure per layer that is trained.
+        """
         student = self._observed(batch) if self.observes_attention else self._outputs(batch)
         terms: dict[str, Tensor] = {}
         of_layers: dict[str, Tensor] = {}
@@ -91,7 +99,7 @@ class StudentWithObjectives(nn.Module):
             terms[name] = total.mean()
             if total.dim():
                 errors = list(zip(map(layer_of, student.attention), total.detach(), strict=True))
-                for layer in self.transfer.learning:  # one that is called several times has several errors
+                for layer in self.transfer.learning:  # a layer that is called several times has several errors
                     own = torch.stack([error for called, error in errors if called == layer])
                     of_layers[layer_name(name, layer)] = own.mean()
         loss = weighted_sum(self.objectives, terms)

@@ -1,12 +1,12 @@
-"""KL(teacher || student) of two sets of logits, over chunks of rows.
+"""KL(teacher || student) of two sets of logits, computed in chunks of rows.
 
 For one row with teacher probabilities p and student probabilities q, both at temperature T:
 
     KL = sum_v p_v (log p_v - log q_v)          dKL / d(student logit v) = (q_v - p_v) / T
 
-and the value is multiplied by T^2, which keeps the gradient's size (Hinton et al. 2015, arXiv:1503.02531, section 2).
-Only a chunk of rows is ever in float32 for both models, and the teacher's logits need not exist as a whole: they are
-asked for by row, so that a teacher can apply its output layer chunk by chunk (`teacher.py`).
+and the value is multiplied by T^2, so that the gradient does not shrink with T (Hinton et al. 2015, arXiv:1503.02531,
+section 2). Only one chunk of rows at a time is in float32 for both models, and the teacher's logits need not exist as a
+whole: they are requested by row, so that a teacher can apply its output layer chunk by chunk (`teacher.py`).
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import Tensor
 
 
 LogitRows = Callable[[Tensor], Tensor]
-"""Row numbers [R] -> logits [R, V]."""
+"""A function from row numbers [r] to logits [r, V]."""
 
-CHUNK_ELEMENTS = 2**24  # logits in a chunk: 64 MiB a float32 copy
+CHUNK_ELEMENTS = 2**24  # logits per chunk, which is 64 MiB per float32 copy
 
 ONE_DERIVATIVE = (
-    "The KL of logits by chunks can be differentiated once, by `backward()` or `torch.autograd.grad()`: it has no "
-    "second derivative, which `create_graph=True` asks for, and takes no transform of `torch.func`. For those, use "
+    "The chunked KL of logits can be differentiated once, by `backward()` or `torch.autograd.grad()`: it has no second "
+    "derivative, which `create_graph=True` asks for, and supports no transform of `torch.func`. For those, use "
     "`torch.nn.functional.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, "
     'reduction="sum")`, which keeps all logits in memory.'
 )
 
 
 class _ChunkedKL(torch.autograd.Function):
-    """The gradient is computed with the value, in the dtype of the student's logits, and kept for the backward pass:
-    as large as the gradient that has to exist anyway, and nothing is computed twice.
+    """The KL over chunks, whose gradient is computed together with the value and kept for the backward pass.
 
-    As a constant it has no derivative of its own. The student's logits, which a second derivative would need, are not
-    kept, so one is refused as soon as a graph of the gradient is asked for: an incoming gradient that requires none
-    itself, such as that of a scalar loss, does not tell.
+    The gradient has the dtype of the student's logits. It has to exist anyway, so it needs no additional memory, and
+    nothing is computed twice. The student's logits, which a second derivative would need, are not kept, so a graph of
+    the gradient is refused. The incoming gradient cannot tell whether a second derivative is wanted, because that of a
+    scalar loss requires no gradient.
     """
 
     @staticmethod
     def forward(
         student: Tensor, teacher: LogitRows, rows: Tensor, temperature: float, chunk_rows: int, is_trained: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The value, and the gradient [T, V] with `is_trained`."""
+        """The value and, with `is_trained`, its gradient [R, V]."""
         total = torch.zeros((), dtype=torch.promote_types(student.dtype, torch.float32), device=student.device)
         gradient = torch.zeros_like(student) if is_trained else None
         for chunk in rows.split(chunk_rows):
@@ -77,12 +77,12 @@ class _ChunkedKL(torch.autograd.Function):
 
 
 def _chunk(student: Tensor, teacher: Tensor, temperature: float, slope: bool) -> tuple[Tensor, Tensor]:
-    """Sum of the KL over rows [R, V], without the factor T^2, and the slope T (q - p) of the value with it."""
+    """The sum of the KL over rows [R, V] without the factor T^2, and the gradient T (q - p) of the value with it."""
     wide = torch.promote_types(student.dtype, torch.float32)
     log_q = torch.log_softmax(student.to(wide) / temperature, dim=-1)
     log_p = torch.log_softmax(teacher.to(wide) / temperature, dim=-1)
     p = log_p.exp()
-    # a teacher that excludes a token has log p = -inf and p = 0: its share is 0, not NaN
+    # A teacher that excludes a token has log p = -inf and p = 0; the token contributes 0 then, not NaN.
     value = torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p)).sum()
     return value, (log_q.exp_() - p) * temperature if slope else p
 
@@ -90,12 +90,17 @@ def _chunk(student: Tensor, teacher: Tensor, temperature: float, slope: bool) ->
 def chunked_kl(
     student: Tensor, teacher: LogitRows, mask: Tensor, temperature: float = 1.0, chunk_rows: int | None = None
 ) -> Tensor:
-    """Sum over the rows where `mask` of T^2 KL(teacher || student).
+    """The sum of T^2 KL(teacher || student), at temperature T, over the rows for which `mask` is true.
 
-    student: logits [T, V]; teacher: row numbers [R] -> logits [R, V]; mask: [T], True where a row counts.
+    Args:
+        student: logits [R, V] of all R rows.
+        teacher: a function from row numbers [r] to logits [r, V].
+        mask: bool [R].
+        temperature: T.
+        chunk_rows: rows per chunk; by default as many as `CHUNK_ELEMENTS` allows.
 
     Raises:
-        NotImplementedError: in a backward pass with `create_graph=True`, by which a second derivative is asked for.
+        NotImplementedError: in a backward pass with `create_graph=True`, which asks for a second derivative.
     """
     rows = mask.nonzero().squeeze(-1)
     chunk_rows = chunk_rows or max(1, CHUNK_ELEMENTS // student.shape[-1])

@@ -1,6 +1,7 @@
-"""Attention transfer by layer: which layers learn (`--transfer_layers`), and when one has learnt what it can
-(`--layer_patience`). Every layer learns from the softmax model's own activations, so one stops without the others
-noticing, and layers behind the last that learns need not be computed at all.
+"""Attention transfer by layer: which layers are trained (`--transfer_layers`), and until when (`--layer_patience`).
+
+Every layer is trained on the softmax model's activations. So a layer can stop without an effect on the others, and
+layers after the last one that is trained need not be computed.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class LastLayerReachedError(Exception):
-    """Ends a forward pass of which nothing more is needed."""
+    """Ends a forward pass after the last layer that is needed."""
 
 
 def layer_name(objective: str, layer: int) -> str:
-    """Of a layer's own error, in metrics.jsonl."""
+    """The name of a layer's error in metrics.jsonl."""
     return f"{objective}.layer_{layer}"
 
 
 class TransferLayers:
-    """The layers that still learn; how low the error of each has been, and for how many log lines it was not lower."""
+    """The layers that are still trained.
+
+    `lowest` is the lowest error of each layer so far, and `waited` the number of log lines since then.
+    """
 
     def __init__(self, model: nn.Module, chosen: str | None = None, patience: int | None = None) -> None:
-        """
+        """Choose the layers of `model` to train, by default all that are converted.
+
         Raises:
             TrainingError: if `chosen` (such as `0,2,4-7`) names layers that are not converted.
         """
@@ -42,16 +47,16 @@ class TransferLayers:
         if chosen is not None:
             self.learning = _chosen(chosen, self.learning)
         self.patience = patience
-        # a module that is called several times (ALBERT) is its own last layer
+        # If a module is called several times (ALBERT), the pass must not end after its first call.
         self.last = [module.linear_attention.shape.layer for module in modules][-1:]
         self.lowest: dict[int, float] = {}
         self.waited: dict[int, int] = {}
 
     def observe(self, seen: list[ObservedAttention], call: ObservedAttention) -> None:
-        """Keep the call of a layer that learns.
+        """Append `call` to `seen` if its layer is trained.
 
         Raises:
-            LastLayerReachedError: behind the last of them.
+            LastLayerReachedError: after the last layer that is trained, if other layers follow.
         """
         layer = layer_of(call)
         if layer in self.learning:
@@ -60,7 +65,7 @@ class TransferLayers:
                 raise LastLayerReachedError
 
     def note(self, errors: Mapping[int, float]) -> None:
-        """Enter the mean errors since the last log line; layers beyond the patience learn no more."""
+        """Record the mean error of each layer since the last log line, and stop those whose patience is used up."""
         if self.patience is None:
             return
         for layer, error in errors.items():
@@ -68,22 +73,26 @@ class TransferLayers:
             self.lowest[layer] = min(error, self.lowest.get(layer, error))
             self.waited[layer] = 0 if is_lower else self.waited[layer] + 1
             if self.waited[layer] >= self.patience:
-                logger.info("layer %d: no lower error than %.4g, it learns no more", layer, self.lowest[layer])
+                logger.info("layer %d is trained no further; its lowest error was %.4g", layer, self.lowest[layer])
                 self.learning.remove(layer)
 
     @property
     def is_over(self) -> bool:
+        """Whether `--layer_patience` has stopped every layer."""
         return self.patience is not None and not self.learning
 
     def state_dict(self) -> dict[str, Any]:
+        """The progress, for a checkpoint."""
         return {"learning": list(self.learning), "lowest": dict(self.lowest), "waited": dict(self.waited)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the progress from `state_dict`."""
         self.learning[:] = state["learning"]
         self.lowest, self.waited = dict(state["lowest"]), dict(state["waited"])
 
 
 def layer_of(call: ObservedAttention) -> int:
+    """The number of the layer that made the call."""
     return call.module.linear_attention.shape.layer
 
 
@@ -91,7 +100,7 @@ def _chosen(text: str, converted: Collection[int]) -> list[int]:
     wanted = parse_layer_numbers(text)
     if unknown := sorted(set(wanted) - set(converted)):
         raise TrainingError(
-            f"`--transfer_layers {text}`: not converted are {', '.join(map(str, unknown))}; allowed are "
+            f"`--transfer_layers {text}`: layers {', '.join(map(str, unknown))} are not converted; choose from "
             f"{', '.join(map(str, converted))}"
         )
     return [layer for layer in converted if layer in wanted]

@@ -1,4 +1,4 @@
-"""The contract of an objective, and those that look at the student's logits and hidden states."""
+"""The interface of an objective, and the objectives on the student's logits and hidden states."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from hf_linear_attention.training.recipe import Recipe
 
 
 class Objective(Protocol):
-    """`observes_attention`: the student computes its original softmax attention, and every layer is looked at;
-    `needs_attention_weights`: and that softmax shows its weights."""
+    """One term of the loss.
+
+    With `observes_attention`, the student computes its original softmax attention, and the mechanism of every layer is
+    run on the same inputs; with `needs_attention_weights`, that softmax also returns its weights.
+    """
 
     needs_logits: bool
     needs_hidden_states: bool
@@ -26,11 +29,11 @@ class Objective(Protocol):
     needs_attention_weights: bool = False
 
     def units(self, batch: Batch) -> Tensor:
-        """Number of units (tokens, sequences) of this batch, a long scalar."""
+        """Number of units (tokens, sequences) in this batch, a long scalar."""
         ...
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
-        """Sum over the units: a scalar, or one for each of `student.attention`, of which the mean counts."""
+        """Sum over the units: a scalar, or one value for each of `student.attention`, whose mean is the term."""
         ...
 
 
@@ -43,15 +46,17 @@ class TaskLoss(Objective):
         self.task = recipe.model.task
 
     def units(self, batch: Batch) -> Tensor:
+        """Number of labels, a long scalar."""
         return (aligned_labels(batch, self.task) != IGNORED).sum()
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum of the cross-entropies, in nats."""
         logits, labels = _logits(student).flatten(0, -2), aligned_labels(batch, self.task).flatten()
         return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
 class LogitsKL(Objective):
-    """KL(teacher || student) of the logits of every real token, or of the classes."""
+    """KL(teacher || student) of the logits of every token that is not padding, or of the classes."""
 
     needs_logits, needs_hidden_states, needs_teacher = True, False, True
 
@@ -64,9 +69,11 @@ class LogitsKL(Objective):
         return mask.any(-1) if self.per_sequence else mask
 
     def units(self, batch: Batch) -> Tensor:
+        """Number of tokens, or of sequences or images for a classifier, a long scalar."""
         return self._mask(batch).sum()
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum of T^2 KL(teacher || student) at temperature T, in nats."""
         rows = None if teacher is None else teacher.logits
         if rows is None:
             raise RuntimeError("`logits_kl` needs the teacher's logits")
@@ -74,9 +81,9 @@ class LogitsKL(Objective):
 
 
 class HiddenState(Objective):
-    """|student - teacher|^2 / |teacher|^2 of every real token's hidden state, mean over the matched layers.
+    """|student - teacher|^2 / |teacher|^2 of the hidden state of every token, averaged over the compared layers.
 
-    Relative, because the size of hidden states differs by orders of magnitude between layers and tokens.
+    The error is relative because the norm of hidden states differs by orders of magnitude between layers and tokens.
     """
 
     needs_logits, needs_hidden_states, needs_teacher = False, True, True
@@ -85,9 +92,11 @@ class HiddenState(Objective):
         pass
 
     def units(self, batch: Batch) -> Tensor:
+        """Number of tokens or images, a long scalar."""
         return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum of the relative squared errors."""
         pairs = _hidden_pairs(student, teacher)
         weights = token_weights(batch, pairs[0][0].shape[1])
         mask = weights > 0
@@ -95,7 +104,7 @@ class HiddenState(Objective):
 
 
 class Embedding(Objective):
-    """1 - cosine of the mean-pooled last hidden states, the pooling of sentence-transformers."""
+    """1 - cosine similarity of the mean-pooled last hidden states, as sentence-transformers pools them."""
 
     needs_logits, needs_hidden_states, needs_teacher = False, True, True
 
@@ -103,15 +112,17 @@ class Embedding(Objective):
         pass
 
     def units(self, batch: Batch) -> Tensor:
+        """Number of sequences, a long scalar."""
         return torch.tensor(batch["input_ids"].shape[0], device=batch["input_ids"].device)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum of 1 - cosine similarity."""
         mine, yours = _hidden_pairs(student, teacher)[-1]
         return (1 - embedding_cosine(mine, yours, batch["attention_mask"])).sum()
 
 
 def _relative_errors(mine: Tensor, yours: Tensor) -> Tensor:
-    """Relative squared error [T] of the tokens of [T, D]."""
+    """The relative squared error [T] of every token in `mine` [T, D]."""
     mine, yours = mine.float(), yours.float()
     return (mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)
 
@@ -124,5 +135,5 @@ def _logits(student: StudentOutputs) -> Tensor:
 
 def _hidden_pairs(student: StudentOutputs, teacher: Outputs | None) -> list[tuple[Tensor, Tensor]]:
     if teacher is None or len(student.hidden_states) != len(teacher.hidden_states):
-        raise RuntimeError("student and teacher must give the same number of hidden states")
+        raise RuntimeError("student and teacher must return the same number of hidden states")
     return list(zip(student.hidden_states, teacher.hidden_states, strict=True))

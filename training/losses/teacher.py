@@ -1,4 +1,4 @@
-"""The teacher: no gradient, evaluation mode, the student's inputs."""
+"""The teacher, which runs on the student's inputs in evaluation mode and without gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_o
 
 
 class Teacher:
-    """Runs the teacher and hands out its logits by row.
+    """Runs the teacher and provides its logits by row.
 
-    When the output layer's result is the logits (no scaling or capping after it), the layer is applied to the rows that
-    are asked for and the full [tokens, vocabulary] tensor never exists.
+    If the results of the output layer are the logits (without scaling or capping after it), the layer is applied only
+    to the rows that are requested, and the full tensor [tokens, vocabulary] never exists.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Outputs:
+        """The hidden states of the teacher for a batch and, if they are needed, its logits."""
         recorder = _Recorder(self.head) if self.head is not None else None
         with self.autocast():
             outputs = run_model(self.model, batch, self.layers)
@@ -54,7 +55,7 @@ class Teacher:
 
 
 class _Recorder:
-    """Keeps what enters the output layer and lets only the last position through it."""
+    """Keeps the inputs of the output layer, and passes only the last position on to it."""
 
     def __init__(self, head: nn.Module) -> None:
         self.inputs: Tensor | None = None
@@ -73,16 +74,16 @@ class _Recorder:
 
 @torch.no_grad()
 def _separable_head(model: PreTrainedModel) -> nn.Module | None:
-    """The output layer, if what leaves it is exactly the model's logits on a small input."""
+    """The output layer, if its outputs are exactly the logits of the model on a small input; otherwise None."""
     head = model.get_output_embeddings()
     if head is None:
         return None
     seen: list[tuple[tuple[Tensor, ...], Tensor]] = []
     hook = head.register_forward_hook(lambda module, arguments, output: seen.append((arguments, output)))
-    tokens = torch.arange(1, 9, device=model.device).unsqueeze(0)  # not 0: often padding, embedded as zeros
+    tokens = torch.arange(1, 9, device=model.device).unsqueeze(0)  # 0 is often padding, which is embedded as zeros
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
     hook.remove()
-    if logits.abs().max() < 0.1:  # capping cannot be seen on logits so small
+    if logits.abs().max() < 0.1:  # capping cannot be recognised on logits this small
         return None
     plain = len(seen) == 1 and len(seen[0][0]) == 1 and seen[0][0][0].dim() == 3
     return head if plain and torch.equal(seen[0][1].float(), logits.float()) else None

@@ -1,0 +1,1 @@
+"""Presets: recipes of several stages, and how they are run."""

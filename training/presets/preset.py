@@ -1,8 +1,8 @@
-"""Recipes of several stages by name: `training/presets/<name>.yaml`; `stages.py` runs them.
+"""Presets: recipes of several stages in `training/presets/<name>.yaml`, which `stages.py` runs.
 
-A preset has a version, the settings that it converts to, and the stages of each task; a stage is a set of options of
-`finetune.py` and a share of the tokens. Every stage trains what the one before it has written; the last one writes into
-`output_dir` itself.
+A preset has a version, the settings of the conversion, and the stages for each task. A stage is a set of options of
+`finetune.py` and a share of the tokens. Every stage trains the model that the stage before it has written; the last one
+writes into `output_dir` itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_linear_attention.training.parameters import MECHANISM
 
 FOLDER = Path(__file__).parent
 BLOCK_SIZE = "layers_per_block"
-STAGES = "stages"  # inside output_dir: the models between the stages
+STAGES = "stages"  # the folder in output_dir for the models between the stages
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`share` of the tokens, and the options of `finetune.py` that this stage sets."""
+    """One stage: its `share` of the tokens, and the options of `finetune.py` that it sets."""
 
     name: str
     share: float
@@ -35,7 +35,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Preset:
-    """`settings`: of `config.linear_attention`, for decoders (`causal`) and encoders (`bidirectional`)."""
+    """A preset; `stages` are by task.
+
+    `settings` are those of `config.linear_attention` for decoders (`causal`) and encoders (`bidirectional`).
+    """
 
     name: str
     version: int
@@ -46,6 +49,7 @@ class Preset:
 
 
 def preset_names() -> list[str]:
+    """The names of all presets, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -53,10 +57,10 @@ def load_preset(name: str) -> Preset:
     """The preset of this name.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if there is no such preset.
     """
     if name not in preset_names():
-        raise UsageError(f"`--preset {name}`: allowed is one of {', '.join(preset_names())}")
+        raise UsageError(f"`--preset {name}`: there is no such preset; choose one of {', '.join(preset_names())}")
     content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     tasks = {task: [_stage(**entry) for entry in entries] for task, entries in content.pop("tasks").items()}
     return Preset(name=name, stages=tasks, **content)
@@ -67,19 +71,19 @@ def _stage(stage: str, share: float, **options: Any) -> Stage:
 
 
 def stages_of(preset: Preset, task: str) -> list[Stage]:
-    """Its stages for a task.
+    """The stages of a preset for a task.
 
     Raises:
         UsageError: if it has none.
     """
     if task not in preset.stages:
         allowed = ", ".join(preset.stages)
-        raise UsageError(f"`--preset {preset.name}` has no stages for `--task {task}`; allowed is one of {allowed}")
+        raise UsageError(f"`--preset {preset.name}` has no stages for `--task {task}`; choose one of {allowed}")
     return preset.stages[task]
 
 
 def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
-    """The command line of one stage: its own options, over which those in `given` win."""
+    """The command line of one stage: its options, some of which those in `given` replace."""
     options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
     trainable, is_embedding = stage.options.get("trainable", "all"), given.get("task") == "embedding"
     unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
@@ -92,11 +96,15 @@ def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[st
 
 
 def is_transfer(stage: Stage) -> bool:
+    """Whether the stage trains by attention transfer."""
     return any(stage.options.get(name) for name in TRANSFER_WEIGHTS)
 
 
 def in_blocks(stages: list[Stage], converted: list[int], size: int) -> list[Stage]:
-    """The stages, those of attention transfer once for every `size` layers; each block gets the tokens of its stage."""
+    """The stages, with each stage of attention transfer repeated for every block of `size` layers.
+
+    Every repetition has all the tokens of its stage.
+    """
     blocks = [converted[first : first + size] for first in range(0, len(converted), size)]
     return [part for stage in stages for part in (_of_blocks(stage, blocks) if is_transfer(stage) else [stage])]
 
@@ -114,13 +122,14 @@ def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
 
 def model_without_weights(given: dict[str, Any]) -> nn.Module:
     """The model that the first stage trains, on the meta device."""
-    from hf_linear_attention.training.models import empty_model  # no other option needs a model before the run
+    # This is imported here, because no other option needs a model before the run.
+    from hf_linear_attention.training.models import empty_model
 
     return empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
 
 
 def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Path, list[str]]]:
-    """Each stage with its folder and its command line; a stage's model is the folder of the one before it."""
+    """Each stage with its folder and its command line; its model is in the folder of the stage before it."""
     shared = {name: value for name, value in given.items() if name in FACTS and not FACTS[name].is_per_stage}
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
     stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
@@ -137,8 +146,11 @@ def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Pa
 
 
 def fit_to(preset: Preset, model: nn.Module) -> Preset:
-    """The preset for a model: where the mechanism has no parameters (`nystrom`, `performer`, `window`), without the
-    stages that would train nothing else, whose tokens go to the others."""
+    """The preset for a model.
+
+    If the mechanism has no parameters (`nystrom`, `performer`, `window`), the stages that train only the mechanism are
+    left out, and their tokens go to the other stages.
+    """
     if any(MECHANISM in name for name, _ in model.named_parameters()):
         return preset
     stages = {task: _without_mechanism(stages) for task, stages in preset.stages.items()}

@@ -1,4 +1,4 @@
-"""Running the stages of a preset so that a killed run goes on with the one it was in."""
+"""Running of the stages of a preset, so that a run that was killed can be resumed in the stage where it stopped."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ logger = logging.getLogger(__name__)
 def run_stages(
     preset: Preset, given: dict[str, Any], parse: Callable[[Sequence[str]], Recipe], run: Callable[[Recipe], Any]
 ) -> dict[str, float]:
-    """Run every stage that is not finished yet; returns the figures of the last one.
+    """Run every stage that is not finished yet, and return the figures of the last one.
 
     Args:
-        given: options of `finetune.py` that hold for all stages; `max_train_tokens` is shared out between them.
-        parse, run: `recipe_parser.parse` and `run.run`.
+        given: options of `finetune.py` that hold for all stages, which share `max_train_tokens`.
+        parse: `recipe_parser.parse`.
+        run: `run.run`.
     """
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}
     preset = fit_to(preset, model_without_weights(given))
     lines = command_lines(preset, given)
-    if not is_resumed and is_main_process():  # a later resumption must not take an older run's stages for this one's
+    if not is_resumed and is_main_process():  # resuming later must not find finished stages of an older run
         for _, folder, _ in lines:
             clear_output(folder, everything=True)
     for number, (stage, folder, words) in enumerate(lines, 1):
-        if is_resumed and (folder / HISTORY).is_file():  # written with the finished model
+        if is_resumed and (folder / HISTORY).is_file():  # this file is written with the finished model
             continue
         if is_resumed and latest_checkpoint(folder) is not None:
             words = [*words, "--resume_from_checkpoint=latest"]
-        elif folder.exists():  # the last one holds the others' folders; one without a checkpoint starts again
+        elif folder.exists():  # the last folder contains the others; a stage without a checkpoint starts again
             words = [*words, "--overwrite_output_dir=true"]
         place = f"stage {number} of {len(lines)}"
         logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
         figures = run(parse(words))
-        AcceleratorState._reset_state(reset_partial_state=True)  # the next stage's processes connect anew
+        AcceleratorState._reset_state(reset_partial_state=True)  # the processes of the next stage connect anew
     return figures or training_history(given["output_dir"])[-1]["metrics"]
 
 
 def is_main_process() -> bool:
-    """Before there is an accelerator to ask."""
+    """Whether this is the first process, before there is an accelerator that knows it."""
     return os.environ.get("RANK", "0") == "0"

@@ -209,8 +209,8 @@ def test_a_full_disk_is_one_line(options: list[Any], tmp_path: Path, monkeypatch
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     assert main(command(options, folder=tmp_path / "out")) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "checkpoint-2 could not be written: [Errno 28] No space left on device" in error
-    assert "no checkpoint to go on from" in error
+    assert "checkpoint-2 could not be written ([Errno 28] No space left on device" in error
+    assert "no checkpoint to resume from" in error
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(options: list[Any], capsys) -> None:

@@ -100,8 +100,11 @@ def test_tables(build, tmp_path: Path) -> None:
 
 BAD_FILES = {
     "t.jsonl": ('{"text": "a"}\n\n{"text": null}\n{"text": "b"}\n', ["line 3: `text` is None"]),
-    "u.jsonl": ('{"text": "a"}\n{"text": \n{"text": 5}\n{"text": "b"}\n', ["line 2: is no", "line 3: `text` is 5"]),
-    "t.csv": ('text,label\n"a\nb",x\n,y\nb,\n', ["line 4: `text` is empty, with a label"]),
+    "u.jsonl": (
+        '{"text": "a"}\n{"text": \n{"text": 5}\n{"text": "b"}\n',
+        ["line 2: is not a JSON object", "line 3: `text` is 5"],
+    ),
+    "t.csv": ('text,label\n"a\nb",x\n,y\nb,\n', ["line 4: `text` is empty, but has a label"]),
 }
 
 
@@ -116,7 +119,7 @@ def test_bad_rows_are_refused_or_left_out(name: str, build, tmp_path: Path, capl
         build(**arguments, **options)
     assert all(place in str(error.value) for place in places)
     examples = build(**arguments, **options, on_bad_rows="skip")
-    assert f"left out {len(places)} bad row(s)" in caplog.text
+    assert f"skipped {len(places)} bad row(s)" in caplog.text
     assert len(examples if labelled else examples.unpacked()) == 2
 
 

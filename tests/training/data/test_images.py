@@ -165,7 +165,7 @@ def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_pa
     with caplog.at_level(logging.WARNING):
         found = examples_of(*options[1:2], *options[4:], "--on_bad_rows", "skip")
     assert len(found) == 8
-    assert "left out 4 bad row(s)" in caplog.text
+    assert "skipped 4 bad row(s)" in caplog.text
 
 
 def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Path, pictures: Path, capsys) -> None:
@@ -175,8 +175,8 @@ def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Pa
     error = capsys.readouterr().err.splitlines()[-1]
     for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
         assert f"`{word}` does nothing for `--task image_classification`" in error
-    assert "a .txt has no classes" in error
-    assert "`--streaming` reads unlabelled text" in error
+    assert "a .txt file has no classes" in error
+    assert "`--streaming` reads text without labels" in error
     other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]
     finetune("--model_name_or_path", vision_teacher, *other, expect=2)
     assert "`--image_column_name` does nothing for `--task causal_lm`" in capsys.readouterr().err

@@ -64,8 +64,8 @@ def test_bad_rows_of_a_stream(make: Make, tmp_path: Path, caplog: pytest.LogCapt
     with pytest.raises(TrainingError, match="row 1: `text` is None"):
         texts_of(make(tmp_path / "t.jsonl"), 0, 1, 3)
     assert len(texts_of(make(tmp_path / "t.jsonl", on_bad_rows="skip"), 0, 1, 4)) == 4
-    assert "left out 1 bad row(s)" in caplog.text
-    with pytest.raises(TrainingError, match="`--text_column_name body` is not a column; there is text"):
+    assert "skipped 1 bad row(s)" in caplog.text
+    with pytest.raises(TrainingError, match="`--text_column_name body` is not a column; the data has text"):
         texts_of(make(tmp_path / "t.jsonl", text_column_name="body"), 0, 1, 1)
 
 
@@ -84,4 +84,7 @@ def test_a_streamed_run_resumes_bit_exactly(
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parted"))
     assert all(torch.equal(a[name], b[name]) for name in a)
     finetune(*options, "--num_train_epochs", 1, output_dir=tmp_path / "refused", expect=2)
-    assert "give `--max_train_steps` and no other limit" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "give `--max_train_steps`, and neither `--num_train_epochs` nor `--max_train_tokens`"
+        in capsys.readouterr().err.splitlines()[-1]
+    )

@@ -83,7 +83,7 @@ def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("variable", "value", "word"),
     [
-        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP; without a GPU.*silently make DDP.*launch/cpu2\.yaml"),
+        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP, but without a GPU.*silently use DDP.*launch/cpu2\.yaml"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", r"fp8.*allowed are no, fp16 and bf16"),
         ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*pip install deepspeed"),
     ],
@@ -96,6 +96,23 @@ def test_launches_that_are_not_what_they_say(
     monkeypatch.setenv(variable, value)
     with pytest.raises(TrainingError, match=word):
         start_processes(recipe)
+
+
+@pytest.mark.parametrize(
+    ("available", "name"), [("torch.backends.mps.is_available", "Apple"), ("torch.xpu.is_available", "Intel")]
+)
+def test_a_gpu_that_is_not_used_is_named(
+    available: str, name: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert start_processes(recipe).device.type == "cpu"
+    assert not caplog.records
+    monkeypatch.setattr(available, lambda: True)
+    assert start_processes(recipe).device.type == "cpu"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{name} GPU" in record.getMessage()
+    assert "run on the CPU" in record.getMessage()
 
 
 def test_shards_and_what_does_not_go_with_them(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,6 @@ def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], t
     )
     words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
     for option in ("layers_per_block", "layer_patience"):
-        with pytest.raises(UsageError, match=f"`--{option}` does nothing in any stage of `--preset default`"):
+        with pytest.raises(UsageError, match=f"`--{option}` has no effect in any stage of `--preset default`"):
             parse_preset([*words, f"--{option}=1"])
     assert parse_preset(words) is not None
