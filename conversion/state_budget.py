@@ -1,4 +1,4 @@
-"""Bytes of the decoding state, and `--state_bytes`: a budget split between window, sinks and features."""
+"""The size of the decoding state, and `--state_bytes`: a budget divided between window, sinks and features."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 # The share of the linear part. Measured (benchmarks/RESULTS.md, "Where the bytes go"): at 76.9 kB stories260k has
 # 1.3705 nats per token with 67 % of the bytes there, 1.360 with 40 %, 1.357 with 20 % and 1.361 with 12 %.
 LINEAR_SHARE = 1 / 6
-# Features come in whole vectors of the widest processors, in float32.
+# The number of features is a multiple of this, the number of float32 values in the widest vector registers.
 VECTOR = 16
 NUM_SINKS = 4
-# Of a preset: the bytes of its own sizes.
+# The value in a preset that stands for the bytes of its own sizes.
 AS_SIZED = "as_sized"
 LARGE_HEAD = 64
-# Of each size; features of `hedgehog` come in pairs.
+# The smallest value of each size; features of `hedgehog` come in pairs.
 LEAST = {"window_size": 1, "num_sinks": 0, "num_features": 2}
 
 
 def split_budget(
     num_bytes: int, settings: Mapping[str, Any], bytes_of: Callable[[Mapping[str, Any]], int]
 ) -> dict[str, Any]:
-    """The settings with the sizes that `num_bytes` of state for all layers together allow; given ones stay.
+    """The settings with the sizes for a state of `num_bytes` in all layers together; given sizes do not change.
 
-    The linear part gets a sixth of the bytes, in whole vectors of 16 features and one at least; 4 sinks; the rest is
-    the window. A mechanism without a linear part (`window`) gives it nothing.
+    The linear part gets a sixth of the bytes, as a multiple of 16 features and at least 16. There are 4 sinks, and the
+    window gets the rest. The mechanism `window` has no linear part.
 
     Args:
-        settings: of `linear_attention`, with `mechanism`.
-        bytes_of: the bytes of the decoding state of all converted layers, for settings. It grows by the same number
-            with each place of the window, each sink and each feature.
+        settings: the `linear_attention` settings, with `mechanism`.
+        bytes_of: the size in bytes of the decoding state of all converted layers, for given settings. It must be linear
+            in the window size, the number of sinks and the number of features.
 
     Raises:
-        UsageError: if the mechanism has no sizes to choose, or the budget holds no window.
+        UsageError: if the mechanism has no window, or the budget is too small for one.
     """
     mechanism = settings["mechanism"]
     if mechanism not in ("hybrid", "window"):
         raise UsageError(
-            f"`--state_bytes` splits bytes between a window and a linear part, and `{mechanism}` has no window; use "
+            f"`--state_bytes` divides bytes between a window and a linear part, but `{mechanism}` has no window; use "
             "`--attention hybrid`, or give `--num_features`"
         )
     sizes = [name for name in LEAST if name != "num_features" or mechanism == "hybrid"]

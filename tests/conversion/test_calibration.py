@@ -212,7 +212,7 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
         (["--calibration_tokens", 9], ["`--calibration_tokens`", "nothing to calibrate; leave it out"]),
         (
             [*FAVOR, "--calibration_file", "TEXT", "--calibration_tokens", 0],
-            ["_tokens 0`: allowed is 1 or more"],
+            ["_tokens 0`: it must be 1 or more"],
         ),
         ([*FAVOR, "--calibration_file", "nowhere.txt"], ["'nowhere.txt': there is no such file"]),
         ([*FAVOR, "--calibration_file", "."], ["`--calibration_file` = '.': give a file named *.txt, *.jsonl"]),

@@ -59,7 +59,7 @@ def test_sources_that_cannot_be_converted(llama, linear_llama, tmp_path):
         (llama / "config.json", "is a file"),
         ("nobody/such-a-model", "could not be fetched from the hub: Cannot reach http"),  # the tests are offline
         ("two words", "no model on the hub: Repo id must use"),
-        (linear_llama, "converted already"),
+        (linear_llama, "already converted"),
     ):
         code, _, err = run("--model_name_or_path", source, "--output_dir", tmp_path / "out")
         assert code == 2
@@ -133,7 +133,7 @@ def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
     assert len(caught.value.problems) == 2
     assert "`num_featurs`" in str(caught.value)
     assert "`colour`" in str(caught.value)
-    for text, said in (("- a", "holds a list"), ("{", "not valid YAML")):
+    for text, said in (("- a", "contains a list"), ("{", "not valid YAML")):
         path.write_text(text)
         with pytest.raises(UsageError, match=said):
             parse([f"--config={path}"])
