@@ -54,7 +54,7 @@ def test_sources_that_cannot_be_converted(llama, linear_llama, tmp_path):
     (adapter / "adapter_config.json").write_text("{}")
     for source, said in (
         (tmp_path / "absent", "there is no such folder"),
-        (empty, "holds no config.json"),
+        (empty, "contains no config.json"),
         (adapter, "merge it"),
         (llama / "config.json", "is a file"),
         ("nobody/such-a-model", "could not be fetched from the hub: Cannot reach http"),  # the tests are offline
@@ -78,7 +78,7 @@ def test_what_the_hub_answers_is_said(tmp_path, monkeypatch, error, said):
     monkeypatch.setattr("hf_linear_attention.conversion.source.snapshot_download", answer)
     code, _, err = run("--model_name_or_path", "nobody/such-a-model", "--output_dir", tmp_path / "out")
     assert code == 2
-    assert f"is no folder here, and {said}: Nothing at that url\n" in err
+    assert f"is not a folder, and {said}: Nothing at that url\n" in err
 
 
 def test_an_architecture_without_the_interface_is_refused(tmp_path):
@@ -90,7 +90,7 @@ def test_an_architecture_without_the_interface_is_refused(tmp_path):
     DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
     code, _, err = run("--model_name_or_path", tmp_path / "deberta", "--output_dir", tmp_path / "out")
     assert code == 2
-    assert "nothing that could be converted" in err
+    assert "so nothing can be converted" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -191,7 +191,7 @@ def test_a_missing_head_is_said_in_our_own_words(tmp_path):
         "--model_class", "AutoModelForMaskedLM",
     )  # fmt: skip
     assert code == 0
-    assert "warning: the checkpoint has no cls.predictions.bias" in err
+    assert "warning: the checkpoint does not contain cls.predictions.bias" in err
     assert "class       BertForMaskedLM -> LinearBertForMaskedLM" in out
     assert "not in the checkpoint" in out
 
