@@ -104,7 +104,7 @@ def prepare(request: Request) -> Conversion:
 
 
 def _plan(request: Request, source: Source) -> Plan:
-    """The plan; where a preset alone asks for `rope` = `partial` and the model cannot have it, without."""
+    """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
     arguments = request.arguments
     options = (arguments.model_class, arguments.trust_remote_code, arguments.dtype)
     if arguments.preset is None:
@@ -117,7 +117,7 @@ def _plan(request: Request, source: Source) -> Plan:
     except UsageError as error:
         if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
             raise
-        logger.warning("%s. The preset goes on with `rope` = `before_map`.", str(error).rstrip("."))
+        logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
         return make_plan(source, {**settings, "rope": "before_map"}, *options)
 
 

@@ -29,7 +29,7 @@ from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.transformers_internals import loaded_names
 
 
-# Of the settings, what conversion itself adds: their format, and how the layers rotate.
+# The settings that the conversion itself adds: their format, and the rotary positions of the layers.
 NOT_CHOSEN = ("format_version", "rotary")
 
 

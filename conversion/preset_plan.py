@@ -65,10 +65,14 @@ def check_training_options(arguments: ConversionArguments) -> None:
 
 
 def check_task_options(arguments: ConversionArguments, task: str) -> None:
-    """Raises `UsageError` for options that do nothing for a model of this task."""
+    """Refuse options that have no effect for a model of this task.
+
+    Raises:
+        UsageError: naming all of them.
+    """
     tasks = {name: CONVERSION_FACTS[name].tasks for name in sorted(changed_options(arguments))}
     problems = [
-        f"`--{name}` is for {', '.join(able)} alone, and this model is for {task}; leave it out"
+        f"`--{name}` is only for {', '.join(able)}, but the task of this model is {task}; leave it out"
         for name, able in tasks.items()
         if able and task not in able
     ]
@@ -94,9 +98,9 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
 
 
 def healed_frequencies(plan: Plan, preset: str) -> list[int] | None:
-    """With `rope` = `partial`, the `rope_frequencies` that turn within the longest sequence of the preset's stages.
+    """With `rope` = `partial`, the `rope_frequencies` that make a full turn within the longest sequence of the stages.
 
-    None where the plan has them already: where that sequence is as long as those the model was trained on.
+    None if the plan need not change, because this sequence is at least as long as the trained length.
     """
     settings = plan.config.linear_attention
     stages = load_preset(preset).stages.get(str(plan.head.task), [])

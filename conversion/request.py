@@ -16,7 +16,7 @@ from hf_linear_attention.mechanisms import MECHANISMS
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# What `--state_bytes` chooses.
+# The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features")
 
 
@@ -45,9 +45,9 @@ class ConversionArguments:
     )
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
     state_bytes: int | None = option(
-        "the bytes of the decoding state of all layers together, split between the window, the sinks and the features "
-        "of hybrid (or the window and sinks of window): a sixth for features, in vectors of 16, 4 sinks, the rest for "
-        "the window. A size that is given stays",
+        "the size in bytes of the decoding state of all layers together, divided between the window, the sinks and the "
+        "features of hybrid (or the window and the sinks of window): a sixth for features, in multiples of 16, then 4 "
+        "sinks, and the rest for the window. Sizes that are given do not change",
         None,
         bounds=COUNT,
     )
@@ -122,8 +122,9 @@ class ConversionArguments:
         for_evaluation=True,
     )
     controls: str = option(
-        "what a language model is compared with besides its original: untrained, a window of the bytes of its state; "
-        "healed, also that window after the same training, which takes as long again (with --preset); none",
+        "what a language model is compared with besides its original: none; untrained: an untrained window with as "
+        "many bytes as the model's state; healed: also that window after the same training, which takes as much time "
+        "again (only with --preset)",
         "untrained",
         ("none", "untrained", "healed"),
         needs=("validation_file",),

@@ -74,14 +74,14 @@ def split_budget(
 
 
 def with_budget(settings: Mapping[str, Any], stock_class: type, stock: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Settings whose `state_bytes` has become sizes.
+    """The settings with sizes in place of `state_bytes`.
 
-    `as_sized` in a preset stands for the bytes of its own sizes, which are split anew where head_dim is below 64: there
-    a feature takes as many bytes as a key or more. (For larger heads this has not been measured, and the sizes stay.)
+    `as_sized` in a preset stands for the bytes of its own sizes. These are divided anew if head_dim is below 64, where
+    a feature takes at least as many bytes as a key. Larger heads were not measured, and their sizes do not change.
 
     Raises:
-        UsageError: as `split_budget`.
-        ValueError: if the settings allow no conversion.
+        UsageError: as `split_budget` does.
+        ValueError: if the model cannot be converted with these settings.
     """
     settings = dict(settings)
     budget = settings.pop("state_bytes", None)
@@ -109,9 +109,9 @@ def _on_meta(settings: Mapping[str, Any], stock_class: type, stock: Any) -> Any:
 
 
 def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | None:
-    """Bytes of the state of a converted layer after one token: it has the same size after a million.
+    """The size in bytes of the state of a converted layer per sequence, which does not depend on the length.
 
-    Keys and values have this `dtype`; None for an encoder or a mechanism without a state.
+    Keys and values have this `dtype`. The size is None for an encoder, or a mechanism without a state.
     """
     mechanism = cast(AttentionMechanism, module.linear_attention)
     is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)

@@ -230,7 +230,7 @@ def test_evaluate_without_controls(converted, tmp_path) -> None:
     ("more", "said"),
     [
         (["--controls", "healed"], "`--evaluate` trains nothing"),
-        (["--max_eval_length", 3], "allowed is 16 or more"),
+        (["--max_eval_length", 3], "it must be 16 or more"),
         (["--train_file", "absent.txt"], "`--train_file` = 'absent.txt'"),
     ],
 )
