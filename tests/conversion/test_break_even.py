@@ -201,7 +201,7 @@ def test_dry_run_report_and_card_agree(measured_llama, tmp_path, monkeypatch):
     assert f"{QUOTED} {report['faster_from']}\n" in out
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{QUOTED} {report['faster_from']}." in card
-    assert "It was not measured on a GPU." in card
+    assert "Its speed on a GPU was not measured." in card
     assert "C kernels for" in report["faster_from"]
     assert kept["environment"]["processor"] in report["faster_from"]
 
