@@ -1,6 +1,7 @@
-"""From which length on linear attention is faster than softmax: what `benchmarks/speed_break_even.py` measured.
+"""The input length from which linear attention is faster than softmax, as `benchmarks/speed_break_even.py` measured it.
 
-A figure is quoted only for the very settings that were measured, and never where there is a GPU, on which nothing was.
+A figure is quoted only for exactly the settings that were measured, and never on a machine with a GPU, because speed on
+GPUs was not measured.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from hf_linear_attention.mechanism import AttentionMechanism
 
 
 MEASURED = Path(__file__).with_name("break_even.json")
-# Settings of a mechanism that change no cost: other numbers of the same size.
+# Settings of a mechanism that do not change its cost.
 FREE_SETTINGS = ("seed", "trained_length")
 INSTRUCTION_SETS = {"avx512": "AVX-512", "avx2": "AVX2", "base": "any processor"}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes attention on a CPU: `name` is `c` or `torch`, `instruction_set` that of the C kernels; `reason`, a
-    sentence, says why, and where it is torch what to do to have the others."""
+    """What computes attention on a CPU.
+
+    Args:
+        name: `c` or `torch`.
+        instruction_set: that of the C kernels; None with torch.
+        reason: a sentence that says why this backend is used and, for torch, how to get the C kernels.
+    """
 
     name: str
     instruction_set: str | None
@@ -34,20 +40,23 @@ class Backend:
 
     @property
     def description(self) -> str:
+        """The backend in a few words."""
         if self.name == "torch":
             return "plain torch"
         return f"C kernels for {INSTRUCTION_SETS.get(str(self.instruction_set), self.instruction_set)}"
 
 
 def current_backend() -> Backend:
-    """That of this process."""
+    """The backend of this process."""
     found = hf_linear_attention.kernel_backend()
     return Backend(found.name, found.instruction_set, found.reason)
 
 
 def cost_settings(mechanism: AttentionMechanism) -> dict[str, Any]:
-    """All that decides the cost of a mechanism per head: its options, with the features that a map has by default as a
-    number, and `head_dim`."""
+    """All settings that decide the cost of a mechanism per head: its options and `head_dim`.
+
+    `num_features` is a number even if it is left to the feature map.
+    """
     options = {name: mechanism.settings[name] for name in mechanism.options if name not in FREE_SETTINGS}
     if (feature_map := getattr(mechanism, "feature_map", None)) is not None:
         options["num_features"] = feature_map.num_features
@@ -55,11 +64,11 @@ def cost_settings(mechanism: AttentionMechanism) -> dict[str, Any]:
 
 
 def faster_from(settings: Mapping[str, Any], is_causal: bool | None) -> str | None:
-    """Half a sentence: the length, and with what it was measured; None where these settings were not.
+    """The length and how it was measured, as part of a sentence; None if these settings were not measured.
 
     Args:
-        settings: `cost_settings` of the converted layers.
-        is_causal: None for an encoder and a decoder together.
+        settings: the `cost_settings` of the converted layers.
+        is_causal: None for an encoder-decoder.
     """
     measured = _measured()
     row = next((row for row in measured["rows"] if row["settings"] == dict(settings)), None)
@@ -74,15 +83,15 @@ def faster_from(settings: Mapping[str, Any], is_causal: bool | None) -> str | No
 
 
 def difference_here() -> str | None:
-    """How what computes in this process differs from what was measured, as a sentence or two; None if it does not."""
+    """How the backend of this process differs from the measured one, in a sentence or two; None if it does not."""
     measured, here = Backend(**_measured()["backend"]), current_backend()
     if (measured.name, measured.instruction_set) == (here.name, here.instruction_set):
         return None
     if here.name == "torch":
-        return f"measured with the {measured.description}; here torch computes, which is slower. {here.reason}"
+        return f"measured with the {measured.description}; this process uses torch, which is slower. {here.reason}"
     if measured.name == "torch":
-        return f"measured with plain torch; here the {here.description} compute, which are faster"
-    return f"measured with the {measured.description}; here the {here.description} compute, and the length is another"
+        return f"measured with plain torch; this process uses the {here.description}, which are faster"
+    return f"measured with the {measured.description}; this process uses the {here.description}, so the length differs"
 
 
 def _measured() -> dict[str, Any]:

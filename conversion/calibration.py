@@ -1,4 +1,4 @@
-"""Choosing what a conversion calibrates its mechanisms on (FAVOR++); the fitting is `hf_linear_attention.calibrate`."""
+"""Calibration of mechanisms (FAVOR++) during a conversion; the fitting itself is `hf_linear_attention.calibrate`."""
 
 from __future__ import annotations
 
@@ -23,44 +23,51 @@ CALIBRATION_TOKENS = 4096
 
 
 def needs_calibration(plan: Plan) -> bool:
-    """Whether the layers to convert have constants to fit."""
+    """Whether the mechanism of the layers to convert has constants to fit."""
     settings = plan.settings
     return bool(plan.layers) and MECHANISMS[settings["mechanism"]].needs_calibration(settings)
 
 
 def check_options(arguments: ConversionArguments, plan: Plan) -> None:
-    """Raises `UsageError` for options of calibration and diagnosis that nothing would look at."""
+    """Refuse options of calibration and diagnosis that would have no effect.
+
+    Raises:
+        UsageError: naming all of them.
+    """
     is_used, tokens = needs_calibration(plan), arguments.calibration_tokens
     problems = []
     is_used = is_used or is_automatic(arguments)
     if arguments.calibration_file is not None and not (is_used or arguments.spectrum):
         problems.append(
-            f"`--calibration_file` is given, but `{plan.settings['mechanism']}` as set here has nothing to calibrate; "
-            "leave it out, or add `--spectrum` to look at the attention on it"
+            f"`--calibration_file` is given, but `{plan.settings['mechanism']}` with these settings has nothing to "
+            "calibrate; leave it out, or add `--spectrum` to analyse the attention on it"
         )
     file = ranking_file(arguments) if is_automatic(arguments) else arguments.calibration_file
     if tokens is not None and not (is_used and file is not None):
         reason = "has nothing to calibrate" if not is_used else "is calibrated on all built-in sentences"
         problems.append(
-            f"`--calibration_tokens` is given, but `{plan.settings['mechanism']}` as set here {reason}; leave it out"
-            + ("" if not is_used else ", or name a `--calibration_file`")
+            f"`--calibration_tokens` is given, but `{plan.settings['mechanism']}` with these settings {reason}; leave "
+            "it out" + ("" if not is_used else ", or give a `--calibration_file`")
         )
     if arguments.spectrum and not plan.layers:
-        problems.append("`--spectrum` looks at the layers to convert, and `--layers` leaves none")
+        problems.append("`--spectrum` analyses the layers to convert, but `--layers` selects none; give some layers")
     if problems:
         raise UsageError(*problems)
 
 
 def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: int | None) -> dict[str, Any]:
-    """Calibrate a model that needs it, in place; returns what the report says of it: `inputs` and `tokens`.
+    """Calibrate a model in place; returns the entry of the report, `inputs` and `tokens`.
+
+    Args:
+        inputs: what to calibrate on; if None, the model keeps its initial constants and a warning is logged.
 
     Raises:
         UsageError: if the attention of this model cannot be observed.
     """
     if inputs is None:
         logger.warning(
-            "not calibrated, because there is no text or image to do it on: give `--calibration_file`. Until then the "
-            "features are those of FAVOR+"
+            "not calibrated, because there are no texts or images to calibrate on; give `--calibration_file`. "
+            "Without calibration the features are those of FAVOR+"
         )
         return {"inputs": None, "tokens": 0}
     logger.info("calibrating on %s", inputs.name)
@@ -68,5 +75,5 @@ def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: 
         tokens = calibrate(model, inputs.batches(max_tokens or CALIBRATION_TOKENS))
     except NotImplementedError as error:
         settings = model.config.linear_attention
-        raise UsageError(f"`{settings['mechanism']}` as set here has to be calibrated, but {error}") from error
+        raise UsageError(f"`{settings['mechanism']}` with these settings needs calibration, but {error}") from error
     return {"inputs": inputs.name, "tokens": tokens}

@@ -1,14 +1,15 @@
 """Real inputs for the source model: the file of `--calibration_file`, or the built-in sentences.
 
-Two cuts of the same data: `batches`, as the model is used (a decoder reads a stream in full blocks, an encoder one
-text, a vision model one image), and `windows`, all of one length and without padding, for figures that depend on it.
+The same data comes in two forms: `batches`, as the model is used (a decoder reads a stream in full blocks, an encoder
+one text and a vision model one image per input), and `windows`, which have one length and no padding, for figures that
+depend on the length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.training.data.batches import Batch, pad
-from hf_linear_attention.training.data.packing import shorten
+from hf_linear_attention.training.data.packing import Examples, shorten
 from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
 from hf_linear_attention.training.recipe import (
     DataArguments,
@@ -33,35 +34,39 @@ from hf_linear_attention.training.recipe import (
 from hf_linear_attention.training.validation import FILE_TYPES
 
 
+if TYPE_CHECKING:
+    from datasets import Dataset  # most conversions do without this library
+
+
 BATCH_SIZE = 8
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",
     "text_pair_column_name": "sentence2",
     "label_column_name": "score",
 }
-# Of a text file, windows are spread over so much: enough for any figure, and tokenised in a second.
+# Windows are spread over this much of a text file, which is enough for any figure and tokenised in a second.
 MAX_CHARACTERS = 1_000_000
 
 
 class RealInputs(Protocol):
-    """`name` is what the report calls them."""
+    """Inputs for the base model; `name` is their name in the report."""
 
     name: str
 
     def batches(self, max_tokens: int) -> list[Batch]:
-        """Padded batches of the first inputs, as many as it takes to reach `max_tokens` tokens or patches."""
+        """Padded batches of the first inputs, up to `max_tokens` tokens or patches in all."""
         ...
 
     def windows(self, count: int) -> list[Batch]:
-        """`count` batches of one input each, of 512 tokens, or as many as the model takes and the text has."""
+        """`count` batches of one input each, of 512 tokens, or fewer if the model or the text is shorter."""
         ...
 
 
 def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code: bool = False) -> RealInputs | None:
-    """The inputs that fit the model; None if `path` is None and there are no built-in ones for it.
+    """The inputs that fit the model; None if `path` is None and there are no built-in inputs for the model.
 
     Raises:
-        UsageError: if there is no such file, or none of a kind that this model reads.
+        UsageError: if the file does not exist, or is of a kind that this model cannot read.
     """
     kind = plan.stock_class.main_input_name
     if path is not None and not Path(path).exists():
@@ -72,31 +77,43 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
         return None
     processor = load_image_processor(source, trust_remote_code) if kind == "pixel_values" else None
     if processor is None:
-        raise UsageError(f"`--calibration_file`: nothing here turns a file into the `{kind}` that {source.name} reads")
+        raise UsageError(
+            f"`--calibration_file`: no file can be turned into the `{kind}` that {source.name} reads; leave it out"
+        )
     if not Path(path).is_dir():
         raise UsageError(f"`--calibration_file` = {path!r} is a file; a vision model needs a folder of images")
     return ImageInputs(plan.config, processor, path)
 
 
-def _text_inputs(source: Source, config: PreTrainedConfig, path: str | None, trust_remote_code: bool):
+def _text_inputs(
+    source: Source, config: PreTrainedConfig, path: str | None, trust_remote_code: bool
+) -> RealInputs | None:
     tokenizer = load_source_tokenizer(source, trust_remote_code)
     ids = built_in_text(config, tokenizer)
     if path is None:
         return None if tokenizer is None or ids is None else BuiltInTexts(config, tokenizer, ids)
     check_text_file("calibration_file", path)
     if tokenizer is None or ids is None:
-        raise UsageError(f"`--calibration_file`: {source.name} has no tokenizer of its own to read it with")
+        raise UsageError(f"`--calibration_file`: {source.name} has no tokenizer of its own to read the file with")
     return TextFile(config, tokenizer, path)
 
 
 def check_text_file(option: str, path: str) -> None:
-    """Raises `UsageError` unless `path` is a file that training reads too."""
+    """Check that `path` is a text file of a type that training can read.
+
+    Raises:
+        UsageError: if it is not; `option` is the name in the message.
+    """
     if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
         raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
 
 
 def check_pairs_file(path: str) -> None:
-    """Raises `UsageError` unless `path` is a file of scored pairs."""
+    """Check that `path` is a file of scored pairs.
+
+    Raises:
+        UsageError: if it is not.
+    """
     from hf_linear_attention.training.data.rows import (
         load_rows,  # imports `datasets`, which most conversions do without
     )
@@ -111,9 +128,11 @@ def check_pairs_file(path: str) -> None:
         raise UsageError(f"`--pairs_file` = {path!r} needs the columns {columns}")
 
 
-def data_recipe(model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any):
-    """A recipe of `training` that reads `data` (fields of `DataArguments`) for this model, and trains nothing."""
-    import datasets  # which most conversions do without
+def data_recipe(
+    model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any
+) -> Recipe:
+    """A recipe of `training` that reads `data` (fields of `DataArguments`) for this model without training it."""
+    import datasets  # most conversions do without this library
 
     datasets.disable_progress_bars()
     return Recipe(
@@ -126,7 +145,7 @@ def data_recipe(model: str, task: str, teacher: str | None = None, trust_remote_
 
 
 class BuiltInTexts:
-    """The sentences that `verify` uses."""
+    """The sentences that `verify` uses, through the model's tokenizer."""
 
     name = "built-in sentences"
 
@@ -134,19 +153,22 @@ class BuiltInTexts:
         self.config, self.tokenizer, self.ids = config, tokenizer, ids
 
     def batches(self, max_tokens: int) -> list[Batch]:
+        """One batch per sentence; `max_tokens` has no effect, because there are few."""
         return [_complete(self.config, {"input_ids": ids}) for ids in self.ids]
 
     def windows(self, count: int) -> list[Batch]:
+        """See `RealInputs`."""
         return _text_windows(self.config, self.tokenizer, " ".join(TEXTS), count)
 
 
 class TextFile:
-    """A text file, read and cut as `training/finetune.py` reads a `--train_file`."""
+    """A text file, read and divided as `training/finetune.py` does with a `--train_file`."""
 
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         self.config, self.tokenizer, self.path, self.name = config, tokenizer, path, Path(path).name
 
     def batches(self, max_tokens: int) -> list[Batch]:
+        """See `RealInputs`."""
         examples = self._examples(max_tokens)
         padding = pad_token_id(self.tokenizer)
         groups = (range(start, min(start + BATCH_SIZE, len(examples))) for start in range(0, len(examples), BATCH_SIZE))
@@ -155,12 +177,12 @@ class TextFile:
             _complete(self.config, {name: batch[name] for name in ("input_ids", "attention_mask")}) for batch in padded
         ]
 
-    def _examples(self, max_tokens: int):
+    def _examples(self, max_tokens: int) -> Examples:
         from hf_linear_attention.training.data.examples import build_examples, usable_texts  # imports `datasets`
 
         recipe, rows = self._recipe_and_rows()
         length = sequence_length(recipe, self.tokenizer, self.config)
-        # A row has a token at least, so no more rows are needed than tokens.
+        # Every row has at least one token, so no more rows are needed than tokens.
         rows = rows.select(range(min(len(rows), max_tokens)))
         try:
             rows = usable_texts(recipe, rows, "train")
@@ -170,47 +192,52 @@ class TextFile:
         return shorten(examples, None, max_tokens)
 
     def windows(self, count: int) -> list[Batch]:
+        """See `RealInputs`."""
         text = "\n".join(text for text in self._recipe_and_rows()[1]["text"] if text)
         return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
-    def _recipe_and_rows(self):
+    def _recipe_and_rows(self) -> tuple[Recipe, Dataset]:
         from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
 
         recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
         rows = load_rows(recipe.data, "train")
         if rows is None or "text" not in rows.column_names:
-            raise UsageError(f"`--calibration_file` = {self.path!r} has no column `text`")
+            raise UsageError(
+                f"`--calibration_file` = {self.path!r} has no column `text`; rename the column of its texts"
+            )
         if not any(text and text.strip() for text in rows["text"]):
-            raise UsageError(f"`--calibration_file` = {self.path!r} holds no text")
+            raise UsageError(f"`--calibration_file` = {self.path!r} contains no text; give another file")
         return recipe, rows
 
 
 class ImageInputs:
-    """A folder of images, in subfolders or not."""
+    """A folder of images, including its subfolders."""
 
     def __init__(self, config: PreTrainedConfig, processor: Any, path: str) -> None:
         self.config, self.processor, self.path, self.name = config, processor, path, f"images in {Path(path).name}"
 
     def batches(self, max_tokens: int) -> list[Batch]:
+        """See `RealInputs`."""
         count = -(-max_tokens // (max_length_of(self.config) or 1))
         images = self._images(count)
         return [self._batch(images[start : start + BATCH_SIZE]) for start in range(0, len(images), BATCH_SIZE)]
 
     def windows(self, count: int) -> list[Batch]:
+        """See `RealInputs`."""
         return [self._batch([image]) for image in self._images(count)]
 
     def _batch(self, images: Sequence[Any]) -> Batch:
         return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"]}
 
     def _images(self, count: int) -> list[Any]:
-        """Spread over the folder, whose subfolders may be classes."""
-        from PIL import Image  # the image processor has needed it already
+        """`count` images spread evenly over the folder, whose subfolders may be classes."""
+        from PIL import Image  # the image processor has already imported it
 
         paths = [
             path for path in sorted(Path(self.path).rglob("*")) if path.suffix.lower() in Image.registered_extensions()
         ]
         if not paths:
-            raise UsageError(f"`--calibration_file` = {self.path!r} holds no images")
+            raise UsageError(f"`--calibration_file` = {self.path!r} contains no images; give another folder")
         try:
             return [Image.open(path).convert("RGB") for path in paths[:: max(1, len(paths) // count)][:count]]
         except OSError as error:
@@ -222,7 +249,7 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 
 
 def _complete(config: PreTrainedConfig, batch: Batch) -> Batch:
-    """An encoder-decoder reads the same text on both sides."""
+    """The batch, with the same text for the decoder if the model is an encoder-decoder."""
     return {**batch, **{f"decoder_{name}": x for name, x in batch.items()}} if config.is_encoder_decoder else batch
 
 
@@ -238,8 +265,10 @@ def _text_windows(
 def token_windows(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], length: int, count: int
 ) -> list[torch.Tensor]:
-    """`count` inputs `[1, length]` evenly spread over `tokens`, each with the tokenizer's special tokens; equal ones
-    once."""
+    """`count` inputs `[1, length]` spread evenly over `tokens`, each with the tokenizer's special tokens.
+
+    There are fewer if `tokens` has fewer starting points.
+    """
     body = length - tokenizer.num_special_tokens_to_add()
     stride = (len(tokens) - body) // max(count, 1)
     starts = sorted({number * stride for number in range(count)})

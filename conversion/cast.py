@@ -1,6 +1,6 @@
-"""`--dtype` for checkpoints of any size: the source's weights in their new dtype, as files to load from.
+"""`--dtype` for checkpoints of any size: the source's weights are cast into temporary files, which are then loaded.
 
-transformers maps weights that need no cast into memory as they lie in their files, and holds those that do.
+transformers memory-maps weights that need no cast, but holds weights that do need one in memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.transformers_internals import loaded_dtypes
 
 
-FILE_BYTES = 2**26  # what is held at most, but for a tensor that is larger
+FILE_BYTES = 2**26  # the most that is held in memory, except for a single larger tensor
 
 
 @contextlib.contextmanager
 def cast_weights(source: Source, plan: Plan, dtype: str, beside: Path) -> Iterator[Path]:
     """A folder to load the converted model from, whose tensors have the dtypes that loading with `dtype` gives them.
 
-    It is the source's own where there is little to cast. What was loaded from it outlives it.
+    If there is little to cast, this is the source's own folder; otherwise it is a temporary folder in `beside`, which
+    is deleted afterwards. A model loaded from it remains usable.
     """
     wanted = str(getattr(plan.config, "dtype", None) if dtype == "auto" else dtype).removeprefix("torch.")
     others = [info for info in source.tensors.values() if "float" in info.dtype and info.dtype != wanted]
@@ -40,15 +41,15 @@ def cast_weights(source: Source, plan: Plan, dtype: str, beside: Path) -> Iterat
         folder = Path(name)
         _write(source, _loaded_dtypes(source, plan, wanted), folder)
         for file in (source.folder / CONFIG_NAME, source.folder / GENERATION_CONFIG_NAME):
-            if file.is_file():  # where the second is missing, the loader looks into the first
+            if file.is_file():  # if the second is missing, the loader reads the first
                 shutil.copy(file, folder)
         yield folder
 
 
 def _loaded_dtypes(source: Source, plan: Plan, dtype: str) -> dict[str, torch.dtype]:
-    """By name in the source, as transformers' loader decides; some modules stay float32.
+    """The dtypes by name in the source, as transformers' loader chooses them; some modules stay float32.
 
-    Loading to the meta device would tell as well, but needs accelerate.
+    Loading to the meta device would give them too, but needs accelerate.
     """
     loaded = loaded_dtypes(plan.linear_class, copy.deepcopy(plan.config), getattr(torch, dtype))
     return {str(tensor.source): loaded[str(tensor.target)] for tensor in plan.mapped}
@@ -65,12 +66,12 @@ def _write(source: Source, dtypes: dict[str, torch.dtype], folder: Path) -> None
 
 
 def _portions(source: Source, dtypes: dict[str, torch.dtype]) -> Iterator[dict[str, torch.Tensor]]:
-    """All tensors in portions of about `FILE_BYTES`; each is empty once the next one is asked for."""
+    """All tensors in portions of about `FILE_BYTES`; each portion is cleared before the next one is made."""
     portion: dict[str, torch.Tensor] = {}
     size = 0
     for name in source.tensors:
         tensor = source.read(name)
-        # Copies, because a pickle may hold tensors that share their memory, which safetensors do not store.
+        # Tensors in a pickle may share memory, which safetensors does not support, so they are copied.
         portion[name] = tensor.to(dtypes.get(name, tensor.dtype), copy=True, memory_format=torch.contiguous_format)
         size += portion[name].nbytes
         if size >= FILE_BYTES:

@@ -1,4 +1,4 @@
-"""What a checkpoint has beside weights and config: tokenizer, processors, the files of sentence-transformers."""
+"""The other files of a checkpoint: tokenizer, processors and the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -18,50 +18,53 @@ from hf_linear_attention.conversion.source import Source
 logger = logging.getLogger(__name__)
 
 
-# Any of these says that there is a tokenizer.
+# If any of these exists, the checkpoint has a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model",
     "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.json")
-# Read after the first one that loads; image processors and feature extractors share a file name.
+# The first class that loads is used; image processors and feature extractors share a file name.
 PROCESSORS: tuple[Any, ...] = (AutoImageProcessor, AutoFeatureExtractor)
 
 
 def load_source_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """None if the source has no tokenizer, or one that cannot be loaded here."""
+    """The source's tokenizer; None if there is none, or it cannot be loaded here."""
     if not _present(source, TOKENIZER_FILES):
         return None
     return _try_loading(AutoTokenizer, source.folder, trust_remote_code)
 
 
 def load_image_processor(source: Source, trust_remote_code: bool) -> Any:
-    """None if the source has no image processor, or one that cannot be loaded here."""
+    """The source's image processor; None if there is none, or it cannot be loaded here."""
     if not _present(source, PROCESSOR_FILES):
         return None
     return _try_loading(AutoImageProcessor, source.folder, trust_remote_code)
 
 
 def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Write a tokenizer that AutoTokenizer finds without this package, and return it; None if the source has none.
+    """Write a tokenizer that AutoTokenizer finds without this package.
+
+    Returns:
+        The tokenizer; None if the source has none, or it cannot be loaded here (its files are then copied).
 
     Raises:
-        ConversionError: if the source has a tokenizer that gives other ids after the move.
+        ConversionError: if the written tokenizer gives different ids.
     """
     present = _present(source, TOKENIZER_FILES)
     if not present:
         return None
     original = load_source_tokenizer(source, trust_remote_code)
     if original is None:
-        logger.warning("the tokenizer of %s cannot be loaded here; its files are copied as they are", source.name)
+        logger.warning("the tokenizer of %s cannot be loaded here; its files are copied unchanged", source.name)
         _copy(source.folder, present, folder)
         return None
     original.save_pretrained(folder)
     if not _same_ids(original, folder, trust_remote_code):
         _copy(source.folder, present, folder)
         if not _same_ids(original, folder, trust_remote_code):
-            raise ConversionError(f"the tokenizer of {source.name} gives other ids once it lies in {folder}")
+            raise ConversionError(f"the tokenizer of {source.name} gives different ids after it was saved to {folder}")
     return original
 
 
@@ -71,7 +74,7 @@ def _same_ids(original: PreTrainedTokenizerBase, folder: Path, trust_remote_code
 
 
 def save_processors(source: Source, folder: Path, trust_remote_code: bool) -> None:
-    """Write the image processor or feature extractor, as it was if it cannot be loaded here."""
+    """Write the image processor or feature extractor; its files are copied if it cannot be loaded here."""
     present = _present(source, PROCESSOR_FILES)
     if not present:
         return
@@ -86,15 +89,17 @@ def save_processors(source: Source, folder: Path, trust_remote_code: bool) -> No
 def _try_loading(auto_class: Any, folder: Path, trust_remote_code: bool) -> Any:
     try:
         return auto_class.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    # What a tokenizer or processor needs (sentencepiece, torchvision ...) may not be installed: its files are copied.
+    # A library that it needs (such as sentencepiece or torchvision) may be missing; the files are then copied.
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("%s of %s: %s", auto_class.__name__, folder, error)
         return None
 
 
 def copy_sentence_files(source: Source, folder: Path) -> None:
-    """Make the result a sentence-transformers model too, if the source is one: the transformer in the root, every
-    other module as it is."""
+    """Make the result a sentence-transformers model if the source is one.
+
+    The transformer is in the root of `folder`; all other modules are copied unchanged.
+    """
     for name in SENTENCE_FILES:
         for place in (source.root, source.folder):
             if (place / name).is_file():

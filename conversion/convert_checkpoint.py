@@ -15,30 +15,30 @@ An encoder (BERT, ViT, sentence-transformers ...) with Linformer:
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
         --attention linformer --projection_size 128 --projection_sharing headwise
 
-Which layers are hard to replace: the spectrum of the attention and the error of the untrained mechanism, on a text:
+Find out which layers are hard to replace, by the spectrum of the attention and the error of the untrained mechanism:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --spectrum --calibration_file TEXT.txt
 
-Convert and train with the original as teacher, in stages that a killed run goes on with; then the figures on held-out
-text, which --evaluate also gives for any converted model:
+Convert, train with the original as teacher, and measure on held-out text. The same command resumes a run that was
+killed. --evaluate measures any converted model in the same way:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --preset default \
         --train_file TEXT.jsonl --tokens 2M --validation_file HELD_OUT.txt
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --evaluate \
         --validation_file HELD_OUT.txt
 
-Only look: which layers and tensors become what, nothing is written:
+Print what would become of the layers and tensors, and write nothing:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --dry_run
 
-An encoder-decoder whose relative position bias no state of constant size can have; and what else is tested:
+An encoder-decoder without its relative position bias, which linear attention cannot have; and the tested architectures:
 
     python conversion/convert_checkpoint.py --model_name_or_path T5 --output_dir OUT --drop position_bias
     python conversion/convert_checkpoint.py --list_architectures
 
-OUT then loads with `AutoModel...from_pretrained(OUT, trust_remote_code=True)`, with only torch and transformers
-installed. Exit codes: 0 done, 1 the conversion failed, 2 it cannot be done as asked, 130 interrupted, 143 SIGTERM. With
-HF_LINEAR_ATTENTION_DEBUG=1 errors come with their traceback.
+OUT can then be loaded with `AutoModel...from_pretrained(OUT, trust_remote_code=True)` where only torch and transformers
+are installed. Exit codes: 0 done, 1 the conversion failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM.
+With HF_LINEAR_ATTENTION_DEBUG=1, errors are shown with their traceback.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-if not __package__:  # started as a file: its own folder must not hide other packages
+if not __package__:  # the file was started as a script, and its folder must not hide other packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
@@ -62,22 +62,22 @@ PACKAGE = "hf_linear_attention.conversion"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    return run_command("convert_checkpoint.py", lambda: _convert(argv), stopped="--output_dir is as it was")
+    return run_command("convert_checkpoint.py", lambda: _convert(argv), stopped="--output_dir is unchanged")
 
 
 def _convert(argv: Sequence[str]) -> None:
-    """Do what was asked, and print what is to be said of it."""
+    """Do what the command line asks for, and print the result."""
     with to_stderr(PACKAGE), quiet_transformers():
-        is_table = "--list_architectures" in argv  # which needs no model
+        is_table = "--list_architectures" in argv  # the table needs no model
         text = architecture_table() if is_table else _answer(parse(argv, __doc__))
     sys.stdout.write(f"{text}\n")
 
 
 def _answer(request: Request) -> str:
-    """Import what loads models only now: `--help`, and the error of a wrong option, need none of it."""
-    if request.arguments.list_architectures:  # with a value, or in the YAML file
+    """The text to print. The imports are here because `--help` and errors about options need no model."""
+    if request.arguments.list_architectures:  # given with a value, or in the YAML file
         return architecture_table()
     from hf_linear_attention.conversion.diagnosis import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
@@ -90,7 +90,7 @@ def _answer(request: Request) -> str:
         return evaluate(request)
     conversion = prepare(request)
     if conversion.is_written and conversion.training is not None:
-        from hf_linear_attention.conversion.preset_run import run_training  # which needs the extra `train`
+        from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
         return run_training(conversion, conversion.training)
     if conversion.is_written:
@@ -110,7 +110,7 @@ def _answer(request: Request) -> str:
 
 
 def architecture_table() -> str:
-    """A Markdown table: one row a kind of architecture, then what needs `drop`, then what is refused."""
+    """A Markdown table with a row per kind of architecture, per feature that needs `drop`, and per refusal."""
     lines = ["| architecture | number | model types |", "| --- | --- | --- |"]
     lines += [_row(kind, len(names), names) for kind, names in ARCHITECTURES.items()]
     lines += [_row(f"with `drop` = `{feature}`", "", names) for feature, names in NEED_DROP.items()]
@@ -118,9 +118,8 @@ def architecture_table() -> str:
     return "\n".join(lines)
 
 
-def _row(*cells) -> str:
-    *first, names = cells
-    return "| " + " | ".join(map(str, first)) + " | " + ", ".join(names) + " |"
+def _row(kind: str, number: int | str, names: Sequence[str]) -> str:
+    return f"| {kind} | {number} | {', '.join(names)} |"
 
 
 if __name__ == "__main__":

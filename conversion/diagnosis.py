@@ -1,7 +1,7 @@
-"""How hard a model's attention is to replace, head by head: its spectrum, and the error of the untrained mechanism.
+"""How hard the attention of each head is to replace: its spectrum, and the error of the untrained mechanism.
 
-The spectrum is figure 1 of Linformer (Wang 2020): the share of the sum of the singular values of a softmax attention
-matrix P `[N, N]` that its largest k hold. Near 1 at small k, a mechanism of rank k can imitate the head.
+The spectrum is that of figure 1 in Linformer (Wang 2020): the share of the k largest singular values in the sum of all
+singular values of a softmax attention matrix P `[N, N]`. If it is near 1, a mechanism of rank k can imitate the head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 RANKS = (32, 64, 128, 256)
-# A singular value decomposition for each head of each: three change the second decimal by little.
+# Each window costs a singular value decomposition per head; more than three hardly change the second decimal.
 NUM_WINDOWS = 3
 
 
@@ -35,8 +35,11 @@ NUM_WINDOWS = 3
 class LayerDiagnosis:
     """Means over the inputs, for each of the H heads of one layer.
 
-    `shares [H, N]`: of the sum of the singular values, held by the largest 1, 2, ... N of them. `errors [H]`: of the
-    mechanism's output relative to that of softmax, on the same queries, keys and values (Frobenius norms).
+    Args:
+        layer: the number of the layer.
+        shares: `[H, N]`, the shares of the largest 1, 2, ... N singular values in the sum of all.
+        errors: `[H]`, the error of the mechanism's output relative to the output of softmax attention, on the same
+            queries, keys and values (Frobenius norms).
     """
 
     layer: int
@@ -46,12 +49,12 @@ class LayerDiagnosis:
 
 @torch.no_grad()
 def diagnose(model: PreTrainedModel, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[LayerDiagnosis]:
-    """Every converted layer, on inputs of the original model.
+    """Diagnose every converted layer on inputs of the original model.
 
-    One layer's attention matrices are in memory at a time.
+    The attention matrices of only one layer at a time are in memory.
 
     Args:
-        inputs: keyword arguments of the base model, each of the same length and without padding.
+        inputs: keyword arguments of the base model; all inputs have the same length and no padding.
 
     Raises:
         NotImplementedError: for a model whose attention cannot be observed (ALiBi families).
@@ -61,7 +64,7 @@ def diagnose(model: PreTrainedModel, inputs: Sequence[Mapping[str, torch.Tensor]
     def look(seen: ObservedAttention) -> None:
         if seen.softmax_weights is None:
             raise NotImplementedError(
-                f"{type(seen.module).stock_class.__name__} forms no matrix of weights to look at."
+                f"{type(seen.module).stock_class.__name__} does not compute a matrix of attention weights."
             )
         mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.value.device)
         errors = relative_head_error(seen, mask).sqrt()
@@ -83,7 +86,7 @@ def cumulative_shares(weights: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _eager(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, softmax layers form their matrix of weights, as the stock code computes it."""
+    """A context in which the stock code of softmax layers computes the matrix of attention weights."""
     before = attention_implementation(model.config)
     model.set_attn_implementation("eager")
     try:
@@ -93,8 +96,7 @@ def _eager(model: PreTrainedModel) -> Iterator[None]:
 
 
 def diagnose_on(model: PreTrainedModel, inputs: RealInputs) -> dict[str, Any]:
-    """For conversion_report.json: the inputs, the `ranks` below their `length` and, by layer, each head's shares and
-    error.
+    """The entry of conversion_report.json: the inputs, the `ranks` below their `length`, and the figures per layer.
 
     Raises:
         UsageError: if the attention of this model cannot be observed.
@@ -124,15 +126,15 @@ def diagnose_on(model: PreTrainedModel, inputs: RealInputs) -> dict[str, Any]:
 
 
 def describe_diagnosis(diagnosis: Mapping[str, Any], mechanism: str) -> str:
-    """The table that the command prints; means over heads, and the worst head's error."""
+    """The table that the command prints, with means over heads and the error of the worst head."""
     count, ranks = diagnosis["num_inputs"], diagnosis["ranks"]
     columns = [[statistics.fmean(layer["spectrum"][str(rank)]) for layer in diagnosis["layers"]] for rank in ranks]
     columns.append([statistics.fmean(layer["error"]) for layer in diagnosis["layers"]])
     worst = [max(layer["error"]) for layer in diagnosis["layers"]]
     lines = [
         f"Attention on {count} input{'s' * (count > 1)} of {diagnosis['length']} tokens ({diagnosis['inputs']}), "
-        "mean over heads: share of the",
-        f"sum of singular values in the largest, and error of the heads' outputs with `{mechanism}`, untrained",
+        "mean over heads: the share of the",
+        f"largest singular values in their sum, and the error of the heads' outputs with untrained `{mechanism}`",
         "",
         _row("layer", [*(f"largest {rank}" for rank in ranks), "error", "worst head"]),
     ]

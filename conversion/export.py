@@ -1,4 +1,4 @@
-"""What is written: where it may go, the code that travels with it, and who can read it."""
+"""Checks of the output folder, of the code written into it, and the permissions of its files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hf_linear_attention.mechanisms import code_in
 
 
 def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
-    """The folder to write, made absolute.
+    """The absolute path of the folder to write.
 
     Raises:
-        UsageError: if something is there that may not be replaced.
+        UsageError: if something exists there that must not be replaced.
     """
     path = Path(output_dir).expanduser().resolve()
     if source is not None and (path == source or path in source.parents):
-        raise UsageError(f"`--output_dir` = {output_dir!r} holds the checkpoint to convert; choose another folder")
+        raise UsageError(f"`--output_dir` = {output_dir!r} contains the checkpoint to convert; choose another folder")
     if not path.exists():
         return path
     if not path.is_dir():
@@ -25,21 +25,27 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
         raise UsageError(f"`--output_dir` = {output_dir!r} exists; give `--overwrite` to replace it, or another name")
     if any(path.iterdir()) and not (path / "config.json").is_file():
         raise UsageError(
-            f"`--output_dir` = {output_dir!r} is no model folder (no config.json), so it is not overwritten"
+            f"`--output_dir` = {output_dir!r} has no config.json, so it is not a model folder and is not overwritten; "
+            "choose another name"
         )
     return path
 
 
 def check_shipped(folder: Path) -> None:
-    """Raises `ConversionError` if a file of the code that the checkpoint needs did not come along."""
+    """Check that the checkpoint has all the code that it needs.
+
+    Raises:
+        ConversionError: if a file is missing.
+    """
     if missing := sorted(name for name, text in code_in(folder).items() if text is None):
         raise ConversionError(
-            f"{', '.join(missing)} did not come along into {folder}; without it nobody can load the model"
+            f"{', '.join(missing)} of the model's code was not written to {folder}, and the model cannot be loaded "
+            "without it; install the package again"
         )
 
 
 def share_permissions(folder: Path) -> None:
-    """Weight files are written for their owner alone; give them the permissions of every other file."""
+    """Give the weight files, which only their owner can read at first, the permissions of the other files."""
     mode = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)

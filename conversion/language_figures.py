@@ -76,6 +76,7 @@ class HeldOutText:
     training: list[Tokens] | None = None
 
     def batches(self) -> list[Batch]:
+        """The padded batches of all examples."""
         return batches_of(self.examples, self.max_length, self.padding)
 
 
@@ -97,6 +98,7 @@ def compute(_: str, what: Callable[[], Tensor]) -> Tensor:
 
 
 def trained_length_of(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> int:
+    """The trained length in the student's settings, or else the longest input of the teacher or of the text."""
     known = [entry.get("trained_length") for entry in entries_of(student.config.linear_attention)]
     return int(known[0] or max_length_of(teacher.config) or text.max_length)
 

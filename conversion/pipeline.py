@@ -52,8 +52,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """Everything that is settled before the first weight is loaded. `output_dir` is None where nothing is written,
-    `inputs` where nothing looks at them or there are none, `training` without a preset."""
+    """Everything that is decided before the first weight is loaded.
+
+    Args:
+        request: the parsed command line.
+        source: the checkpoint to convert.
+        plan: what the conversion will do.
+        output_dir: the folder to write; None if nothing is written.
+        inputs: real inputs for the model; None if they are not needed or there are none.
+        training: the preset; None without one.
+    """
 
     request: Request
     source: Source
@@ -64,11 +72,12 @@ class Conversion:
 
     @property
     def is_written(self) -> bool:
+        """Whether the converted model is written to a folder."""
         return self.output_dir is not None and not self.request.arguments.dry_run
 
 
 def prepare(request: Request) -> Conversion:
-    """Check everything that can be checked without loading weights.
+    """Plan a conversion, and check everything that can be checked without loading weights.
 
     Raises:
         UsageError: if the request cannot be met.
@@ -90,12 +99,12 @@ def prepare(request: Request) -> Conversion:
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
-        logger.warning("`%s` is not among the tested model types; look at the figures before you trust it", stock_type)
+        logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
 
 
 def _plan(request: Request, source: Source) -> Plan:
-    """The plan; where a preset alone asks for `rope` = `partial` and the model cannot have it, without."""
+    """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
     arguments = request.arguments
     options = (arguments.model_class, arguments.trust_remote_code, arguments.dtype)
     if arguments.preset is None:
@@ -108,7 +117,7 @@ def _plan(request: Request, source: Source) -> Plan:
     except UsageError as error:
         if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
             raise
-        logger.warning("%s. The preset goes on with `rope` = `before_map`.", str(error).rstrip("."))
+        logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
         return make_plan(source, {**settings, "rope": "before_map"}, *options)
 
 
@@ -118,7 +127,7 @@ def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> 
     path = ranking_file(arguments) if is_automatic(arguments) else arguments.calibration_file
     inputs = real_inputs(source, plan, path, arguments.trust_remote_code)
     if inputs is None and arguments.spectrum:
-        raise UsageError(f"`--spectrum`: no inputs are built in for {source.name}; give a `--calibration_file`")
+        raise UsageError(f"`--spectrum`: there are no built-in inputs for {source.name}; give a `--calibration_file`")
     return inputs
 
 
@@ -126,7 +135,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     """Convert, write and verify; returns the content of conversion_report.json.
 
     Raises:
-        ConversionError, OSError: the result could not be made; nothing of it is left, and an older one is untouched.
+        ConversionError, OSError: if the conversion failed; nothing new is left, and an older result is unchanged.
     """
     if conversion.output_dir is None:
         raise UsageError("`--output_dir` is missing; name the folder to write")
@@ -140,7 +149,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
         model.save_pretrained(folder)
         check_shipped(folder)
         share_permissions(folder)
-        del model  # the check below reads it back from the files
+        del model  # the verification below reads the model from its files
         tokenizer = save_tokenizer(conversion.source, folder, arguments.trust_remote_code)
         save_processors(conversion.source, folder, arguments.trust_remote_code)
         copy_sentence_files(conversion.source, folder)
@@ -157,7 +166,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
             card_metadata=source_metadata(conversion.source.root),
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        # The card's title is the folder's name, which must be the final one.
+        # The title of the card is the final name of the folder.
         write_model_card(
             folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name
         )
@@ -167,20 +176,20 @@ def run(conversion: Conversion) -> dict[str, Any]:
 def _with_softmax_layers(
     conversion: Conversion, model: PreTrainedModel
 ) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
-    """The model with softmax in the layers that gain most by it, its plan, and what the report says of the choice."""
+    """The model with softmax in the layers that gain most from it, its plan, and the choice for the report."""
     arguments = conversion.request.arguments
     if conversion.inputs is None:
-        raise RuntimeError("the file to rank on has been checked before")
+        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
     choice = rank(model, conversion.inputs, arguments)
     plan = plan_without(conversion.plan, conversion.source, arguments, choice["layers"])
     return with_softmax_layers(model, choice["layers"]), plan, choice
 
 
 def calibrate_and_diagnose(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """What the report says of both, None where nothing was asked for or needed.
+    """The entries `calibration` and `diagnosis` of the report, each None if it was not needed or not asked for.
 
     Raises:
-        UsageError: if the attention of this model cannot be observed, or the file holds nothing.
+        UsageError: if the attention of this model cannot be observed, or the file has no inputs.
     """
     arguments, inputs = conversion.request.arguments, conversion.inputs
     measured: dict[str, Any] = {"calibration": None, "diagnosis": None}
@@ -192,10 +201,10 @@ def calibrate_and_diagnose(conversion: Conversion, model: PreTrainedModel) -> di
 
 
 def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTrainedModel:
-    """The converted model with the source's weights; what the source lacks is initialised from the seed.
+    """The converted model with the source's weights; weights that the source lacks are initialised from the seed.
 
     Args:
-        scratch: an existing folder for the files of a cast; without one its result is in memory.
+        scratch: an existing folder for the temporary files of a cast; without one, weights are cast in memory.
     """
     arguments, plan, source = conversion.request.arguments, conversion.plan, conversion.source
     with contextlib.ExitStack() as stack:
@@ -214,5 +223,5 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
     plan.confirm(set(loading["missing_keys"]))
     if plan.new_base:
         names = ", ".join(str(tensor.target) for tensor in plan.new_base)
-        logger.warning("the checkpoint has no %s; random for now, they need training", names)
+        logger.warning("the checkpoint does not contain %s; these weights are random and need training", names)
     return model

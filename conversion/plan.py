@@ -29,7 +29,7 @@ from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.transformers_internals import loaded_names
 
 
-# Of the settings, what conversion itself adds: their format, and how the layers rotate.
+# The settings that the conversion itself adds: their format, and the rotary positions of the layers.
 NOT_CHOSEN = ("format_version", "rotary")
 
 
@@ -37,8 +37,13 @@ NOT_CHOSEN = ("format_version", "rotary")
 class LayerPlan:
     """One attention layer that becomes linear.
 
-    `state_bytes`: what it keeps per sequence whatever the length, None for mechanisms without a state.
-    `cache_bytes_per_token`: what its keys and values took before.
+    Args:
+        layer: its number.
+        module: its name in the model.
+        stock_class: its class before the conversion.
+        linear_class: its class after the conversion.
+        state_bytes: the size of its state per sequence of any length; None for mechanisms without a state.
+        cache_bytes_per_token: the size per token that its keys and values had in the softmax model.
     """
 
     layer: int
@@ -60,13 +65,17 @@ class TensorPlan:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return int(torch.Size(self.shape).numel())
 
 
 @dataclass
 class Plan:
-    """The whole conversion. `tied` tensors are shared with a mapped one and need no place in a file; `cost_settings`
-    (`break_even.py`) are those of every converted layer, and empty where layers differ in them."""
+    """The whole conversion.
+
+    `tied` tensors are shared with a mapped tensor and are not stored. `cost_settings` (`break_even.py`) are those of
+    every converted layer; they are empty if layers have different ones.
+    """
 
     config: PreTrainedConfig
     stock_class: type[PreTrainedModel]
@@ -81,37 +90,39 @@ class Plan:
 
     @property
     def linear_class(self) -> type[PreTrainedModel]:
+        """The class of the converted model."""
         return linear_model_class(self.stock_class)
 
     @property
     def head(self) -> Head:
+        """What the model's head is for."""
         return head_of(self.stock_class.__name__, is_vision=self.stock_class.main_input_name != "input_ids")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of `config.linear_attention`, what somebody could have chosen."""
+        """The entries of `config.linear_attention` that are options."""
         return {name: value for name, value in self.config.linear_attention.items() if name not in NOT_CHOSEN}
 
     @property
     def new_base(self) -> list[TensorPlan]:
-        """New tensors that are not the mechanism's: parts of the head that the checkpoint lacks."""
+        """New tensors that do not belong to a mechanism, such as parts of the head that the checkpoint lacks."""
         return [tensor for tensor in self.new if MECHANISM not in str(tensor.target)]
 
     @property
     def weights(self) -> dict[str, int]:
-        """Counted as numbers; buffers that define the function (random projections) are among them."""
+        """The total and new number of weights, including buffers that define the function (random projections)."""
         new = sum(tensor.numel for tensor in self.new)
         return {"total": sum(tensor.numel for tensor in self.mapped) + new, "new": new}
 
     @property
     def state_bytes(self) -> int | None:
-        """Of all converted layers, per sequence."""
+        """The size of the state of all converted layers per sequence, or None."""
         sizes = [layer.state_bytes for layer in self.layers]
         return sum(size for size in sizes if size is not None) if any(sizes) else None
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For conversion_report.json and the model card."""
+        """The figures in conversion_report.json and the model card."""
         return {
             "layers converted": f"{len(self.layers)} of {self.num_layers}",
             "weights": self.weights["total"],
@@ -120,13 +131,13 @@ class Plan:
         }
 
     def confirm(self, missing: set[str]) -> None:
-        """Compare with what the loader did not find; a tensor that it made out of several is mapped after all."""
+        """Correct the plan by the names that the loader missed; it may have merged a new tensor from several others."""
         found = [tensor for tensor in self.new_base if tensor.target not in missing]
         self.new = [tensor for tensor in self.new if tensor not in found]
         self.mapped += found
 
     def to_dict(self) -> dict[str, Any]:
-        """For conversion_report.json."""
+        """The plan as an entry of conversion_report.json."""
         return {
             "model_type": self.config.model_type,
             "stock_class": self.stock_class.__name__,
@@ -155,11 +166,11 @@ def make_plan(
 
     Args:
         settings: `mechanism`, `layers` and the options given.
-        model_class: the stock class (or Auto class) to convert as, instead of the one that the checkpoint names.
-        dtype: of the result; `auto` is that of the checkpoint.
+        model_class: the stock class (or Auto class) to use instead of the one that the checkpoint names.
+        dtype: the dtype of the result; `auto` is that of the checkpoint.
 
     Raises:
-        UsageError: if the checkpoint or the settings allow no conversion.
+        UsageError: if the checkpoint cannot be converted, or not with these settings.
     """
     stock = stock_config(source, trust_remote_code)
     _refuse_quantized(source, stock)
@@ -196,7 +207,11 @@ def make_plan(
 
 
 def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
-    """Raises `UsageError` where there is none that transformers can read."""
+    """The config of the source.
+
+    Raises:
+        UsageError: if there is none that transformers can read.
+    """
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError) as error:
@@ -204,7 +219,7 @@ def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _one_line(error: Exception) -> str:
-    """The list form of the settings' errors, folded into one line."""
+    """The message of an error on one line, also if it is a list."""
     text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")
     return " ".join(text.split())
 
@@ -216,7 +231,7 @@ def _stock_class(config: PreTrainedConfig, name: str | None) -> type[PreTrainedM
     found = getattr(transformers, heads.get(name, name), None)
     if not isinstance(found, type) or getattr(found, "config_class", None) is not type(config):
         raise UsageError(
-            f"`--model_class` = {name!r} is no class of `{config.model_type}`; it must be one of "
+            f"`--model_class` = {name!r} is not a class of `{config.model_type}`; it must be one of "
             + ", ".join(sorted({f"`{head}`" for head in heads.values()}))
         )
     return found
@@ -227,7 +242,7 @@ def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
         raise UsageError(
-            f"{source.name} is quantized ({method}); convert the full-precision original and quantize after"
+            f"{source.name} is quantized ({method}); convert the full-precision original and quantize the result"
         )
 
 
@@ -268,7 +283,7 @@ def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[Tens
     return {"mapped": mapped, "new": new, "dropped": dropped, "tied": tied}
 
 
-def _refuse_other_shapes(source: Source, targets, expected) -> None:
+def _refuse_other_shapes(source: Source, targets: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
     wrong = [
         f"`{name}` is {list(source.tensors[name].shape)} in the file, {list(expected[target].shape)} by config.json"
         for name, (target, converter) in targets.items()
@@ -280,7 +295,7 @@ def _refuse_other_shapes(source: Source, targets, expected) -> None:
 
 
 def _dropped_features(model: PreTrainedModel, converted: Mapping[int, nn.Module]) -> list[str]:
-    """What the stock attention of the converted layers did, and a linear one does not (as `drop` allows)."""
+    """Features of the stock attention that the converted layers lack (as the setting `drop` allows)."""
     features = []
     for feature, texts in converted_features(model, converted).items():
         for text, layers in texts.items():

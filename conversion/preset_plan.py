@@ -1,4 +1,4 @@
-"""A preset of `training` in one conversion: its settings, its stages, and what can be refused before any work."""
+"""A preset of `training` in one conversion: its settings, its stages, and the checks before any work."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the wo
 
 @dataclass(frozen=True)
 class Training:
-    """What `training.stages.run_stages` takes. `given`: options of `training/finetune.py` for all stages.
-    `heals_control`: whether the window of the same bytes is trained too."""
+    """The training of one conversion.
+
+    `given` are options of `training/finetune.py` for all stages; `heals_control` says whether the window of the same
+    bytes is trained too.
+    """
 
     preset: Preset
     given: dict[str, Any]
@@ -37,30 +40,39 @@ class Training:
 
     @property
     def work(self) -> Path:
+        """The work folder."""
         return work_folder(self.output_dir)
 
 
 def work_folder(output_dir: Path) -> Path:
-    """What a killed run leaves behind, and its second start finds."""
+    """The folder in which a run works, and in which a killed run is resumed."""
     return output_dir.with_name(f"{output_dir.name}.unfinished")
 
 
 def check_training_options(arguments: ConversionArguments) -> None:
-    """Raises `UsageError` for options of training that are missing, or that nothing would look at."""
+    """Check the options of training.
+
+    Raises:
+        UsageError: naming those that are missing or would have no effect.
+    """
     problems = list(without_needs(CONVERSION_FACTS, vars(arguments), changed_options(arguments)))
     if arguments.preset is not None and arguments.train_file is None:
-        problems.append(f"`--preset {arguments.preset}` trains: give a `--train_file`")
+        problems.append(f"`--preset {arguments.preset}` needs text to train on; give a `--train_file`")
     if arguments.preset is not None and arguments.output_dir is None and not arguments.dry_run:
-        problems.append(f"`--preset {arguments.preset}` trains: give an `--output_dir`, or `--dry_run`")
+        problems.append(f"`--preset {arguments.preset}` writes a trained model; give an `--output_dir`, or `--dry_run`")
     if problems:
         raise UsageError(*problems)
 
 
 def check_task_options(arguments: ConversionArguments, task: str) -> None:
-    """Raises `UsageError` for options that do nothing for a model of this task."""
+    """Refuse options that have no effect for a model of this task.
+
+    Raises:
+        UsageError: naming all of them.
+    """
     tasks = {name: CONVERSION_FACTS[name].tasks for name in sorted(changed_options(arguments))}
     problems = [
-        f"`--{name}` is for {', '.join(able)} alone, and this model is for {task}; leave it out"
+        f"`--{name}` is only for {', '.join(able)}, but the task of this model is {task}; leave it out"
         for name, able in tasks.items()
         if able and task not in able
     ]
@@ -69,24 +81,26 @@ def check_task_options(arguments: ConversionArguments, task: str) -> None:
 
 
 def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[str, Any]:
-    """What a preset says about the attention of a model of this direction.
+    """The settings of the attention in a preset, for a causal or bidirectional model.
 
     Raises:
-        UsageError: if there is no such preset, or no config.
+        UsageError: if there is no such preset or no config, or the preset is not for such models.
     """
     config = stock_config(source, trust_remote_code)
     settings = load_preset(name).settings
     direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
     if direction not in settings:
         able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
-        raise UsageError(f"`--preset {name}` has no {direction} form for {config.model_type}; use one of {able}")
+        raise UsageError(
+            f"`--preset {name}` has no settings for {direction} models such as {config.model_type}; use one of {able}"
+        )
     return settings[direction]
 
 
 def healed_frequencies(plan: Plan, preset: str) -> list[int] | None:
-    """With `rope` = `partial`, the `rope_frequencies` that turn within the longest sequence of the preset's stages.
+    """With `rope` = `partial`, the `rope_frequencies` that make a full turn within the longest sequence of the stages.
 
-    None where the plan has them already: where that sequence is as long as those the model was trained on.
+    None if the plan need not change, because this sequence is at least as long as the trained length.
     """
     settings = plan.config.linear_attention
     stages = load_preset(preset).stages.get(str(plan.head.task), [])
@@ -102,13 +116,13 @@ def healed_frequencies(plan: Plan, preset: str) -> list[int] | None:
 
 
 def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, output_dir: Path | None) -> Training:
-    """The stages for the head of the model, each of them checked as a command line of its own.
+    """The stages for the head of the model; each stage is checked as a command line of its own.
 
     Raises:
-        UsageError: with all problems of the first stage that has some.
+        UsageError: with all problems of the first stage that has problems.
     """
     _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
-    # with --dry_run alone there is no name, and nothing is written
+    # --dry_run needs no output folder, because nothing is written
     output = output_dir or Path("OUT")
     options = _options(arguments, source, str(plan.head.task), work_folder(output))
     if arguments.pairs_file is not None:
@@ -135,11 +149,13 @@ def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
     if task not in tasks:
         has = "there is no recipe to train it" if task is None else f"its task is {task}"
         raise UsageError(
-            f"`--preset {preset}` has stages for {', '.join(tasks)}; {name} is none of these ({has}). Convert without "
+            f"`--preset {preset}` has stages for {', '.join(tasks)}, but not for {name} ({has}). Convert without "
             "`--preset`" + ("" if task is None else ", then train with training/finetune.py")
         )
     if not plan.layers:
-        raise UsageError(f"`--preset {preset}` trains the converted layers, and `--layers` leaves none")
+        raise UsageError(
+            f"`--preset {preset}` trains the converted layers, but `--layers` selects none; give some layers"
+        )
 
 
 def _options(arguments: ConversionArguments, source: Source, task: str, work: Path) -> dict[str, Any]:
@@ -161,7 +177,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
 
 
 def describe_stages(training: Training) -> list[str]:
-    """One line a stage, for `--dry_run`."""
+    """One line per stage, for `--dry_run`."""
     preset, tokens = training.preset, training.given["max_train_tokens"]
     stages = stages_of(preset, training.given["task"])
     lines = [f"  preset      {preset.name} (version {preset.version}): {preset.description}"]

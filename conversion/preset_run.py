@@ -1,10 +1,10 @@
-"""Conversion and all stages of a preset as one run, which goes on after a kill.
+"""Conversion and all stages of a preset as one run, which the same command resumes after it was killed.
 
-OUT.unfinished/request.json   what was asked for; another request does not go on here
-OUT.unfinished/converted/     complete as soon as it exists
+OUT.unfinished/request.json   the request; a different request cannot resume this run
+OUT.unfinished/converted/     the converted model; complete as soon as it exists
 OUT.unfinished/trained/       stages and checkpoints of `training`; the last stage writes into the folder itself
-OUT.unfinished/control/       with `--controls healed` the same two folders of the window of the same bytes
-OUT.unfinished/final/         what becomes OUT; complete as soon as it exists
+OUT.unfinished/control/       with `--controls healed`, the same two folders for the window of the same bytes
+OUT.unfinished/final/         the result, which is moved to OUT; complete as soon as it exists
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def run_training(conversion: Conversion, training: Training) -> str:
     """Convert, train, measure and write; returns the text to print.
 
     Raises:
-        UsageError: if another request is unfinished there.
-        ConversionError, TrainingError, OSError: it goes no further; what was done is kept.
+        UsageError: if there is an unfinished run of another request.
+        ConversionError, TrainingError, OSError: if a step failed; the finished steps are kept.
     """
     work, final = training.work, training.work / FINAL
     _open(conversion, training)
@@ -60,7 +60,7 @@ def run_training(conversion: Conversion, training: Training) -> str:
             _train(conversion, training)
             _finish(conversion, training)
     except BaseException:
-        logger.warning("stopped; the same command goes on where it was (%s)", work)
+        logger.warning("stopped; the same command resumes the run (%s)", work)
         raise
     text = _describe(conversion, training)
     folders.replace(final, training.output_dir)
@@ -69,13 +69,13 @@ def run_training(conversion: Conversion, training: Training) -> str:
 
 
 def _open(conversion: Conversion, training: Training) -> None:
-    """Make the work folder, or make sure that it is this request's."""
+    """Create the work folder, or check that it belongs to this request."""
     work, request = training.work, _request(conversion, training)
     if work.exists():
         path = work / REQUEST
         if not path.is_file():
-            raise UsageError(f"{work} is in the way, and not from an unfinished run; move it")
-        defaults = {entry.name: entry.default for entry in fields(ConversionArguments)}  # of options that are newer
+            raise UsageError(f"{work} exists and is not from an unfinished run; move it")
+        defaults = {entry.name: entry.default for entry in fields(ConversionArguments)}  # of newer options
         before = {**defaults, **json.loads(path.read_text(encoding="utf-8"))}
         changed = [
             f"{name}: {before.get(name)} -> {request[name]}"
@@ -83,12 +83,12 @@ def _open(conversion: Conversion, training: Training) -> None:
             if _as_known(before.get(name), request[name]) != before.get(name)
         ]
         if not changed:
-            logger.info("going on in %s (remove it to start over)", work)
+            logger.info("resuming the run in %s (remove it to start over)", work)
             return
         if not conversion.request.arguments.overwrite:
             raise UsageError(
-                f"{work} holds an unfinished run of another request ({'; '.join(changed)}): give the options of that "
-                "one to go on with it, or `--overwrite` to start over"
+                f"{work} contains an unfinished run of another request ({'; '.join(changed)}); give the options of "
+                "that request to resume it, or `--overwrite` to start over"
             )
         folders.discard(work)
     with staging(work) as folder:
@@ -96,14 +96,14 @@ def _open(conversion: Conversion, training: Training) -> None:
 
 
 def _as_known(before: Any, now: Any) -> Any:
-    """A value of this request with the settings alone that an earlier version knew, which wrote the other one."""
+    """The value `now`, reduced to the settings in `before`, which an earlier version may have written."""
     if isinstance(before, dict) and isinstance(now, dict):
         return {name: now[name] for name in now if name in before}
     return now
 
 
 def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
-    """All that decides the result, as JSON reads it back."""
+    """Everything that decides the result, in the form in which it is read back from JSON."""
     values = asdict(conversion.request.arguments)
     options = {name: values[name] for name, fact in CONVERSION_FACTS.items() if fact.on_resume is not OnResume.FREE}
     named = {name: options[name] for name, fact in CONVERSION_FACTS.items() if fact.is_path and options.get(name)}
@@ -119,14 +119,14 @@ def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
 
 def _choose_softmax_layers(conversion: Conversion, training: Training, folder: Path) -> None:
     if conversion.inputs is None:
-        raise RuntimeError("the file to rank on has been checked before")
+        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
     teacher = str(training.given["teacher_name_or_path"])
     choose_in(folder, conversion.plan, conversion.source, conversion.request.arguments, conversion.inputs, teacher)
 
 
 def _train(conversion: Conversion, training: Training) -> None:
-    """All stages that are not finished yet."""
-    import datasets  # which most conversions do without, and so without what follows
+    """Run all stages that are not finished yet."""
+    import datasets  # most conversions do without this library, and without the following import
 
     from hf_linear_attention.training.run import run as run_stage
 
@@ -136,11 +136,11 @@ def _train(conversion: Conversion, training: Training) -> None:
         ):  # the last stage
             _choose_softmax_layers(conversion, training, Path(recipe.model.model_name_or_path))
         figures = run_stage(recipe)
-        for checkpoint in list_checkpoints(recipe.output_dir):  # several times the size of the model
+        for checkpoint in list_checkpoints(recipe.output_dir):  # each is several times as large as the model
             shutil.rmtree(checkpoint)
         return figures
 
-    datasets.disable_progress_bars()  # one bar: the training's
+    datasets.disable_progress_bars()  # the only progress bar is that of the training
     with to_stderr("hf_linear_attention.training"):
         run_stages(training.preset, training.given, parse, run_and_tidy)
         data = held_out(conversion.request.arguments)
@@ -151,7 +151,7 @@ def _train(conversion: Conversion, training: Training) -> None:
 
 
 def _finish(conversion: Conversion, training: Training) -> None:
-    """The trained model with its figures, as the folder `final`."""
+    """Write the trained model with its figures to the folder `final`."""
     data, task = held_out(conversion.request.arguments), training.given["task"]
     trained = training.work / TRAINED
     with staging(training.work / FINAL) as folder:
@@ -168,7 +168,7 @@ def _finish(conversion: Conversion, training: Training) -> None:
 
 
 def _name_runs(folder: Path, training: Training) -> None:
-    """In the history, stages in place of the folders between them, which will be gone."""
+    """Name the stages in the training history, instead of the folders between them, which will be deleted."""
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
     for run_, stage in zip(runs, stages, strict=True):
@@ -179,12 +179,12 @@ def _name_runs(folder: Path, training: Training) -> None:
 
 
 def _cast(conversion: Conversion, folder: Path, converted: Path) -> None:
-    """Training is in float32; the weights get the dtype that the conversion gave them."""
+    """Cast the weights, which were trained in float32, to the dtype of the converted model."""
     dtype = json.loads((converted / "config.json").read_text(encoding="utf-8"))["dtype"]
     if dtype == "float32":
         return
     model = conversion.plan.linear_class.from_pretrained(folder, dtype=getattr(torch, dtype))
-    for path in folder.glob("*.safetensors*"):  # in float32 there may be more of them
+    for path in folder.glob("*.safetensors*"):  # there may be more files in float32
         path.unlink()
     model.save_pretrained(folder)
 
@@ -202,6 +202,7 @@ def _describe(conversion: Conversion, training: Training) -> str:
         lines += ["", describe_quality(report["quality"])]
     elif conversion.request.arguments.validation_file is None:
         lines.append(
-            "No figures after training: give a `--validation_file` of held-out text, here or with `--evaluate`."
+            "There are no figures after training; give a `--validation_file` of held-out text, here or with "
+            "`--evaluate`."
         )
     return describe_result(plan, conversion.source, str(training.output_dir), report, lines)

@@ -54,6 +54,7 @@ class HeldOut:
 
 
 def held_out(arguments: ConversionArguments) -> HeldOut | None:
+    """The held-out data that the options name, or None without `--validation_file`."""
     if arguments.validation_file is None:
         return None
     return HeldOut(
@@ -190,7 +191,7 @@ def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str
     return figures
 
 
-def _recipe_and_batches(folder: Path, source: Source, trust_remote_code: bool, files: dict[str, Any]):
+def _recipe_and_batches(folder: Path, source: Source, trust_remote_code: bool, files: dict[str, Any]) -> Any:
     from hf_linear_attention.training.data.splits import load_data
 
     recipe = data_recipe(str(folder), "embedding", source.loadable, trust_remote_code, **files)

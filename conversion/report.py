@@ -1,4 +1,4 @@
-"""A plan and its outcome as conversion_report.json, and as the short text that the command prints."""
+"""A plan and its result as conversion_report.json, and as the short text that the command prints."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
 
 
 def _calibration(facts: Mapping[str, Any] | None) -> str | None:
-    """None where there is nothing to calibrate."""
+    """What the model was calibrated on; None if there is nothing to calibrate."""
     if facts is None:
         return None
     return f"{facts['tokens']:,} tokens ({facts['inputs']})" if facts["tokens"] else "nothing"
 
 
 def describe(plan: Plan, source: Source) -> str:
-    """What is, or would be, done; a few lines."""
+    """What the conversion does, in a few lines."""
     settings = {name: value for name, value in plan.settings.items() if name not in ("mechanism", "layers")}
-    # What every mechanism has is said only where it differs from the usual.
+    # Settings that every mechanism has are shown only if they differ from their defaults.
     shown = {name: value for name, value in settings.items() if value != COMMON_SETTINGS.get(name)}
     chosen = ", ".join(f"{name}={value}" for name, value in shown.items())
     mechanism = plan.settings["mechanism"] + (f" ({chosen})" if chosen else "")
@@ -82,7 +82,7 @@ def describe(plan: Plan, source: Source) -> str:
 
 
 def describe_tensors(plan: Plan) -> str:
-    """Every tensor, one a line; what `--dry_run` adds."""
+    """All layers and tensors, one per line, as `--dry_run` adds them."""
     lines = [
         f"  layer {layer.layer:<4} {layer.module}: {layer.stock_class} -> {layer.linear_class}" for layer in plan.layers
     ]
@@ -96,7 +96,7 @@ def describe_tensors(plan: Plan) -> str:
 def describe_result(
     plan: Plan, source: Source, output_dir: str, report: Mapping[str, Any], training: Sequence[str] = ()
 ) -> str:
-    """The end of a conversion: what came out, how to load it, what to do next; or how it was trained."""
+    """The text at the end of a conversion: the result, how to load it, and what to do next or how it was trained."""
     lines, checks = [describe(plan, source)], report["checks"]
     if calibrated := report["figures"]["calibrated on"]:
         lines.append(_line("calibrated", f"on {calibrated}"))
@@ -108,7 +108,7 @@ def describe_result(
     if training:
         lines += ["", *training]
     elif plan.layers and (command := _healing_command(plan, source, output_dir)):
-        lines += ["", "Its attention is new and untrained. Heal it, with the original as teacher:", command]
+        lines += ["", "The new attention is untrained. Train it with the original as teacher:", command]
     if report["diagnosis"]:
         lines += ["", describe_diagnosis(report["diagnosis"], plan.settings["mechanism"])]
     return "\n".join(lines)
@@ -125,9 +125,9 @@ def _tensor_line(plan: Plan) -> str:
 
 def _state_line(plan: Plan) -> str:
     layer = next(layer for layer in plan.layers if layer.state_bytes)  # an encoder's have none
-    text = f"{layer.state_bytes:,} bytes a layer, {plan.state_bytes:,} in all, per sequence of any length"
+    text = f"{layer.state_bytes:,} bytes per layer, {plan.state_bytes:,} in all, per sequence of any length"
     if plan.head.task == "causal_lm" and layer.state_bytes:
-        text += f" (a key-value cache takes that at {layer.state_bytes // layer.cache_bytes_per_token} tokens)"
+        text += f" (the size of a key-value cache of {layer.state_bytes // layer.cache_bytes_per_token} tokens)"
     return text
 
 

@@ -1,4 +1,4 @@
-"""The options of `convert_checkpoint.py`: a dataclass for the script, and one flag per option of every mechanism."""
+"""The options of `convert_checkpoint.py`: those of the script, and one for each option of every mechanism."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from hf_linear_attention.mechanisms import MECHANISMS
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# What `--state_bytes` chooses.
+# The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features")
 
 
 @dataclass
 class ConversionArguments:
+    """The options of the script itself."""
+
     model_name_or_path: str = option("the softmax checkpoint: a folder or a hub name", for_evaluation=True)
     output_dir: str | None = option(
         "the folder to write; may be left out with --dry_run or --spectrum", None, for_evaluation=True, is_path=True
@@ -30,44 +32,48 @@ class ConversionArguments:
         "the mechanism that replaces softmax (default: linear, or that of --preset)", None, choices=sorted(MECHANISMS)
     )
     layers: str | None = option(
-        "the attention layers to convert: all (default), full_attention, none, or a list as 0,2,4-7", None
+        "the attention layers to convert: all (default), full_attention, none, or a list such as 0,2,4-7", None
     )
     softmax_layers: str | None = option(
-        "of these, the layers that stay softmax: a list as 0,5, or auto:K for the K whose softmax brings the model "
-        "nearest its original (by KL on --calibration_file or --train_file; with --preset before its last stage)",
+        "the layers among these that keep softmax: a list such as 0,5, or auto:K for the K layers whose softmax brings "
+        "the model nearest the original, by KL divergence on --calibration_file or --train_file (measured before the "
+        "last stage of --preset)",
         None,
     )
-    drop: str | None = option(f"features of the attention that may be lost, a list out of {', '.join(DROPPABLE)}", None)
+    drop: str | None = option(
+        f"features of the attention that may be lost, a list with any of {', '.join(DROPPABLE)}", None
+    )
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
     state_bytes: int | None = option(
-        "the bytes of the decoding state of all layers together, split between the window, the sinks and the features "
-        "of hybrid (or the window and sinks of window): a sixth for features, in vectors of 16, 4 sinks, the rest for "
-        "the window. A size that is given stays",
+        "the size in bytes of the decoding state of all layers together, divided between the window, the sinks and the "
+        "features of hybrid (or the window and the sinks of window): a sixth for features, in multiples of 16, then 4 "
+        "sinks, and the rest for the window. Sizes that are given do not change",
         None,
         bounds=COUNT,
     )
     dtype: str = option(
-        "of the weights written; auto keeps what the checkpoint has. A cast needs the disk space of the result twice",
+        "the dtype of the weights written; auto keeps that of the checkpoint. A cast needs disk space for twice the "
+        "size of the result",
         "auto",
         DTYPES,
     )
     calibration_file: str | None = option(
-        "real inputs for --features favor++, which is fitted to them, and for --spectrum: .txt, .jsonl, .csv, .tsv "
+        "real inputs to which --features favor++ is fitted, and which --spectrum analyses: .txt, .jsonl, .csv, .tsv "
         "or .parquet (column `text`), or for a vision model a folder of images (default: built-in sentences)",
         None,
         is_path=True,
     )
     calibration_tokens: int | None = option(
-        "tokens or patches of it to calibrate on (default 4096)", None, bounds=COUNT
+        "the number of tokens or patches of --calibration_file to calibrate on (default 4096)", None, bounds=COUNT
     )
     spectrum: bool = option(
-        "print, by layer, how near softmax attention is to a low rank, and the error of the untrained mechanism; by "
-        "head in conversion_report.json. Without --output_dir only that",
+        "print for each layer how near softmax attention is to a low rank, and the error of the untrained mechanism; "
+        "conversion_report.json has the figures per head. Without --output_dir nothing else is done",
         False,
     )
     preset: str | None = option(
-        "convert and train: a recipe of training/presets, whose settings of the attention hold where none are "
-        "given. A killed run goes on when the same command is given again",
+        "convert and train with a recipe of training/presets, which also gives the settings of the attention that are "
+        "not set here. The same command resumes a run that was killed",
         None,
     )
     train_file: str | None = option(
@@ -79,25 +85,28 @@ class ConversionArguments:
         is_path=True,
     )
     validation_file: str | None = option(
-        "held-out text, in such a file, for the figures of --preset and --evaluate",
+        "a file of held-out text, of the same types, for the figures of --preset and --evaluate",
         None,
         needs=("preset", "evaluate"),
         for_evaluation=True,
         is_path=True,
     )
     pairs_file: str | None = option(
-        "for an embedding model, pairs of texts with a score of their similarity, for Spearman's correlation in the "
-        "figures: .jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as STS-B has",
+        "for an embedding model, pairs of texts with a similarity score, for Spearman's correlation in the figures: "
+        ".jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as in STS-B",
         None,
         needs=("validation_file",),
         for_evaluation=True,
         is_path=True,
     )
     tokens: str | None = option(
-        "to train on in all stages together: 2000000, 500k, 2M (default: as --preset says)", None, needs=("preset",)
+        "the number of tokens to train on in all stages together, such as 2000000, 500k or 2M (default: that of "
+        "--preset)",
+        None,
+        needs=("preset",),
     )
     max_eval_tokens: int = option(
-        "measure on about the first so many tokens of --validation_file",
+        "measure on about this number of tokens at the start of --validation_file",
         50_000,
         bounds=COUNT,
         needs=("validation_file",),
@@ -113,8 +122,9 @@ class ConversionArguments:
         for_evaluation=True,
     )
     controls: str = option(
-        "what a language model is compared with besides its original: untrained, a window of the bytes of its state; "
-        "healed, also that window after the same training, which takes as long again (with --preset); none",
+        "what a language model is compared with besides its original: none; untrained: an untrained window with as "
+        "many bytes as the model's state; healed: also that window after the same training, which takes as much time "
+        "again (only with --preset)",
         "untrained",
         ("none", "untrained", "healed"),
         needs=("validation_file",),
@@ -122,39 +132,41 @@ class ConversionArguments:
         for_evaluation=True,
     )
     checkpointing_steps: int = option(
-        "steps of training that a killed run repeats at most",
+        "the number of training steps between checkpoints, which is the most that a killed run repeats",
         100,
         bounds=COUNT,
         needs=("preset",),
         on_resume=OnResume.FREE,
     )
     evaluate: bool = option(
-        "measure what lies in --output_dir against the original on --validation_file, into its conversion_report.json "
-        "and model card; nothing is converted",
+        "compare the model in --output_dir with the original on --validation_file, and write the figures into its "
+        "conversion_report.json and model card; nothing is converted",
         False,
         for_evaluation=True,
     )
-    seed: int | None = option("of everything drawn at random (default 0; training: 42)", None)
+    seed: int | None = option("the seed of all random numbers (default 0; 42 for training)", None)
     dry_run: bool = option("print what would be done and write nothing", False, on_resume=OnResume.FREE)
     no_verify: bool = option("do not compare the result with its source", False)
     overwrite: bool = option(
         "replace an existing --output_dir, once the new one is complete", False, on_resume=OnResume.FREE
     )
     trust_remote_code: bool = option(
-        "run Python code that the checkpoint itself brings along", False, for_evaluation=True, on_resume=OnResume.FREE
+        "run Python code that the checkpoint itself contains", False, for_evaluation=True, on_resume=OnResume.FREE
     )
     allow_pickle: bool = option(
-        "read .bin files where there are no safetensors", False, for_evaluation=True, on_resume=OnResume.FREE
+        "read .bin files if there are no safetensors", False, for_evaluation=True, on_resume=OnResume.FREE
     )
     list_architectures: bool = option("print the tested architectures, and do nothing else", False)
-    model_class: str | None = option("stock or Auto class to convert as; default: the one the checkpoint names", None)
+    model_class: str | None = option(
+        "the stock or Auto class to convert (default: the class that the checkpoint names)", None
+    )
 
 
 CONVERSION_FACTS = facts_of(ConversionArguments)
 
 
 def changed_options(arguments: ConversionArguments) -> set[str]:
-    """The options that are not at their defaults."""
+    """The names of the options whose values differ from their defaults."""
     return {
         entry.name
         for entry in fields(arguments)
@@ -163,7 +175,7 @@ def changed_options(arguments: ConversionArguments) -> set[str]:
 
 
 def mechanism_arguments() -> type:
-    """A dataclass with the options of all mechanisms, each None unless given: what fits is for the settings to say."""
+    """A dataclass with the options of all mechanisms, each None unless given; the settings check which of them fit."""
     options: dict[str, dict[str, Option]] = {}
     for mechanism, attention in MECHANISMS.items():
         for name, entry in attention.options.items():
@@ -178,35 +190,36 @@ def mechanism_arguments() -> type:
 
 
 def _help(users: Mapping[str, Option]) -> str:
-    """What an option is for each mechanism that has it; once for those that have the same."""
+    """The help text of an option for each mechanism that has it, once for mechanisms with the same text."""
     texts: dict[str, list[str]] = {}
     for mechanism, entry in users.items():
         choices = f": {', '.join(entry.choices)}" if entry.choices else ""
-        several = "; or one a layer: 96,64,..." if entry.is_per_layer else ""
+        several = "; or one value per layer: 96,64,..." if entry.is_per_layer else ""
         texts.setdefault(f"{entry.help}{choices}{several}", []).append(mechanism)
     return "; ".join(f"{text} (of {', '.join(mechanisms)})" for text, mechanisms in texts.items())
 
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: the script's own options, and the `linear_attention` settings that it names."""
+    """A parsed command line: the script's own options, and the `linear_attention` settings that are given."""
 
     arguments: ConversionArguments
     given: dict[str, Any]
 
     @property
     def settings(self) -> dict[str, Any]:
+        """The settings without a preset."""
         return self.settings_over({})
 
     def settings_over(self, preset: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings, with those of a preset where nothing is given; they say nothing about another mechanism."""
+        """The settings, completed by those of a preset unless another mechanism is given."""
         defaults = preset if self.given.get("mechanism") in (None, preset.get("mechanism")) else {}
         defaults = self._without_replaced(defaults)
         settings = {"mechanism": "linear", "layers": "all", **defaults, **self.given}
         if self.arguments.state_bytes is not None:
             settings["state_bytes"] = self.arguments.state_bytes
         mechanism = MECHANISMS[settings["mechanism"]]
-        # The seed serves every mechanism; one that draws its function from it also stores it.
+        # Every mechanism uses the seed; a mechanism whose function is drawn from it also stores it.
         draws = "seed" in mechanism.options and "seed" not in mechanism.unused(mechanism.filled(settings))
         if self.arguments.seed is not None and draws:
             settings["seed"] = self.arguments.seed
@@ -221,7 +234,7 @@ class Request:
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> Request:
-    """The request that `argv` and the file of its `--config` make.
+    """The request in `argv` and in the file of its `--config`.
 
     Raises:
         UsageError: naming every unknown option at once, the first value of the wrong type, or every number that is
@@ -269,24 +282,24 @@ def _is_per_layer(name: str) -> bool:
 
 
 def parse_per_layer(name: str, text: str) -> int | list[int]:
-    """`128` -> 128 for every layer; `128,96,64` -> one number a layer.
+    """`128` -> 128 for every layer; `128,96,64` -> one number per layer.
 
     Raises:
-        UsageError: if the text is neither.
+        UsageError: if the text has neither form.
     """
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError as error:
-        message = f"`--{name} {text}`: give a whole number, or one a layer such as 128,96,64"
+        message = f"`--{name} {text}`: give a whole number, or one per layer such as 128,96,64"
         raise UsageError(message) from error
     return values if "," in text else values[0]
 
 
 def parse_tokens(text: str) -> int:
-    """`2000000`, `500k`, `2M` and `1.5B` as numbers.
+    """The number in a text such as `2000000`, `500k`, `2M` or `1.5B`.
 
     Raises:
-        UsageError: if the text is no such number above 0.
+        UsageError: if the text is not such a number above 0.
     """
     factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower())
     try:

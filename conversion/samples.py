@@ -1,4 +1,4 @@
-"""A few inputs to run a model on: built-in English through its tokenizer, or random ids or pixels."""
+"""A few inputs to run a model on: built-in English text through its tokenizer, or random ids, pixels or sound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANDOM_LENGTHS = (7, 48, 17, 64)
 
 
 def text_samples(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
-    """Token ids, one tensor `[1, N]` a text, no longer than the model takes."""
+    """Token ids, one tensor `[1, N]` per text, no longer than the model allows."""
     if (samples := built_in_text(config, tokenizer)) is not None:
         return samples
     generator = torch.Generator().manual_seed(0)
@@ -43,18 +43,18 @@ def built_in_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase |
 
 
 def _max_tokens(config: PreTrainedConfig) -> int:
-    # Some families lose a few positions to offsets (RoBERTa).
+    # Some families (RoBERTa) cannot use a few of their positions because of an offset.
     return min(MAX_TOKENS, (max_length_of(config) or MAX_TOKENS) * 3 // 4)
 
 
 def sound_samples(config: PreTrainedConfig, name: str) -> list[torch.Tensor]:
-    """Random sound: `input_values [1, samples]`, or `input_features` as the model's encoder reads them."""
+    """Random sound: `input_values [1, samples]`, or `input_features` in the shape that the model's encoder reads."""
     generator = torch.Generator().manual_seed(0)
     if name == "input_values":
         return [torch.randn(1, 400 * length, generator=generator) for length in RANDOM_LENGTHS]
     if (features := getattr(config, "input_feat_per_channel", None)) is not None:
         return [torch.randn(1, 4 * length, features, generator=generator) for length in RANDOM_LENGTHS]
-    shape = (1, config.num_mel_bins, 2 * config.max_source_positions)  # Whisper takes this one length
+    shape = (1, config.num_mel_bins, 2 * config.max_source_positions)  # Whisper accepts only this length
     return [torch.randn(*shape, generator=generator) for _ in range(2)]
 
 

@@ -1,12 +1,12 @@
-"""`--softmax_layers`: which layers keep their softmax, as a list or as `auto:K`: the layers whose softmax, given back
-alone, brings the student nearest the teacher.
+"""`--softmax_layers`: the layers that keep softmax attention, as a list or as `auto:K`.
 
-The choice is by KL of the model's output and never by the error of the layer itself: on RULER the latter chose worse
-than evenly spaced layers (KL-guided hybrid distillation, ICLR 2026).
+`auto:K` ranks the layers: for each one, softmax is restored in this layer only, and the K layers that bring the student
+nearest the teacher keep softmax. The ranking is by the KL divergence of the model's output, not by the error of the
+layer itself: on RULER the latter chose worse than evenly spaced layers (KL-guided hybrid distillation, ICLR 2026).
 
-Without a preset the layers are ranked on the untrained student; with one, before its last stage, on what the stages
-before that have made of a student that is linear everywhere (KL-guided hybrid distillation, ICLR 2026, ranks after
-distillation too).
+Without a preset, the layers are ranked on the untrained student. With a preset, they are ranked before its last stage,
+on the student that the earlier stages have trained with linear attention in all layers (KL-guided hybrid distillation
+also ranks after distillation).
 """
 
 from __future__ import annotations
@@ -46,41 +46,47 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto:"
 RANKING_TOKENS = 8192
-CHOICE = "softmax_layers"  # in conversion_report.json
+CHOICE = "softmax_layers"  # the name of the choice in conversion_report.json
 
 
 def is_automatic(arguments: ConversionArguments) -> bool:
+    """Whether `--softmax_layers` has the form `auto:K`."""
     return (arguments.softmax_layers or "").startswith(AUTO)
 
 
 def count_of(arguments: ConversionArguments) -> int:
-    """K of `auto:K`; 0 if that is no number."""
+    """K of `auto:K`; 0 if K is not a number."""
     number = str(arguments.softmax_layers).removeprefix(AUTO)
     return int(number) if number.isdecimal() else 0
 
 
 def ranking_file(arguments: ConversionArguments) -> str | None:
+    """The file to rank the layers on, or None."""
     return arguments.calibration_file or arguments.train_file
 
 
 def check_softmax_layers(arguments: ConversionArguments, plan: Plan) -> None:
-    """Raises `UsageError` for an `auto:K` that cannot be done."""
+    """Check that the layers can be ranked, if `--softmax_layers` is `auto:K`.
+
+    Raises:
+        UsageError: naming every reason why they cannot.
+    """
     if not is_automatic(arguments):
         return
     text, problems = arguments.softmax_layers, []
     if not 1 <= count_of(arguments) < len(plan.layers):
         problems.append(
-            f"`--softmax_layers {text}`: of {len(plan.layers)} layers to convert, K = 1 to {len(plan.layers) - 1} can "
-            "stay softmax"
+            f"`--softmax_layers {text}`: K must be from 1 to {len(plan.layers) - 1}, because there are "
+            f"{len(plan.layers)} layers to convert"
         )
     if plan.stock_class.main_input_name != "input_ids" or plan.config.is_encoder_decoder:
         problems.append(
-            f"`--softmax_layers {text}` ranks the layers of text models without a decoder of their own, and "
-            f"{plan.stock_class.__name__} is none; give a list such as 0,5"
+            f"`--softmax_layers {text}` ranks the layers of text models other than encoder-decoders, and "
+            f"{plan.stock_class.__name__} is not such a model; give a list such as 0,5"
         )
     elif ranking_file(arguments) is None:
         problems.append(
-            f"`--softmax_layers {text}` ranks the layers on text: give a `--calibration_file` (or a `--train_file`)"
+            f"`--softmax_layers {text}` ranks the layers on text; give a `--calibration_file` (or a `--train_file`)"
         )
     if problems:
         raise UsageError(*problems)
@@ -90,7 +96,7 @@ def listed_layers(text: str, plan: Plan) -> list[int]:
     """The layers that `text` names.
 
     Raises:
-        UsageError: if it is no list, or not one of layers that would be converted.
+        UsageError: if it is not a list of layer numbers, or names a layer that is not to be converted.
     """
     try:
         layers = parse_layers(text)
@@ -100,7 +106,9 @@ def listed_layers(text: str, plan: Plan) -> list[int]:
     if isinstance(layers, str):
         raise UsageError(f"`--softmax_layers {text}`: give a list such as 0,5 or 2-4, or auto:K")
     if wrong := sorted(set(layers) - set(converted)):
-        raise UsageError(f"`--softmax_layers {text}`: {wrong} are not among the layers to convert, {converted}")
+        raise UsageError(
+            f"`--softmax_layers {text}`: {wrong} are not among the layers to convert; choose from {converted}"
+        )
     return layers
 
 
@@ -114,7 +122,7 @@ def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, lay
 def rank(
     model: PreTrainedModel, inputs: RealInputs, arguments: ConversionArguments, teacher: PreTrainedModel | None = None
 ) -> dict[str, Any]:
-    """What the report says of the choice: `layers`, `ranking` (the most gain first), `inputs` and `tokens`."""
+    """The choice for the report: `layers`, `ranking` (the largest gain first), `inputs` and `tokens`."""
     logger.info("ranking the layers on %s", inputs.name)
     batches = inputs.batches(arguments.calibration_tokens or RANKING_TOKENS)
     models: list[Any] = [part for part in (model, teacher) if part is not None]
@@ -135,7 +143,7 @@ def rank(
 def choose_in(
     folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs, teacher: str
 ) -> None:
-    """Give the layers that gain most their softmax back in the model of `folder`, unless that has happened."""
+    """Restore softmax in the layers of the model in `folder` that gain most from it, unless that was done before."""
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     if report.get(CHOICE) is not None:
         return
@@ -152,14 +160,14 @@ def choose_in(
 
 
 def chosen_report(choice: Mapping[str, Any], plan: Plan, report: Mapping[str, Any]) -> dict[str, Any]:
-    """What a report says otherwise once the layers are chosen."""
+    """The entries of a report that change when the layers are chosen."""
     return {**plan.to_dict(), CHOICE: dict(choice), "figures": {**report["figures"], **plan.figures}}
 
 
 def describe_ranking(choice: Mapping[str, Any]) -> list[str]:
-    """For the terminal, one line a layer."""
+    """The ranking for the terminal, one line per layer."""
     kept = set(choice["layers"])
-    lines = [f"Softmax given back to one layer alone, on {choice['tokens']:,} tokens ({choice['inputs']}):"]
+    lines = [f"Softmax restored in one layer at a time, on {choice['tokens']:,} tokens ({choice['inputs']}):"]
     for entry in choice["ranking"]:
         stays = "  stays softmax" if entry["layer"] in kept else ""
         lines.append(
@@ -170,7 +178,13 @@ def describe_ranking(choice: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class LayerGain:
-    """`divergence`: of the student from the teacher with this layer softmax; `gain`: how much less that is."""
+    """What one layer gains from softmax.
+
+    Args:
+        layer: the number of the layer.
+        divergence: the divergence of the student from the teacher with softmax in this layer only.
+        gain: how much smaller this divergence is than without softmax in any converted layer.
+    """
 
     layer: int
     divergence: float
@@ -179,12 +193,13 @@ class LayerGain:
 
 @torch.no_grad()
 def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel | None, batches: Iterable[Batch]) -> list[LayerGain]:
-    """The converted layers of `student`, the one that gains most first.
+    """The converted layers of `student`, the layer with the largest gain first.
 
-    Without a teacher it is the student's own softmax, which it is as long as nothing but the mechanisms was trained.
+    Without a teacher, the student with its own softmax attention is the teacher; this is the original model as long as
+    only the mechanisms were trained.
 
     The divergence is KL(teacher || student) of the logits per real token; for a model without logits it is the relative
-    squared error of the last hidden state. Costs one forward pass a layer and batch.
+    squared error of the last hidden state. The cost is one forward pass per layer and batch.
     """
     layers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
     sums = dict.fromkeys([None, *layers], 0.0)
@@ -204,11 +219,11 @@ def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel | None, batch
 
 
 def _divergence(mine: Any, yours: Any, mask: Tensor) -> Tensor:
-    """Sum over real tokens."""
+    """The divergence, summed over real tokens."""
     if getattr(mine, "logits", None) is None:
         s, t = mine.last_hidden_state.float()[mask], yours.last_hidden_state.float()[mask]
         return ((s - t).square().sum(-1) / t.square().sum(-1).clamp(min=1e-12)).sum()
-    if mine.logits.ndim == 2:  # classes of a whole text: as often as it has tokens
+    if mine.logits.ndim == 2:  # classes of a whole text, weighted by its number of tokens
         log_q, log_p = (x.logits.float().log_softmax(-1) for x in (mine, yours))
         return (F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1) * mask.sum(-1)).sum()
     log_q, log_p = (x.logits[mask].float().log_softmax(-1) for x in (mine, yours))
@@ -216,14 +231,14 @@ def _divergence(mine: Any, yours: Any, mask: Tensor) -> Tensor:
 
 
 def with_softmax_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTrainedModel:
-    """A copy of a converted model in which `layers` are softmax again, and the others as they were.
+    """A copy of a converted model in which `layers` have softmax attention again; the other layers do not change.
 
     Raises:
         ValueError: if one of them was not converted.
     """
     converted = [module.linear_attention.shape.layer for module in linear_attention_modules(model).values()]
     if wrong := sorted(set(layers) - set(converted)):
-        raise ValueError(f"Cannot give softmax back to layers {wrong}; converted are {converted}.")
+        raise ValueError(f"Cannot restore softmax in layers {wrong}, which are not converted; choose from {converted}.")
     config = copy.deepcopy(model.config)
     left = [layer for layer in converted if layer not in set(layers)]
     if isinstance(config.linear_attention, list):

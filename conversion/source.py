@@ -1,4 +1,4 @@
-"""The checkpoint to convert, as files: where they are, and which tensors they hold, without loading them."""
+"""The files of the checkpoint to convert: where they are and which tensors they contain, without loading them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from hf_linear_attention._common.errors import UsageError
 
 
-# What a conversion may need of a hub repository; other formats of the same weights stay where they are.
+# The files of a hub repository that a conversion may need; other formats of the same weights are not downloaded.
 HUB_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.safetensors", "README.md")
 HUB_IGNORED = ("onnx/*", "openvino/*", "coreml/*", "original/*", "consolidated*", "*.fp16.safetensors")
 DTYPE_NAMES = {
@@ -29,7 +29,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """`dtype` as torch spells it, without `torch.`."""
+    """Shape, dtype and file of one tensor; `dtype` is spelled as in torch, without `torch.`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,14 +37,20 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return int(torch.Size(self.shape).numel())
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint folder. `folder` holds config.json and weights; `root` differs where sentence-transformers nests it.
+    """A checkpoint folder.
 
-    `modules` is the list in modules.json, or None for an ordinary checkpoint.
+    Args:
+        name: the hub name or folder that was given.
+        root: the folder of the checkpoint.
+        folder: the folder with config.json and weights; a sentence-transformers model may have it inside of `root`.
+        weights: the weight files.
+        modules: the list in modules.json; None if the checkpoint is not a sentence-transformers model.
     """
 
     name: str
@@ -55,17 +61,18 @@ class Source:
 
     @property
     def is_pickled(self) -> bool:
+        """Whether the weights are pickles."""
         return any(path.suffix == ".bin" for path in self.weights)
 
     @property
     def loadable(self) -> str:
-        """What `from_pretrained` takes: the hub name, or the folder."""
+        """The argument for `from_pretrained`: the hub name or the folder."""
         is_hub_model = self.folder == self.root and not Path(self.name).expanduser().is_dir()
         return self.name if is_hub_model else str(self.folder)
 
     @functools.cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of the weight files, from their headers alone.
+        """Every tensor of the weight files, from their headers only.
 
         Raises:
             UsageError: if a file is damaged.
@@ -76,7 +83,7 @@ class Source:
         return found
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor; only its own bytes are read from safetensors."""
+        """One tensor; from safetensors, only its own bytes are read."""
         return read_tensor(self.tensors[name].file, name)
 
     def text(self, name: str) -> str | None:
@@ -86,22 +93,27 @@ class Source:
 
 
 def open_source(name: str, allow_pickle: bool = False) -> Source:
-    """Find the files of a checkpoint, in a folder or on the hub.
+    """Find the files of a checkpoint in a folder or on the hub.
 
     Raises:
-        UsageError: if there is no such checkpoint, or not in a form that can be converted.
+        UsageError: if there is no such checkpoint, or it does not have a form that can be converted.
     """
     root = _root(name, allow_pickle)
     modules = _read_modules(root)
     folder = root / modules[0]["path"] if modules else root
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            raise UsageError(f"{name} holds an adapter; merge it into its base model (PEFT `merge_and_unload`) first")
-        raise UsageError(f"{name} holds no config.json, so it is no transformers checkpoint")
+            raise UsageError(
+                f"{name} contains an adapter; merge it into its base model (PEFT `merge_and_unload`) first"
+            )
+        raise UsageError(
+            f"{name} contains no config.json, so it is not a transformers checkpoint; give the folder that has one"
+        )
     return Source(name, root, folder, _weight_files(name, folder, allow_pickle), modules)
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """One tensor of a weight file."""
     if path.suffix == ".bin":
         return _load_pickle(path)[name]
     with safe_open(path, framework="pt") as file:
@@ -113,18 +125,18 @@ def _root(name: str, allow_pickle: bool) -> Path:
     if path.is_dir():
         return path.resolve()
     if path.exists():
-        raise UsageError(f"`--model_name_or_path` = {name!r} is a file; give the folder that holds config.json")
+        raise UsageError(f"`--model_name_or_path` = {name!r} is a file; give the folder that contains config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UsageError(f"`--model_name_or_path` = {name!r}: there is no such folder")
     patterns = [*HUB_PATTERNS, "*.bin"] if allow_pickle else list(HUB_PATTERNS)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(HUB_IGNORED)))
     except (OSError, ValueError) as error:
-        raise UsageError(f"`--model_name_or_path` = {name!r} is no folder here, and {_hub_problem(error)}") from error
+        raise UsageError(f"`--model_name_or_path` = {name!r} is not a folder, and {_hub_problem(error)}") from error
 
 
 def _hub_problem(error: Exception) -> str:
-    """What `snapshot_download` met, as half a sentence."""
+    """The problem that `snapshot_download` met, as the end of a sentence."""
     what = "could not be fetched from the hub"
     if isinstance(error, (RepositoryNotFoundError, HFValidationError)) and not isinstance(error, GatedRepoError):
         what = "no model on the hub"
@@ -142,9 +154,7 @@ def _read_modules(root: Path) -> tuple[Mapping[str, Any], ...] | None:
     modules = json.loads(path.read_text(encoding="utf-8"))
     inside = all((root / module["path"]).resolve().is_relative_to(root) for module in modules)
     if not modules or not inside or not (root / modules[0]["path"] / "config.json").is_file():
-        raise UsageError(
-            f"{path} does not begin with a transformer of this folder; point at the transformer's own folder"
-        )
+        raise UsageError(f"{path} does not begin with a transformer in this folder; give the transformer's own folder")
     return tuple(modules)
 
 
@@ -153,11 +163,11 @@ def _weight_files(name: str, folder: Path, allow_pickle: bool) -> tuple[Path, ..
         return files
     pickled = _files_of(folder, "pytorch_model.bin")
     if not pickled:
-        raise UsageError(f"{name} holds no weights: neither model.safetensors nor model.safetensors.index.json")
+        raise UsageError(f"{name} contains no weights: neither model.safetensors nor model.safetensors.index.json")
     if not allow_pickle:
         raise UsageError(
-            f"{name} holds its weights only as pickles ({pickled[0].name}); give `--allow_pickle` if you trust where "
-            "they come from, or save it once with `save_pretrained`, which writes safetensors"
+            f"{name} has its weights only as pickles ({pickled[0].name}); give `--allow_pickle` if you trust their "
+            "origin, or save the model with `save_pretrained`, which writes safetensors"
         )
     return pickled
 
@@ -196,5 +206,5 @@ def _pickled_tensors(path: Path) -> dict[str, TensorInfo]:
 
 @functools.lru_cache(maxsize=1)
 def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """`weights_only`: the unpickler knows tensors and containers, and refuses the rest."""
+    """The tensors of a pickle; with `weights_only` the unpickler refuses everything but tensors and containers."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

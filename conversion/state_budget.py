@@ -1,4 +1,4 @@
-"""Bytes of the decoding state, and `--state_bytes`: a budget split between window, sinks and features."""
+"""The size of the decoding state, and `--state_bytes`: a budget divided between window, sinks and features."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 # The share of the linear part (benchmarks/RESULTS.md, "Against a window of the same bytes"). Between a sixth and a
 # third of the bytes stories260k learns equally well; with two thirds (version 2 of the preset) it has .016 nats more.
 LINEAR_SHARE = 1 / 6
-# Features come in whole vectors of the widest processors, in float32.
+# The number of features is a multiple of this, the number of float32 values in the widest vector registers.
 VECTOR = 16
 NUM_SINKS = 4
-# Of a preset: the bytes of its own sizes.
+# The value in a preset that stands for the bytes of its own sizes.
 AS_SIZED = "as_sized"
 LARGE_HEAD = 64
-# Of each size; features of `hedgehog` come in pairs.
+# The smallest value of each size; features of `hedgehog` come in pairs.
 LEAST = {"window_size": 1, "num_sinks": 0, "num_features": 2}
 
 
 def split_budget(
     num_bytes: int, settings: Mapping[str, Any], bytes_of: Callable[[Mapping[str, Any]], int]
 ) -> dict[str, Any]:
-    """The settings with the sizes that `num_bytes` of state for all layers together allow; given ones stay.
+    """The settings with the sizes for a state of `num_bytes` in all layers together; given sizes do not change.
 
-    The linear part gets a sixth of the bytes, in whole vectors of 16 features and one at least; 4 sinks; the rest is
-    the window. A mechanism without a linear part (`window`) gives it nothing.
+    The linear part gets a sixth of the bytes, as a multiple of 16 features and at least 16. There are 4 sinks, and the
+    window gets the rest. The mechanism `window` has no linear part.
 
     Args:
-        settings: of `linear_attention`, with `mechanism`.
-        bytes_of: the bytes of the decoding state of all converted layers, for settings. It grows by the same number
-            with each place of the window, each sink and each feature.
+        settings: the `linear_attention` settings, with `mechanism`.
+        bytes_of: the size in bytes of the decoding state of all converted layers, for given settings. It must be linear
+            in the window size, the number of sinks and the number of features.
 
     Raises:
-        UsageError: if the mechanism has no sizes to choose, or the budget holds no window.
+        UsageError: if the mechanism has no window, or the budget is too small for one.
     """
     mechanism = settings["mechanism"]
     if mechanism not in ("hybrid", "window"):
         raise UsageError(
-            f"`--state_bytes` splits bytes between a window and a linear part, and `{mechanism}` has no window; use "
+            f"`--state_bytes` divides bytes between a window and a linear part, but `{mechanism}` has no window; use "
             "`--attention hybrid`, or give `--num_features`"
         )
     sizes = [name for name in LEAST if name != "num_features" or mechanism == "hybrid"]
@@ -74,14 +74,14 @@ def split_budget(
 
 
 def with_budget(settings: Mapping[str, Any], stock_class: type, stock: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Settings whose `state_bytes` has become sizes.
+    """The settings with sizes in place of `state_bytes`.
 
-    `as_sized` in a preset stands for the bytes of its own sizes, which are split anew where head_dim is below 64: there
-    a feature takes as many bytes as a key or more. (For larger heads this has not been measured, and the sizes stay.)
+    `as_sized` in a preset stands for the bytes of its own sizes. These are divided anew if head_dim is below 64, where
+    a feature takes at least as many bytes as a key. Larger heads were not measured, and their sizes do not change.
 
     Raises:
-        UsageError: as `split_budget`.
-        ValueError: if the settings allow no conversion.
+        UsageError: as `split_budget` does.
+        ValueError: if the model cannot be converted with these settings.
     """
     settings = dict(settings)
     budget = settings.pop("state_bytes", None)
@@ -109,9 +109,9 @@ def _on_meta(settings: Mapping[str, Any], stock_class: type, stock: Any) -> Any:
 
 
 def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | None:
-    """Bytes of the state of a converted layer after one token: it has the same size after a million.
+    """The size in bytes of the state of a converted layer per sequence, which does not depend on the length.
 
-    Keys and values have this `dtype`; None for an encoder or a mechanism without a state.
+    Keys and values have this `dtype`. The size is None for an encoder, or a mechanism without a state.
     """
     mechanism = cast(AttentionMechanism, module.linear_attention)
     is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)

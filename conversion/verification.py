@@ -1,7 +1,7 @@
-"""The result against its source: tensors in the files, and outputs with linear against softmax attention.
+"""Comparison of the result with its source: the tensors in the files, and the outputs of linear and softmax attention.
 
-The teacher is the converted model itself with its original attention switched on (`softmax_attention`): once the base
-tensors are shown to be equal, that is the source, without a second model in memory.
+The teacher is the converted model itself with its original attention (`softmax_attention`). If the base tensors are
+equal, this is the source model, without a second model in memory.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def verify(folder: Path, source: Source, plan: Plan, tokenizer: PreTrainedTokeni
 
 
 def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
-    """Every mapped tensor as it lies in both folders; a cast that was asked for is applied to the source's side.
+    """Compare every mapped tensor in the files of both folders, with the source's tensor cast to the result's dtype.
 
     Returns:
-        How many were `compared`, are `equal` and were `not_compared`, and how many tensors the `mechanism` has.
+        The numbers of tensors that were `compared`, are `equal`, were `not_compared`, or belong to the `mechanism`.
 
     Raises:
         ConversionError: if a tensor changed, or none could be compared.
@@ -56,37 +56,37 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
     result = open_source(str(folder))
     compared, not_compared, changed = 0, 0, []
     for tensor in plan.mapped:
-        # Saving restores the names that the checkpoint format uses, which may differ from those in the model.
+        # Saving restores the names of the checkpoint format, which may differ from those in the model.
         names = [name for name in (tensor.source, tensor.target) if name in result.tensors]
         if tensor.source is None or not names:
             not_compared += tensor.source is not None
-            continue  # made of several tensors, or tied to another and not stored
+            continue  # it was merged from several tensors, or is tied to another tensor and not stored
         ours, theirs = result.read(names[0]), source.read(tensor.source)
         compared += 1
         if not torch.equal(ours, theirs.to(ours.dtype)):
             changed.append(names[0])
     if not compared:
         raise ConversionError(
-            f"none of the {not_compared} tensors that come from {source.name} could be compared: the result holds none "
-            "by its name; if `--dry_run` shows tensors as mapped, report this, and convert with `--no_verify` only if "
-            "you compare the weights yourself"
+            f"none of the {not_compared} tensors that come from {source.name} could be compared, because the result "
+            "has no tensor with the same name; if `--dry_run` shows tensors as mapped, report this, and convert with "
+            "`--no_verify` only if you compare the weights yourself"
         )
     if changed:
-        raise ConversionError(f"{len(changed)} tensors of the source changed on the way, first `{changed[0]}`")
+        raise ConversionError(f"{len(changed)} tensors of the source have changed, the first is `{changed[0]}`")
     new = sum(MECHANISM in name for name in result.tensors)
     return {"compared": compared, "equal": compared, "not_compared": not_compared, "mechanism": new}
 
 
 @torch.no_grad()
 def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, float]:
-    """Student and teacher on the built-in samples, one by one; then a padded batch of them."""
+    """Compare student and teacher on each built-in sample, and the student on a padded batch of the samples."""
     samples = _samples(model, tokenizer)
     is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     student, logits = zip(*(_outputs(model, sample) for sample in samples))
     with softmax_attention(model):
         teacher, teacher_logits = zip(*(_outputs(model, sample) for sample in samples))
     if not all(torch.isfinite(output).all() for output in student):
-        raise ConversionError("the converted model computes numbers that are not finite on the built-in samples")
+        raise ConversionError("the outputs of the converted model on the built-in samples are not finite")
     figures = {"hidden_state_error": _relative_error(student, teacher)}
     if is_text and not _is_causal(model):
         means = zip(student, teacher)
@@ -110,7 +110,7 @@ def _samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _inputs(model: PreTrainedModel, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """An encoder-decoder reads a text on both sides; of sound, the decoder writes a few tokens."""
+    """The inputs of a model; the decoder of an encoder-decoder gets the same text, or a few tokens if that is sound."""
     inputs = {model.main_input_name: sample}
     if model.config.is_encoder_decoder:
         start = getattr(model.config, "decoder_start_token_id", None) or 0
@@ -125,16 +125,16 @@ def _outputs(model: PreTrainedModel, sample: torch.Tensor) -> tuple[torch.Tensor
     seen: list[Any] = []
     with model.base_model.register_forward_hook(lambda module, args, output: seen.append(output)):
         output = model(**{**inputs, **choices}, output_hidden_states=True)
-    if len(seen) != 1:  # the head calls parts of it (OPT, BART's decoder)
+    if len(seen) != 1:  # the head calls parts of the base model (OPT, BART's decoder)
         seen = [model.base_model(**inputs, output_hidden_states=True)]
     logits = next((output[name].float() for name in LOGITS if output.get(name) is not None), None)
     if "last_hidden_state" in seen[0]:
         return seen[0].last_hidden_state.float(), logits
-    return seen[0].decoder_hidden_states[-1].float(), logits  # T5's model with a head has no base model inside
+    return seen[0].decoder_hidden_states[-1].float(), logits  # T5's model with a head contains no base model
 
 
 def _distribution_figures(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Mean over all tokens of KL(teacher || student), and the share with the same most likely token."""
+    """The mean of KL(teacher || student) over all tokens, and the share of tokens with the same most likely token."""
     divergence, same, count = 0.0, 0.0, 0
     for ours, theirs in zip(student, teacher):
         log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
@@ -145,15 +145,16 @@ def _distribution_figures(student: Sequence[torch.Tensor], teacher: Sequence[tor
 
 
 def _relative_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> float:
-    """|student - teacher| / |teacher| over all samples; 0.0 exactly where nothing differs."""
+    """|student - teacher| / |teacher| over all samples; exactly 0.0 if nothing differs."""
     difference = sum((a - b).square().sum().item() for a, b in zip(student, teacher))
     return math.sqrt(difference / max(sum(b.square().sum().item() for b in teacher), 1e-30))
 
 
 def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alone: Sequence[torch.Tensor]) -> float:
-    """How far a padded batch moves the real tokens, relative to their norm.
+    """How far padding changes the outputs of real tokens, relative to their norm.
 
-    Causal models that take position_ids are padded on the left, as for generation; right padding proves nothing there.
+    Causal models that accept `position_ids` are padded on the left, as for generation; padding on the right would not
+    test anything, because causal attention does not see it.
     """
     pad = getattr(model.config, "pad_token_id", None) or 0
     left = _is_causal(model) and "position_ids" in inspect.signature(model.base_model.forward).parameters

@@ -10,6 +10,7 @@ Importing this package registers the `linear_<x>` model types with the Auto clas
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from .registration import register
 
@@ -42,7 +43,7 @@ __all__ = [
 register()
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

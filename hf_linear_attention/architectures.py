@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention modules of transformers are, read off the modules themselves: a new model type needs no change.
+"""What a stock attention module does, determined from the module itself, so that a new model type needs no change.
 
-Which attend to their own sequence and which to another, which look only back, their heads and sizes, and the
-`FEATURES`: what some of them do to logits or masks that no state of constant size can do.
+The functions tell self-attention from cross-attention and causal from bidirectional attention, read the number and size
+of the heads, and find what a module does to its logits or masks that a state of constant size cannot represent
+(`features_of`).
 
-Families with ALiBi compute their own softmax. ALiBi (Press 2022) adds -slope (i - j) to a logit, so a weight decays by
-exp(-slope) with every token: linear attention honours it exactly. Classes at the end of this file stand between
-`LinearizedAttention` and such a stock class: its projections, and `attend` in between.
+The ALiBi families compute their own softmax. ALiBi (Press 2022) adds -slope (i - j) to a logit, so a weight decays by
+exp(-slope) per token, and linear attention can reproduce it exactly. The classes at the end of this file are bases that
+come after `LinearizedAttention` and before such a stock class: they call its projections, and `attend` between them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from .attention_calls import interface_keywords
 from .mechanism import LayerShape
@@ -30,12 +31,12 @@ from .configuration_linear_attention import max_length_of
 from .transformers_internals import attention_implementation
 
 
-# Classes of these names are observed; LongCat-Flash has a `LongcatFlashMLA`.
+# The forward pass of classes with these names is observed; LongCat-Flash has a `LongcatFlashMLA`.
 ATTENTION_NAME = re.compile(r"attention|attn|MLA", re.IGNORECASE)
-# The name of a module, or of its parent, where it attends to another sequence.
+# The name of a module that attends to another sequence, or of the parent of that module.
 CROSS_NAME = re.compile(r"cross|x_attn|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
 POSITION_BIAS_NAME = re.compile(r"relative_(position|attention)_bias")
-# The arguments that stock layers hand to the attention function, and the features that they are.
+# Arguments that stock layers pass to the attention function, and the feature that each of them implements.
 FEATURE_ARGUMENTS = {
     "position_bias": "position_bias",
     "softcap": "softcap",
@@ -44,24 +45,24 @@ FEATURE_ARGUMENTS = {
     "indices": "sparse_attention",
     "block_indices": "sparse_attention",
 }
-# Stock attention classes that reach the interface and still cannot be converted.
+# Stock attention classes that use the attention interface and still cannot be converted.
 EXCEPTIONS = {
     "DiffLlamaAttention": "attends twice, to different values, with one cache entry",
     "DogeAttention": "adds a mask of its own, computed from the values, per head",
     "DeepseekV4Attention": "attends to compressed keys that it keeps in a cache layer of its own",
-    # transformers sizes its masks by the places of lightning attention in that cache, which stay empty.
+    # transformers sizes its masks by the cache layers of lightning attention, which stay empty.
     "MiniMaxAttention": "shares a cache with lightning attention, which knows no other linear state",
     "T5Gemma2MergedAttention": "attends to its own tokens and the encoder's in one softmax",
 }
-# Compute their own softmax, in models of which another part reaches the interface: GIT's image encoder.
+# Classes that compute their own softmax, in models of which another part (GIT's image encoder) uses the interface.
 OWN_SOFTMAX = {"GitSelfAttention"}
 
 
 def attention_modules(model: nn.Module, cross: bool = False) -> dict[str, Any]:
-    """`{name: module}` of every attention that reaches the attention interface, in order.
+    """`{name: module}` of every attention module that uses the attention interface, in the order of the model.
 
     Args:
-        cross: those that attend to another sequence, instead of their own.
+        cross: whether to return the modules that attend to another sequence instead of those that attend to their own.
     """
     reaches: dict[type, bool] = {}
     for module in model.modules():
@@ -83,7 +84,7 @@ def _reaches_interface(module: nn.Module) -> bool:
 
 
 def has_own_dispatch(model_class: type) -> bool:
-    """Whether a table of the modeling file picks the attention class by `attn_implementation`, and knows not ours."""
+    """Whether a table in the modeling file picks the attention class by `attn_implementation`; ours is not in it."""
     return any(name.endswith("ATTENTION_CLASSES") for name in vars(sys.modules[model_class.__module__]))
 
 
@@ -94,7 +95,7 @@ def is_cross_attention(name: str, module: Any) -> bool:
 
 
 def is_causal_attention(module: Any, model: Any) -> bool:
-    """Whether this self-attention looks only back; in an encoder-decoder each module says so itself."""
+    """Whether this self-attention is causal; in an encoder-decoder each module states this itself."""
     config = getattr(module, "config", model.config)
     if (is_causal := getattr(config, "is_causal", None)) is not None:
         return bool(is_causal)
@@ -103,24 +104,24 @@ def is_causal_attention(module: Any, model: Any) -> bool:
     return is_causal_config(model.config, model.config.stock_model_type)
 
 
-def layer_shape(module: Any, layer: int, config) -> LayerShape:
+def layer_shape(module: Any, layer: int, config: PreTrainedConfig) -> LayerShape:
     """Heads and sizes of an attention module, from the module itself: hidden_size / heads is wrong for many models.
 
     Raises:
-        ValueError: if the module tells none of the names that transformers uses.
+        ValueError: if the module has its heads or sizes under none of the names that transformers uses.
     """
     config = getattr(module, "config", config)
     num_heads = _first_attribute(module, ("num_heads", "num_attention_heads", "n_heads")) or _first_attribute(
         config, ("num_attention_heads", "n_heads", "n_head")
     )
-    # qk_head_dim first: in multi-head latent attention `head_dim` is another one.
+    # `qk_head_dim` comes first, because `head_dim` means something else in multi-head latent attention.
     head_dim = _first_attribute(
         module, ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
     )
     if not num_heads or not head_dim:
         raise ValueError(
-            f"Cannot tell the number of heads (got {num_heads}) and head_dim (got {head_dim}) of "
-            f"{type(module).__name__}."
+            f"Cannot determine the number of heads (got {num_heads}) and head_dim (got {head_dim}) of "
+            f"{type(module).__name__}; keep its layers softmax (setting `layers`)."
         )
     groups = getattr(module, "num_key_value_groups", None) or 1
     adapter = adapter_of(type(module))
@@ -133,19 +134,19 @@ def _first_attribute(owner: Any, names: tuple[str, ...]) -> int | None:
 
 
 def config_of(module: Any) -> Any:
-    """The config that the module keeps; None for BLOOM's and MPT's, which read theirs and let it go."""
+    """The config that the module keeps, or None: the modules of BLOOM and MPT read theirs and do not store it."""
     return getattr(module, "config", None)
 
 
 def layer_type(module: Any) -> str | None:
-    """The entry of `config.layer_types` for the layer of this module, such as `full_attention`; None without one."""
+    """The entry of `config.layer_types` for the layer of this module, such as `full_attention`, or None."""
     config, layer = config_of(module), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     return types[layer] if types and layer is not None and layer < len(types) else None
 
 
 def features_of(module: Any, model: nn.Module) -> dict[str, str]:
-    """`{feature: what the stock attention does}`: the `DROPPABLE` ones, and others that nothing can do without."""
+    """`{feature: what the stock attention does}`: the `DROPPABLE` features, and those that cannot be dropped."""
     found = {
         "exception": EXCEPTIONS.get(stock_class_of(module).__name__),
         "position_bias": _position_bias(module, model),
@@ -159,10 +160,10 @@ def features_of(module: Any, model: nn.Module) -> dict[str, str]:
 
 
 def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[str]) -> None:
-    """Refuse what the stock attention of the layers to convert does and a linear one cannot, unless `drop` names it.
+    """Refuse features of the layers to convert that linear attention cannot reproduce, unless `drop` names them.
 
     Raises:
-        ValueError: naming each such feature, and each in `drop` that no layer has.
+        ValueError: naming each such feature, and each entry of `drop` that no layer has.
     """
     if not converted:
         return
@@ -177,19 +178,19 @@ def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[s
         ]
         by_type = all(layer_type(converted[layer]) == "full_attention" for layer in clean)
         others = "full_attention" if clean and by_type else clean
-        problems.append(f"keep these softmax: set `layers` to `{others}`" if clean else "keep these softmax (`layers`)")
+        problems.append("keep these layers softmax" + (f": set `layers` to `{others}`" if clean else " (`layers`)"))
         if names := [f"`{feature}`" for feature in kept if feature in DROPPABLE]:
             problems.append(f"or convert them without it: set `drop` to a list with {', '.join(names)}")
     problems += [f"`drop` names `{name}`, which no layer to convert has" for name in drop if name not in found]
     if problems:
         raise ValueError(
-            f"{type(model).__name__} has attention that no linear one can do:\n"
+            f"{type(model).__name__} has attention that linear attention cannot reproduce:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
 
 
 def converted_features(model: Any, converted: Mapping[int, Any]) -> dict[str, dict[str, list[int]]]:
-    """`{feature: {what which class does: layers}}` of the layers to convert, or converted with `drop`."""
+    """`{feature: {class and what it does: layers}}` of the layers to convert, or of those converted with `drop`."""
     found: dict[str, dict[str, list[int]]] = {}
     for layer, module in converted.items():
         for feature, text in features_of(module, model).items():
@@ -198,12 +199,12 @@ def converted_features(model: Any, converted: Mapping[int, Any]) -> dict[str, di
 
 
 def stock_class_of(module: Any) -> type:
-    """The class of transformers that an attention module is of, or was before its conversion."""
+    """The class that an attention module has in transformers, or had before its conversion."""
     return getattr(type(module), "stock_class", type(module))
 
 
 def _passes(module: Any, feature: str) -> bool:
-    """Whether the stock forward hands such an argument to the attention function."""
+    """Whether the stock forward passes an argument for this feature to the attention function."""
     if adapter_of(stock := stock_class_of(module)) is not None:
         return False
     return any(FEATURE_ARGUMENTS.get(name) == feature for name in interface_keywords(module, stock) or ())
@@ -213,7 +214,7 @@ def _position_bias(module: Any, model: nn.Module) -> str | None:
     if getattr(module, "position_embeddings_type", "relative") in (None, "rotary"):
         return None
     tables = (name for name, _ in model.named_parameters() if POSITION_BIAS_NAME.search(name))
-    # The module of such a table stands in the attention, in its layer or in its encoder (BEiT adds it to the mask).
+    # The module of such a table is inside the attention, its layer or its encoder (BEiT adds it to the mask).
     owners = (model.get_submodule(".".join(name.split(".")[:-2])) for name in tables)
     if _passes(module, "position_bias") or any(module is child for owner in owners for child in owner.modules()):
         return "adds a learned position bias to its logits"
@@ -221,7 +222,7 @@ def _position_bias(module: Any, model: nn.Module) -> str | None:
 
 
 def skips_position_bias(module: Any, settings: Mapping[str, Any]) -> bool:
-    """Whether a dropped bias, which T5's first layer makes N x N for all the others, need not be made at all."""
+    """Whether a dropped position bias, which T5's first layer computes as N x N for all layers, can be skipped."""
     if "position_bias" not in settings["drop"] or settings["layers"] != "all":
         return False
     return "position_bias" in inspect.signature(type(module).forward).parameters and hasattr(module, "o")
@@ -256,8 +257,8 @@ def _chunk(module: Any) -> str | None:
     return f"sees its own chunk of {size} tokens only" if _hides(size, config_of(module)) else None
 
 
-def _hides(size: Any, config) -> bool:
-    """A window as long as the longest input hides nothing."""
+def _hides(size: Any, config: Any) -> bool:
+    """Whether a window of this size hides keys: one that is as long as the longest input does not."""
     return isinstance(size, int) and size < (max_length_of(config) or size + 1)
 
 
@@ -267,10 +268,18 @@ def _stock_module(module: Any) -> Any:
 
 
 class BloomAttention:
-    """Before transformers' `BloomAttention`."""
+    """A base before transformers' `BloomAttention`."""
 
-    def forward(self, hidden_states, residual, alibi, attention_mask, layer_past=None, **kwargs):
-        """Arguments and results as the stock class has them."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | None,
+        layer_past: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The arguments and results are those of the stock class."""
         if not self.linear_attention_enabled:
             return super().forward(hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **kwargs)
         mixed = self.query_key_value(hidden_states).unflatten(2, (self.num_heads, 3, self.head_dim))
@@ -292,10 +301,17 @@ class BloomAttention:
 
 
 class MptAttention:
-    """Before transformers' `MptAttention`."""
+    """A base before transformers' `MptAttention`."""
 
-    def forward(self, hidden_states, position_bias, past_key_values=None, attention_mask=None, **kwargs):
-        """Arguments and results as the stock class has them."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The arguments and results are those of the stock class."""
         if not self.linear_attention_enabled:
             return super().forward(hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
         mixed = self.Wqkv(hidden_states)
@@ -308,7 +324,7 @@ class MptAttention:
             key, value = past_key_values.update(key, value, self.layer_idx)
         has_own_mask = attention_implementation(self.model_config) == attention_implementation(self.config)
         if attention_mask is not None and not has_own_mask:
-            attention_mask = ~attention_mask  # MPT turns the additive mask of its softmax layers into True = hidden
+            attention_mask = ~attention_mask  # MPT makes a mask that is True where a key is hidden for softmax layers
         output, weights = self.attend(
             query, key, value, attention_mask, scaling=self.softmax_scale, state_layer=kwargs.get("state_layer")
         )
@@ -326,5 +342,5 @@ ADAPTERS: dict[str, Any] = {"BloomAttention": BloomAttention, "MptAttention": Mp
 
 
 def adapter_of(attention_class: type) -> Any:
-    """The class to put before this stock attention class, or None."""
+    """The base to put before this stock attention class, or None."""
     return ADAPTERS.get(attention_class.__name__)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watching a converted model's layers while they compute their original softmax attention: `observe_attention`.
+"""Observation of a converted model's layers while they compute their original softmax attention: `observe_attention`.
 
-One model, one forward pass, the teacher's own activations in every layer: calibration, diagnosis and attention transfer
-compare each mechanism with the softmax that it replaces on the same queries, keys and values.
+Calibration, diagnosis and attention transfer compare each mechanism with the softmax attention that it replaces, on the
+same queries, keys and values. One forward pass of one model gives the teacher's own activations in every layer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,35 +30,35 @@ IMPLEMENTATION = "observed_softmax_attention"
 
 @dataclass(frozen=True)
 class ObservedAttention:
-    """One call of one converted layer: what its mechanism would get, and what softmax attention made of it.
+    """One call of one converted layer: the inputs of its mechanism, and what softmax attention computes from them.
 
-    `value` is `[B, Hkv, S, D]`, `softmax_output` `[B, N, H, D]`, `softmax_weights` `[B, H, N, S]` or, where the layer
-    runs anything but `attn_implementation` = `eager`, None.
+    `value` is `[B, Hkv, S, D]` and `softmax_output` is `[B, N, H, D]`. `softmax_weights` is `[B, H, N, S]`, or None
+    unless the layer runs with `attn_implementation` = `eager`.
     """
 
     module: Any
     inputs: MechanismInputs
-    value: torch.Tensor
-    softmax_output: torch.Tensor
-    softmax_weights: torch.Tensor | None = None
+    value: Tensor
+    softmax_output: Tensor
+    softmax_weights: Tensor | None = None
 
     @cached_property
-    def output(self) -> torch.Tensor:
-        """Of the mechanism, `[B, N, H, D]`, with gradients for whatever requires them."""
+    def output(self) -> Tensor:
+        """The output of the mechanism, `[B, N, H, D]`, with gradients for whatever requires them."""
         with torch.autocast(device_type=self.value.device.type, enabled=False):
             query, key, *masks_and_mode = self.inputs
             return self.module._attend(query, key, self.value, *masks_and_mode, None)
 
-    def weights(self) -> torch.Tensor:
-        """Of the mechanism, `[B, H, N, S]`, with gradients like `output`.
+    def weights(self) -> Tensor:
+        """The attention weights of the mechanism, `[B, H, N, S]`, with gradients like `output`.
 
         Raises:
-            NotImplementedError: if the mechanism has no matrix of weights per head, or the input is packed.
+            NotImplementedError: if the mechanism has no weight matrix per head, or the input is packed.
         """
         mechanism, inputs = self.module.linear_attention, self.inputs
         if inputs.segments is not None or not mechanism.supports("weights", mechanism.settings):
             raise NotImplementedError(
-                f"{type(mechanism).__name__} shows no attention weights here; train on its outputs "
+                f"{type(mechanism).__name__} has no attention weights here; train on its outputs "
                 "(attention_transfer_weight) instead."
             )
         with torch.autocast(device_type=self.value.device.type, enabled=False):
@@ -76,7 +77,9 @@ class ObservedAttention:
 def observe_attention(
     model: PreTrainedModel, observer: Callable[[ObservedAttention], None]
 ) -> Iterator[PreTrainedModel]:
-    """Inside, as inside `softmax_attention(model)`, a forward pass is the original one; `observer` sees every layer.
+    """A context in which the model computes its softmax attention, and every converted layer calls `observer`.
+
+    As in `softmax_attention(model)`, a forward pass gives the outputs of the original model.
 
     Raises:
         NotImplementedError: if a converted layer's stock class computes its own softmax (ALiBi families).
@@ -95,8 +98,10 @@ def observe_attention(
                 module.linear_attention_observer = None
 
 
-def _observed_forward(module, query, key, value, attention_mask, **kwargs):
-    """The attention function registered for the layers inside `observe_attention`."""
+def _observed_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that layers call inside `observe_attention`."""
     name = attention_implementation(module.model_config)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_function(module))
     output, weights = attend(module, query, key, value, attention_mask, **{**kwargs, "dropout": 0.0})
@@ -106,7 +111,7 @@ def _observed_forward(module, query, key, value, attention_mask, **kwargs):
 
 
 def _eager_function(module: Any) -> Callable[..., Any]:
-    # The stock forward hands it to `get_interface`, from its own file.
+    """The function that the stock forward passes to `get_interface` from its own file."""
     file = sys.modules[type(module).stock_class.forward.__module__]
     function = getattr(file, "eager_attention_forward", None)
     if function is None:

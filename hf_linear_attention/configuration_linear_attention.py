@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of linear attention and the `Linear<X>Config` classes, made on demand from the stock ones.
+"""The settings of linear attention, and the `Linear<X>Config` classes, which are made on demand from the stock ones.
 
 `LinearLlamaConfig` is `LlamaConfig` with `model_type = "linear_llama"` and one more field, `linear_attention`:
 
     {"mechanism": "linear", "feature_map": "exp", "num_features": 64, "layers": "all"}
 
-or, where layers differ, a list of these, whose `layers` are numbers that do not overlap (`settings_of` finds one).
+If layers have different settings, the field is a list of such dicts, each with the numbers of its `layers`; no layer is
+in two of them. `settings_of` returns the settings of one layer.
 
-A model type of its own is on purpose: nobody can load converted weights into a softmax model without noticing.
+The model type differs from the stock one, so that nobody loads converted weights into a softmax model unnoticed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from .transformers_internals import is_causal_lm
@@ -29,41 +31,46 @@ from .transformers_internals import stock_heads
 
 
 if TYPE_CHECKING:
-    # config.json names classes of this file too, and transformers takes along what such a line imports.
+    from .mechanism import AttentionMechanism
+    from .mechanism import Option
+
+    # config.json also names classes of this file, and transformers copies the files that such a line imports.
     from .modeling_linear_attention import LinearAttentionModelMixin  # noqa: F401
 
 
 PREFIX = "linear_"
 MODELING_MODULE = "modeling_linear_attention"
-# Called with a config class when its first instance is built; the plugin registers the Auto classes of its heads here.
+# Called with a config class when its first instance is built; `registration.py` registers its Auto classes in this way.
 FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
-# Settings of every mechanism, with their defaults.
+# The settings that every mechanism has, with their defaults.
 COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False, "rotary": None}
-# Of the settings, and what each version means; it counts up when older code would read new settings wrongly.
-#   1  as written since the first release, by which time they did not hold the field `format_version` yet
+# The version of the settings' format; it is raised when older code would misread new settings.
+#   1  the format since the first release, whose settings did not have the field `format_version` yet
 FORMAT_VERSION = 1
-# What some stock attention does that no state of constant size can: the values of the setting `drop`.
+# Features of stock attention that a state of constant size cannot represent: the values of the setting `drop`.
 DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
 NAMED_LAYERS = ("all", "full_attention", "none")
 
 
 class LinearAttentionSettings(dict):
-    """`config.linear_attention` with every option filled in and checked; a plain dict everywhere else.
+    """One entry of `config.linear_attention`, checked and with all defaults filled in; elsewhere it is a plain dict.
 
     Args:
         settings: `mechanism`, the options of the mechanism, and `COMMON_SETTINGS`: `layers`, the self-attention layers
-            to convert (`all`, `none`, `full_attention`: those that `config.layer_types` calls so, or their numbers);
-            `drop`, the features of the stock attention that may be lost (see `DROPPABLE`); `cross_attention`, whether
-            to convert that too. What is missing takes its default. `format_version` is no option: it is what the
-            settings were saved in (1 if they do not say), and becomes `FORMAT_VERSION`.
-        model_type: the stock model type, for the messages.
+            to convert (`all`, `none`, `full_attention` for the layers of that type in `config.layer_types`, or a list
+            of layer numbers); `drop`, the features of the stock attention that may be lost (see `DROPPABLE`);
+            `cross_attention`, whether to convert the cross-attention too; and `rotary`, the rotary positions found
+            during conversion. Missing settings take their defaults. `format_version` is not an option: it is the
+            format in which the settings were saved (1 if missing), and becomes `FORMAT_VERSION`.
+        model_type: the stock model type, for error messages.
         is_causal: whether the model attends causally; None skips that check.
-        num_layers: number of attention layers, to check `layers`; None skips that check.
-        max_length: the longest input the architecture takes, or None.
-        is_saved: whether a config.json holds them. Earlier versions saved options without effect; these may stay.
+        num_layers: the number of attention layers, to check `layers`; None skips that check.
+        max_length: the longest input that the architecture accepts, or None.
+        is_saved: whether the settings come from a config.json. Earlier versions saved options that have no effect;
+            such options are accepted.
 
     Raises:
-        ValueError: naming every unknown option, impossible value and impossible combination at once; or that a newer
+        ValueError: naming every unknown option, impossible value and impossible combination at once; or if a newer
             version of this code wrote the settings.
     """
 
@@ -76,7 +83,7 @@ class LinearAttentionSettings(dict):
         num_layers: int | None = None,
         max_length: int | None = None,
         is_saved: bool = False,
-    ):
+    ) -> None:
         from .mechanisms import MECHANISMS
         from .mechanisms import unknown_mechanism
 
@@ -105,18 +112,19 @@ class LinearAttentionSettings(dict):
 
 
 def entries_of(settings: Any) -> list[Any]:
-    """`config.linear_attention` as a list, of one entry where all converted layers have the same settings."""
+    """`config.linear_attention` as a list; it has one entry if all converted layers share their settings."""
     return [settings] if settings is None or isinstance(settings, Mapping) else list(settings)
 
 
 def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict[str, Any]]:
-    """One `LinearAttentionSettings`, or a list of them where `settings` is one, as plain dicts.
+    """Check settings, or each entry of a list of settings, and return them as plain dicts with defaults filled in.
 
     Args:
         checks: the further arguments of `LinearAttentionSettings`.
 
     Raises:
-        ValueError: as there; and for entries of a list that do not say by number which layers are theirs, or overlap.
+        ValueError: as `LinearAttentionSettings` does; and if an entry of a list does not give its layers by number, or
+            shares a layer with another entry.
     """
     entries = entries_of(settings)
     if isinstance(settings, (list, tuple)) and (problems := _entry_problems(entries)):
@@ -127,39 +135,43 @@ def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict
 
 def _entry_problems(entries: list[Any]) -> list[str]:
     if not entries or not all(isinstance(entry, Mapping) for entry in entries):
-        return ["a list of settings must hold one dict for each group of layers"]
+        return ["a list of settings must contain one dict for each group of layers"]
     problems: list[str] = []
     owners: dict[int, int] = {}
     crossed: list[int] = []
     for number, entry in enumerate(entries):
         layers = entry.get("layers")
         if not isinstance(layers, (list, tuple)):
-            problems.append(f"`layers` = {layers!r} in entry {number} of the list; name its layers by their numbers")
+            problems.append(f"`layers` = {layers!r} in entry {number} of the list; give its layers by their numbers")
             continue
         for layer in dict.fromkeys(layers):
             if layer in owners:
                 problems.append(
-                    f"`layers` of the entries {owners[layer]} and {number} both name {layer}; keep it in one"
+                    f"the entries {owners[layer]} and {number} both name layer {layer} in `layers`; keep it in one"
                 )
             owners.setdefault(layer, number)
         crossed += [number] if entry.get("cross_attention") else []
     if len(crossed) > 1:
-        problems.append(f"`cross_attention` = true in the entries {crossed}; it can be in one")
+        problems.append(f"`cross_attention` = true in the entries {crossed}; set it in one entry only")
     return problems
 
 
 def check_format_version(version: Any, newest: int, what: str) -> None:
-    """Raises `ValueError` if `version` is none, or newer than what this code can read."""
+    """Refuse what this code cannot read; `what` names the settings or file for the error message.
+
+    Raises:
+        ValueError: if `version` is not a version number, or is above `newest`.
+    """
     if type(version) is not int or version < 1:
-        raise ValueError(f"Got `format_version` = {version!r} in {what}; it must be a whole number from 1.")
+        raise ValueError(f"Got `format_version` = {version!r} in {what}; it must be a whole number of at least 1.")
     if version > newest:
         raise ValueError(
-            f"Got {what} in format version {version}, and this code reads those up to {newest}. Upgrade "
+            f"Got {what} in format version {version}, but this code reads versions up to {newest}. Upgrade "
             "hf_linear_attention, or load the checkpoint with its own code (`trust_remote_code=True`)."
         )
 
 
-def _names(names) -> str:
+def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
@@ -167,7 +179,9 @@ def _settings_error(problems: list[str]) -> ValueError:
     return ValueError("Invalid `linear_attention` settings:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _option_problems(given, filled, options, num_layers: int | None) -> list[str]:
+def _option_problems(
+    given: Mapping[str, Any], filled: Mapping[str, Any], options: Mapping[str, Option], num_layers: int | None
+) -> list[str]:
     unknown = [name for name in given if name not in options and name not in ("mechanism", *COMMON_SETTINGS)]
     problems = [
         f"`{name}` is not an option of `mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
@@ -180,12 +194,12 @@ def _option_problems(given, filled, options, num_layers: int | None) -> list[str
             options[name].is_per_layer and isinstance(value, (list, tuple)) and len(value) != (num_layers or len(value))
         ):
             problems.append(
-                f"`{name}` has {len(value)} values, but the model has {num_layers} layers; give one a layer"
+                f"`{name}` has {len(value)} values, but the model has {num_layers} layers; give one value per layer"
             )
     return problems
 
 
-def _unused_problems(filled, mechanism) -> list[str]:
+def _unused_problems(filled: Mapping[str, Any], mechanism: type[AttentionMechanism]) -> list[str]:
     unused = mechanism.unused(filled)
     return [
         f"`{name}` = `{filled[name]}` has no effect with {unused[name]}; leave it out"
@@ -194,7 +208,7 @@ def _unused_problems(filled, mechanism) -> list[str]:
     ]
 
 
-def _layer_problems(layers, num_layers: int | None) -> list[str]:
+def _layer_problems(layers: Any, num_layers: int | None) -> list[str]:
     if isinstance(layers, str) and layers in NAMED_LAYERS:
         return []
     if not isinstance(layers, (list, tuple)) or any(type(layer) is not int or layer < 0 for layer in layers):
@@ -205,25 +219,27 @@ def _layer_problems(layers, num_layers: int | None) -> list[str]:
     return [f"`layers` names {beyond}, but the model has layers 0 to {num_layers - 1}"]
 
 
-def _drop_problems(drop) -> list[str]:
+def _drop_problems(drop: Any) -> list[str]:
     if isinstance(drop, (list, tuple)) and all(feature in DROPPABLE for feature in drop):
         return []
-    return [f"`drop` = {drop!r}; it must be a list out of {_names(DROPPABLE)}"]
+    return [f"`drop` = {drop!r}; it must be a list with any of {_names(DROPPABLE)}"]
 
 
-def _cross_attention_problems(wanted, mechanism, name: str, filled) -> list[str]:
+def _cross_attention_problems(
+    wanted: Any, mechanism: type[AttentionMechanism], name: str, filled: Mapping[str, Any]
+) -> list[str]:
     if not isinstance(wanted, bool):
         return [f"`cross_attention` = {wanted!r}; it must be true or false"]
     if wanted and (obstacle := mechanism.obstacle("cross", filled)):
-        return [f"`cross_attention` = true, but `mechanism` = `{name}` {obstacle}; leave it softmax"]
+        return [f"`cross_attention` = true, but `mechanism` = `{name}` {obstacle}; leave cross-attention softmax"]
     return []
 
 
 def parse_layers(text: str) -> str | list[int]:
-    """`all`, `full_attention`, `none` or `0,2,4-7` -> the value of the setting `layers`.
+    """The value of the setting `layers` for a text such as `all`, `full_attention`, `none` or `0,2,4-7`.
 
     Raises:
-        ValueError: if the text is none of these.
+        ValueError: if the text has none of these forms.
     """
     if text in NAMED_LAYERS:
         return text
@@ -231,7 +247,7 @@ def parse_layers(text: str) -> str | list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
-            raise ValueError(f"`layers` = {text!r}; it must be {_names(NAMED_LAYERS)} or a list like `0,2,4-7`")
+            raise ValueError(f"`layers` = {text!r}; it must be {_names(NAMED_LAYERS)} or a list such as `0,2,4-7`")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"`layers` = {text!r}; the range {part.strip()} runs backwards")
@@ -240,46 +256,50 @@ def parse_layers(text: str) -> str | list[int]:
 
 
 class LinearAttentionConfigMixin:
-    """What `Linear<X>Config` adds to `<X>Config`."""
+    """The base that `Linear<X>Config` has before `<X>Config`."""
 
     def settings_of(self, layer: int) -> dict[str, Any] | None:
-        """The settings of a self-attention layer, counted from 0, if it is converted; None where a list has none."""
+        """The settings for a self-attention layer, counted from 0; None if a list of settings does not name the layer.
+
+        If all layers share their settings, these are returned for layers outside of `layers` too.
+        """
         if isinstance(self.linear_attention, Mapping):
             return self.linear_attention
         return next((entry for entry in self.linear_attention if layer in entry["layers"]), None)
 
     def to_dict(self) -> dict[str, Any]:
-        # PEFT asks for this dict before it looks up which modules of a model type LoRA and its kin adapt.
+        """The fields of the config, as in transformers."""
+        # PEFT asks for this dict before it looks up which modules of a model type its adapters (LoRA) change.
         share_peft_targets(self.stock_model_type)
         return super().to_dict()
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
-        """Save config.json and, beside it, the code that a model of this config needs."""
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save config.json and, in the same folder, the code that a model with this config needs."""
         from .mechanisms import mechanisms_of
         from .mechanisms import save_code
 
-        if not os.path.isfile(save_directory):  # which the stock method refuses
+        if not os.path.isfile(save_directory):  # the stock method refuses a file
             save_code(save_directory, mechanisms_of(self.linear_attention), can_generate(self))
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Record nothing for the classes made here, whose code `save_pretrained` writes."""
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Record nothing for the classes made in this file, because `save_pretrained` writes their code."""
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         self.linear_attention = checked_settings(
             self.linear_attention,
             model_type=self.stock_model_type,
-            # The modules of an encoder-decoder differ; each is checked when the model is built.
+            # The attention modules of an encoder-decoder differ; each is checked when the model is built.
             is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
             num_layers=num_attention_layers(self),
             max_length=max_length_of(self),
             is_saved=self.transformers_version is not None,
         )
-        # Every save, a Trainer checkpoint too, then names the class of every head.
+        # With this, every saved config (also in a Trainer checkpoint) names the class of every head.
         if getattr(self, "auto_map", None) is None:
             self.auto_map = auto_map(self.stock_model_type)
         if not type(self).__dict__.get("_has_instances", False):
@@ -289,15 +309,15 @@ class LinearAttentionConfigMixin:
 
 
 def share_peft_targets(model_type: str) -> None:
-    """Let PEFT, if it is imported, adapt in `linear_<x>` the modules that it adapts in `<x>`."""
+    """Tell PEFT, if it is imported, to adapt the same modules in `linear_<x>` as in `<x>`."""
     constants = sys.modules.get("peft.utils.constants")
     for name, targets in vars(constants).items() if constants else ():
         if name.endswith("MODULES_MAPPING") and model_type in targets:
             targets.setdefault(PREFIX + model_type, targets[model_type])
 
 
-def num_attention_layers(config) -> int | None:
-    """The number of self-attention modules; None where the config does not say (encoder-decoders and composites)."""
+def num_attention_layers(config: PreTrainedConfig) -> int | None:
+    """The number of self-attention modules; None if the config does not tell (encoder-decoders and composites)."""
     if config.is_encoder_decoder:
         return None
     if (groups := getattr(config, "num_hidden_groups", None)) is not None:  # ALBERT's layers share their modules
@@ -305,23 +325,23 @@ def num_attention_layers(config) -> int | None:
     return getattr(config, "num_hidden_layers", None)
 
 
-def is_causal_config(config, model_type: str) -> bool:
-    """Whether the self-attention of this model looks only back."""
+def is_causal_config(config: PreTrainedConfig, model_type: str) -> bool:
+    """Whether the self-attention of a model with this config is causal."""
     if (is_causal := getattr(config, "is_causal", None)) is not None:
         return bool(is_causal)
-    if is_masked_lm(model_type):  # BERT and kin are either
+    if is_masked_lm(model_type):  # BERT and similar models can be either
         return bool(getattr(config, "is_decoder", False))
     return is_causal_lm(model_type)
 
 
-def can_generate(config) -> bool:
-    """Whether models of this `Linear<X>Config` may generate text: not those that are encoders as a whole."""
+def can_generate(config: PreTrainedConfig) -> bool:
+    """Whether models with this `Linear<X>Config` may generate text, which pure encoders cannot."""
     is_composite = config.get_text_config(decoder=True) is not config
     return config.is_encoder_decoder or is_composite or is_causal_config(config, config.stock_model_type)
 
 
-def max_length_of(config) -> int | None:
-    """The longest input in tokens, or in patches with the tokens before them, if the architecture has a limit."""
+def max_length_of(config: PreTrainedConfig) -> int | None:
+    """The longest input in tokens, or in patches and special tokens, if the architecture has a limit, or None."""
     for name in ("max_position_embeddings", "max_source_positions"):
         if (length := getattr(config, name, None)) is not None:
             return length
@@ -331,19 +351,19 @@ def max_length_of(config) -> int | None:
         return None
     extra = ("num_register_tokens", "num_registers", "num_detection_tokens")
     before = getattr(config, "num_cls_tokens", 1) + sum(getattr(config, name, 0) for name in extra)
-    before += "deit" in config.model_type  # the token of its teacher
+    before += "deit" in config.model_type  # DeiT's distillation token
     return math.prod(side // part for side, part in zip(image, patch)) + before
 
 
 def model_heads(model_type: str) -> dict[str, str]:
-    """`{auto class: stock model class}` for every head that transformers knows for a stock model type."""
+    """`{auto class: stock model class}` for every head that transformers has for a stock model type."""
     family = CONFIG_MAPPING_NAMES[model_type].removesuffix("Config")
-    # Some heads wrap this model type in a composite of another one, with a config of its own.
+    # Some heads wrap this model type in a composite of another model type with its own config.
     return {name: stock for name, stock in stock_heads(model_type) if stock.startswith(family)}
 
 
 def auto_map(model_type: str) -> dict[str, str]:
-    """The `auto_map` of config.json: which class of the shipped code serves which Auto class."""
+    """The `auto_map` of config.json: the class of the shipped code for each Auto class."""
     entries = {"AutoConfig": f"configuration_linear_attention.{linear_config_name(model_type)}"}
     for auto_class, stock in model_heads(model_type).items():
         entries[auto_class] = f"{MODELING_MODULE}.Linear{stock}"
@@ -351,18 +371,19 @@ def auto_map(model_type: str) -> dict[str, str]:
 
 
 def linear_config_name(model_type: str) -> str:
+    """`llama` -> `LinearLlamaConfig`."""
     return f"Linear{CONFIG_MAPPING[model_type].__name__}"
 
 
 def linear_config_class(model_type: str) -> type:
-    """The `Linear<X>Config` of a stock model type such as `llama`.
+    """The `Linear<X>Config` for a stock model type such as `llama`.
 
     Raises:
         ValueError: if transformers has no such model type.
     """
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"Unknown model type `{model_type}`; `hf_linear_attention.supported_model_types()` lists the tested ones."
+            f"Unknown model type `{model_type}`; `hf_linear_attention.supported_model_types()` lists those tested."
         )
     return _make_config_class(CONFIG_MAPPING[model_type])
 
@@ -373,7 +394,7 @@ def _make_config_class(stock: type) -> type:
         namespace = {
             "__module__": __name__,
             "__qualname__": name,
-            "__doc__": f"`{stock.__name__}` with linear attention: one more field, `linear_attention`.",
+            "__doc__": f"`{stock.__name__}` with one more field, `linear_attention`.",
             "__annotations__": {"linear_attention": dict | list | None},
             "linear_attention": None,
             "model_type": PREFIX + stock.model_type,
@@ -383,11 +404,11 @@ def _make_config_class(stock: type) -> type:
     return globals()[name]
 
 
-def __getattr__(name: str):
-    """`LinearLlamaConfig` and the like, made when first asked for (also by pickle and by `auto_map`)."""
+def __getattr__(name: str) -> type:
+    """`LinearLlamaConfig` and similar classes, made on first access (also by pickle and by `auto_map`)."""
     match = re.fullmatch(r"Linear(\w+Config)", name)
     stock = getattr(transformers, match[1], None) if match else None
-    if stock is None and match:  # not every part of a composite is exported
+    if stock is None and match:  # transformers does not export the config of every part of a composite
         stock = next((CONFIG_MAPPING[kind] for kind, cls in CONFIG_MAPPING_NAMES.items() if cls == match[1]), None)
     if stock is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert`: a pretrained softmax model with its attention made linear, ready to be healed or saved; `calibrate`."""
+"""`convert` returns a linear copy of a pretrained softmax model, ready to be trained or saved; `calibrate` fits it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .attention_observation import ObservedAttention, observe_attention
@@ -27,21 +27,21 @@ from .transformers_internals import base_model_class
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
-def convert_config(config, settings: Settings | None = None, **linear_attention) -> Any:
-    """The `Linear<X>Config` of a stock config; `settings` as in `convert`.
+def convert_config(config: PreTrainedConfig, settings: Settings | None = None, **linear_attention: Any) -> Any:
+    """The `Linear<X>Config` for a stock config; `settings` and `linear_attention` are those of `convert`.
 
     Raises:
-        TypeError: for `settings` and more settings beside them.
+        TypeError: for both `settings` and `linear_attention`.
         ValueError: for a model type that is already linear or unknown, or for impossible settings.
     """
     if settings is not None and linear_attention:
         names = ", ".join(f"`{name}`" for name in linear_attention)
-        raise TypeError(f"Got `settings` and, beside them, {names}; put everything into `settings`.")
+        raise TypeError(f"Got `settings` and also {names}; put everything into `settings`.")
     model_type = config.model_type
     if hasattr(config, "linear_attention"):
-        raise ValueError(f"This model is converted already (model type `{model_type}`); convert its softmax source.")
+        raise ValueError(f"This model is already converted (model type `{model_type}`); convert its softmax source.")
     if model_type not in CONFIG_MAPPING:
-        raise ValueError(f"Model type `{model_type}` is not part of transformers, so its attention is not known here.")
+        raise ValueError(f"Model type `{model_type}` is not part of transformers, so its attention is unknown here.")
     fields = copy.deepcopy(config.to_dict())
     for name in ("model_type", "transformers_version", "auto_map"):
         fields.pop(name, None)
@@ -51,20 +51,20 @@ def convert_config(config, settings: Settings | None = None, **linear_attention)
     return linear_config_class(model_type)(**fields, linear_attention=filled[0] if is_one else filled)
 
 
-def _with_trained_length(settings: Any, config) -> Any:
-    """Settings with the length that the config says the model was trained on, where the mechanism asks for it."""
+def _with_trained_length(settings: Any, config: PreTrainedConfig) -> Any:
+    """Settings with the trained length that the config gives, if the mechanism has this option."""
     if not isinstance(settings, Mapping):
-        return settings  # refused where all settings are checked
+        return settings  # `checked_settings` refuses it
     mechanism = MECHANISMS.get(settings.get("mechanism", "linear"))
     known = mechanism is not None and "trained_length" in mechanism.options
     return {"trained_length": max_length_of(config), **settings} if known else dict(settings)
 
 
-def stock_model_class(config) -> Any:
-    """The class that a checkpoint was saved from (`architectures` in its config), or the base model's.
+def stock_model_class(config: PreTrainedConfig) -> Any:
+    """The class that a checkpoint was saved from (`architectures` in its config), or else the base model's class.
 
     Raises:
-        ValueError: if transformers has no class of that name.
+        ValueError: if transformers has no class with that name.
     """
     name = (getattr(config, "architectures", None) or [None])[0]
     if name is None:
@@ -72,7 +72,8 @@ def stock_model_class(config) -> Any:
     model_class = getattr(transformers, name, None)
     if model_class is None:
         raise ValueError(
-            f"The checkpoint names the class `{name}`, which transformers {transformers.__version__} lacks."
+            f"The checkpoint names the class `{name}`, which transformers {transformers.__version__} does not have; "
+            "pass `model_class`, or install another version."
         )
     return model_class
 
@@ -83,31 +84,31 @@ def convert(
     model_class: type[PreTrainedModel] | None = None,
     from_pretrained: dict[str, Any] | None = None,
     settings: Settings | None = None,
-    **linear_attention,
+    **linear_attention: Any,
 ) -> PreTrainedModel:
     """A linear copy of a pretrained model: the same base weights, and new mechanisms in the converted layers.
 
     Args:
-        model: a folder or hub name, or a loaded model (which is left as it is; its weights are copied).
-        model_class: the stock class to load, such as `BertForMaskedLM`; by default the one the checkpoint names.
+        model: a folder or hub name, or a loaded model (which does not change; its weights are copied).
+        model_class: the stock class to load, such as `BertForMaskedLM`; by default the class that the checkpoint names.
         from_pretrained: further arguments of `from_pretrained` when `model` is a folder or name.
-        settings: in place of `linear_attention`, a dict; or a list of dicts, for layers with different settings, each
-            with the numbers of its `layers`.
+        settings: a dict to use instead of `linear_attention`; or, for layers with different settings, a list of dicts,
+            each with the numbers of its `layers`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`.
 
     Returns:
-        A `Linear<X>...` model in evaluation mode. `save_pretrained` writes its code beside its weights.
+        A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs.
 
     Raises:
-        TypeError: for a module that is no model of transformers, such as a `PeftModel`, or for settings beside
-            `settings`.
+        TypeError: for a module that is not a transformers model, such as a `PeftModel`, or for both `settings` and
+            `linear_attention`.
         ValueError: for impossible settings, an architecture without convertible attention, or a loaded model whose
             weights are not those of `model_class`.
     """
     if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
         inside = "`model.merge_and_unload()`" if hasattr(model, "merge_and_unload") else "the `PreTrainedModel` in it"
         raise TypeError(
-            f"Got a {type(model).__name__}; `convert` takes a model of transformers, or the folder or hub name of one. "
+            f"Got a {type(model).__name__}; `convert` takes a transformers model, or the folder or hub name of one. "
             f"Pass {inside}."
         )
     arguments = {"dtype": "auto", **(from_pretrained or {})}
@@ -131,25 +132,26 @@ def convert(
 
 
 def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Modules that `source` was built without, such as the pooler of `BertModel(config, add_pooling_layer=False)`."""
+    """Remove modules that `source` does not have, such as the pooler with `BertModel(..., add_pooling_layer=False)`."""
     for path, module in source.named_modules():
-        with contextlib.suppress(AttributeError):  # of a place that `target` lacks, which `_copy_weights` refuses
+        with contextlib.suppress(AttributeError):  # `target` has no such module, which `_copy_weights` refuses
             other = target.get_submodule(path)
             for name in [name for name, child in other.named_children() if getattr(module, name, child) is None]:
                 setattr(other, name, None)
 
 
 def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give `target` the weights and buffers of `source`, each in its own dtype; the mechanisms' get the model's."""
+    """Copy weights and buffers to `target`, each in its own dtype; new parameters get the dtype of `source`."""
     weights, places = source.state_dict(), target.state_dict()
     problems = {
-        f"{type(target).__name__} has no place for": [name for name in weights if name not in places],
+        f"{type(target).__name__} does not have": [name for name in weights if name not in places],
         f"{type(source).__name__} lacks": [n for n in places if n not in weights and ".linear_attention." not in n],
     }
     if found := [f"{what} {', '.join(names)}" for what, names in problems.items() if names]:
         raise ValueError(
-            f"The loaded model has other weights than its class: {'; '.join(found)}. Pass the model as transformers "
-            "loads it, of the class `model_class` if you give one, without adapters (merge them) and not quantised."
+            f"The weights of the loaded model are not those of its class: {'; '.join(found)}. Pass the model as "
+            "transformers loads it, as an instance of `model_class` if you pass one, without adapters (merge them) and "
+            "not quantised."
         )
     own = dict(source.named_parameters()) | dict(source.named_buffers())
     for name, tensor in (*target.named_parameters(), *target.named_buffers()):
@@ -157,24 +159,25 @@ def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
             tensor.data = tensor.data.to(own[name].dtype if name in own else source.dtype)
     target.load_state_dict(weights, strict=False)
     for name, buffer in source.named_buffers():
-        if name not in weights:  # not part of a checkpoint, such as rotary frequencies
+        if name not in weights:  # checkpoints do not contain it, such as rotary frequencies
             target.get_buffer(name).data = buffer.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> int:
-    """Fit the constants of a converted model's mechanisms (FAVOR++) to its own queries and keys, in place, before use.
+    """Fit the constants of a converted model's mechanisms (FAVOR++) to its own queries and keys, in place.
 
-    Every layer sees what it would see with the original softmax attention before it, over all batches at once: how
-    tokens are cut into batches and padded makes no difference. All their queries and keys are kept until the end;
-    some thousand tokens are enough.
+    Every layer gets the inputs that it has in the original softmax model. The constants are fitted to all batches
+    together, so the result does not depend on how the tokens are divided into batches and padded. All queries and keys
+    are kept in memory until the end; a few thousand tokens are enough.
 
     Args:
         batches: keyword arguments of the base model, as a tokenizer or image processor returns them: `input_ids` and
             `attention_mask`, or `pixel_values`.
 
     Returns:
-        How many tokens (or patches) the first layer saw; 0 where there is nothing to fit, and no batch was looked at.
+        The number of tokens (or patches) that the first layer saw; 0 if there is nothing to fit, in which case no batch
+        is read.
 
     Raises:
         ValueError: if there is something to fit and no token to fit it to.
@@ -200,7 +203,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
             model.base_model(**{name: value.to(model.device) for name, value in batch.items()})
             num_batches += 1
     if not num_batches or not all(sum(part.shape[2] for part in parts) for parts in keys.values()):
-        raise ValueError("`batches` held no token to calibrate on; give at least one batch of real inputs.")
+        raise ValueError("`batches` has no token to calibrate on; pass at least one batch of real inputs.")
     for module in modules:
         query, key = torch.cat(queries[module], dim=2), torch.cat(keys[module], dim=2)
         module.linear_attention.calibrate(query, key, attention_mask=None, scaling=module.linear_attention_scaling)

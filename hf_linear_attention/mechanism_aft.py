@@ -39,8 +39,8 @@ from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
 from .segments import real_first
-from .segments import take
-from .segments import way_back
+from .segments import gather_tokens
+from .segments import inverse_order
 from .segments import without_padding
 
 
@@ -210,7 +210,7 @@ class AftAttention(AttentionMechanism):
             return key * value, tuple(state or self._initial_state(key, value))
         if mask is not None:
             place = real_first(~mask)
-            key, value, mask = take(key, place), take(value, place), mask.gather(1, place)
+            key, value, mask = gather_tokens(key, place), gather_tokens(value, place), mask.gather(1, place)
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
         if self.variant == "full":
             output, new_state = self._full(key, value, real), None
@@ -219,7 +219,7 @@ class AftAttention(AttentionMechanism):
         else:
             output, new_state = self._window(key, value, real), None
         if place is not None:
-            output = take(output, way_back(place))
+            output = gather_tokens(output, inverse_order(place))
         return output, new_state
 
     def _positions(self, real: torch.Tensor, num_seen: torch.Tensor | int = 0) -> torch.Tensor:
@@ -256,7 +256,7 @@ class AftAttention(AttentionMechanism):
         real = torch.cat((old.is_real, real), dim=1)
         if is_padded:
             place = real_first(~real)
-            key, value, real = take(key, place), take(value, place), real.gather(1, place)
+            key, value, real = gather_tokens(key, place), gather_tokens(value, place), real.gather(1, place)
         far, sums = _far(key, value, real, length, old.sums)
         near = _near(key[:, :, 1:], value[:, :, 1:], real[:, 1:], self._near_bias(position, dtype)[..., :w])
         new = WindowState(sums, key[:, :, -w:], value[:, :, -w:], real[:, -w:], num_seen)

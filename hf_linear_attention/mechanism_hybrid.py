@@ -7,11 +7,11 @@
     keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i     exact: the last w real tokens and the first s
            exact      S, Z, m (constant)         exact
 
-c_i = exp(b - a scaling |q_i|^2 / 2) with b and a learned per head: constants of the query do not cancel here. The
-setting `normalization` has two other forms, with which published hybrids can be compared.
+c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants of the query do not cancel here. The
+setting `normalization` has two other forms, which allow comparison with published hybrids.
 
-In an encoder the window reaches w - 1 tokens to both sides, far keys lie before and behind it, and the first s tokens
-are global: they also see every key exactly (Longformer 2020, section 3.1).
+In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
+are global: they also attend to every key exactly (Longformer 2020, section 3.1).
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from .window_keys import Line
 class HybridAttention(WindowAttention):
     """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one sum.
 
-    The state is that of the window, and before it the sums S, Z and m of the tokens that have left it
-    (`[B, Hkv, F, D + 2]`, float32). Where the feature map does not see all rotary frequencies, the positions of the
-    window are kept too, and what it must not see is taken back when a key leaves the window.
+    The state consists of the sums S, Z and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32),
+    followed by the state of the window. If the feature map does not see all rotary frequencies, the positions of the
+    window are kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
     """
 
     options: ClassVar[dict[str, Option]] = {
         **WindowAttention.options,
-        "feature_map": Option(str, "exp", "phi of far queries and keys", choices=("exp", "hedgehog")),
+        "feature_map": Option(str, "exp", "phi, applied to queries and far keys", choices=("exp", "hedgehog")),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
         "normalization": Option(
             str,
@@ -89,7 +89,7 @@ class HybridAttention(WindowAttention):
         self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.keeps_positions = self.shift is not None
         self.needs_positions = self.needs_positions or self.keeps_positions
-        self.uses_far = True  # False leaves window and sinks alone, to measure what the far part is worth
+        self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
@@ -100,7 +100,7 @@ class HybridAttention(WindowAttention):
         return [f"`num_features` = {settings['num_features']} {problem}"] if problem else []
 
     def reset_parameters(self) -> None:
-        """Initialise the feature map, the mix of near and far keys, and the decay."""
+        """Initialise the feature map, the parameters that mix near and far keys, and the decay."""
         super().reset_parameters()
         self.feature_map.reset_parameters(self.generator())
         self.mix.reset_parameters(self.feature_map)
@@ -123,7 +123,7 @@ class HybridAttention(WindowAttention):
     def _step(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
     ) -> tuple[Tensor, State] | None:
-        """`_attend_back` of one token in few operations: at this size each costs more than its sums."""
+        """`_attend_back` for one token in few operations, because at this size the overhead of each dominates."""
         if self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
         if takes_step(query, key, value, *state[1:3]):
@@ -136,7 +136,7 @@ class HybridAttention(WindowAttention):
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
     ) -> tuple[Tensor, State]:
         old = WindowState(*state[1:])
-        # Under autocast rotary positions make queries and keys float32 where values stay bfloat16.
+        # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
         exponents = self._exponents_of_step(query, old, scaling, positions)
         joint = self.mix.kernel_parameters()
@@ -157,7 +157,7 @@ class HybridAttention(WindowAttention):
     def _exponents_of_step(
         self, query: Tensor, old: WindowState, scaling: float, positions: Any
     ) -> tuple[Tensor, Tensor]:
-        """Of the query, and of the key that leaves the window."""
+        """The logarithms of the features of the query, and of the key that leaves the window."""
         leaving, position = old.key[:, :, :1], None
         if old.position is not None:
             position = old.position[:, :1]
@@ -169,7 +169,7 @@ class HybridAttention(WindowAttention):
     def _step_in_torch(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
     ) -> tuple[Tensor, State]:
-        """Where every place of the window holds a token that is no sink."""
+        """The step in torch, if every slot of the window holds a token that is not a sink."""
         old, dtype = WindowState(*state[1:]), state[0].dtype
         (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[-1]
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
@@ -212,7 +212,7 @@ class HybridAttention(WindowAttention):
         options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
-        scale: Any  # never None: these are logarithms
+        scale: Any  # not None, because the features are given as logarithms
         if kernel_map is not None:
             output, denominator, scale, sums = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
             output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
@@ -220,7 +220,7 @@ class HybridAttention(WindowAttention):
             features = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
             parts, scale, sums = kernel_sums(*features, value, log_features=True, key_mask=mask, **options)
             output, denominator = normalize(parts), parts[..., -1:]
-        if self.alibi is not None:  # the decay counts from where the window ends
+        if self.alibi is not None:  # the sums count the decay from the end of the window
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return [(output, log_size(denominator, scale))], sums
 

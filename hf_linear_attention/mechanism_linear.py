@@ -120,18 +120,18 @@ class LinearAttention(AttentionMechanism):
             if kernel_map is not None:
                 return self._with_map(kernel_map, query, key, value, attention_mask, is_causal, old)
         elementwise_map = self.feature_map.elementwise_map() if self.decay is None else None
-        if elementwise_map is not None and is_causal and self._takes_pieces(query, attention_mask):
+        if elementwise_map is not None and is_causal and self._takes_chunks(query, attention_mask):
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
             return with_dtype(output.transpose(1, 2), query.dtype), (old,)
         size = self._tokens_at_a_time(query, key, attention_mask)
-        pieces = list(zip(key.split(size, dim=2), value.split(size, dim=2), _mask_pieces(attention_mask, size, key)))
-        if is_causal or len(pieces) == 1:
+        chunks = list(zip(key.split(size, dim=2), value.split(size, dim=2), _mask_chunks(attention_mask, size, key)))
+        if is_causal or len(chunks) == 1:
             outputs = []
-            for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), pieces):
+            for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), chunks):
                 output, old = self._kernel(part, keys, values, mask, scaling, is_causal, old)
                 outputs.append(output.transpose(1, 2))
         else:
-            for keys, values, mask in pieces:
+            for keys, values, mask in chunks:
                 _, old = self._kernel(query[:, :, :0], keys, values, mask, scaling, False, old)
             log_features = self.feature_map.log_features
             outputs = [
@@ -184,17 +184,17 @@ class LinearAttention(AttentionMechanism):
             log_decay=self.decay() if self.decay is not None else None,
         )
 
-    def _takes_pieces(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    def _takes_chunks(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
         return query.device.type == "cpu" and not is_packed and is_eager(query)
 
     def _tokens_at_a_time(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> int:
         """On a CPU, allocating features for all tokens at once would cost more than summing them."""
-        if not self._takes_pieces(query, mask) or self.feature_map.depends_on_all_keys:
+        if not self._takes_chunks(query, mask) or self.feature_map.depends_on_all_keys:
             return max(1, query.shape[2], key.shape[2])
         tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)
 
 
-def _mask_pieces(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequence[torch.Tensor | None]:
+def _mask_chunks(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequence[torch.Tensor | None]:
     return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)

@@ -37,7 +37,7 @@ from .kernels import needs_plain
 from .segments import real_first
 from .segments import segment_mean_weights
 from .segments import segment_means
-from .segments import take
+from .segments import gather_tokens
 from .segments import weigh_tokens
 from .segments import without_padding
 from .kernels_slots import slot_attention
@@ -255,7 +255,7 @@ def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None) -
     width, length = kernel.shape[1], x.shape[2]
     if mask is not None:
         places = real_first(mask)
-        x, mask = take(x, places), mask.gather(1, places)
+        x, mask = gather_tokens(x, places), mask.gather(1, places)
     slots = -(-length // width)
     end = slots * width - length
     segments = F.pad(x, (0, 0, 0, end)).unflatten(2, (slots, width))  # [B, Hkv, k, w, D]

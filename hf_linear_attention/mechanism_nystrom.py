@@ -27,8 +27,8 @@ from .mechanism import State
 from .segments import real_first
 from .segments import segment_mean_weights
 from .segments import segment_means
-from .segments import take
-from .segments import way_back
+from .segments import gather_tokens
+from .segments import inverse_order
 from .segments import without_padding
 from .kernels_slots import slot_attention
 
@@ -132,8 +132,8 @@ class NystromAttention(AttentionMechanism):
         if mask is None:
             return F.conv2d(value, weight, padding=padding, groups=self.shape.num_heads)
         places = real_first(mask)
-        together = F.conv2d(take(value, places), weight, padding=padding, groups=self.shape.num_heads)
-        return take(together, way_back(places))
+        together = F.conv2d(gather_tokens(value, places), weight, padding=padding, groups=self.shape.num_heads)
+        return gather_tokens(together, inverse_order(places))
 
 
 def landmark_weights(

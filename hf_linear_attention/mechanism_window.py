@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`window`: exact softmax to a sliding window and to sink tokens (StreamingLLM, Xiao 2023); the rest is forgotten.
+"""`window`: exact softmax to a sliding window and to sink tokens (StreamingLLM, Xiao 2023); other keys are forgotten.
 
            sinks                          window
     keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i     exact: the last w real tokens and the first s
 
-It learns nothing, and is what every mechanism of the same bytes has to beat. `hybrid` adds linear attention to the keys
-in between. In an encoder the window reaches w - 1 tokens to both sides, and the first s tokens are global: they also
-see every key exactly (Longformer 2020, section 3.1).
+It has no parameters, and is the baseline for every mechanism with a state of the same size. `hybrid` adds linear
+attention to the keys in between. In an encoder the window extends w - 1 tokens to either side, and the first s tokens
+are global: they also attend to every key exactly (Longformer 2020, section 3.1).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .positions import TRAINED_LENGTH_OPTION
 from .positions import RotaryShift
 from .positions import alibi_of
 from .segments import real_first
-from .segments import take
-from .segments import way_back
+from .segments import gather_tokens
+from .segments import inverse_order
 from .window_keys import EMPTY
 from .window_keys import ORDINARY
 from .window_keys import SINK
@@ -44,9 +44,9 @@ from .window_keys import within_sequences
 
 
 class WindowState(NamedTuple):
-    """w is the window size, s the number of sinks; the window is aligned to the right, its newest token last.
+    """The state of a window of size w with s sinks; the window is aligned to the right, with its newest token last.
 
-    A key is kept once, with its rotary position.
+    Keys are kept with their rotary position applied.
     """
 
     key: Tensor  # [B, Hkv, w, D]
@@ -55,7 +55,7 @@ class WindowState(NamedTuple):
     sink_key: Tensor  # [B, Hkv, s, D]
     sink_value: Tensor  # [B, Hkv, s, D]
     num_seen: Tensor  # [B, 1] int64: real tokens so far
-    position: Tensor | None = None  # [B, w] int32, where what leaves the window has to be moved
+    position: Tensor | None = None  # [B, w] int32, if keys that leave the window have to be moved
 
 
 class WindowAttention(AttentionMechanism):
@@ -65,11 +65,15 @@ class WindowAttention(AttentionMechanism):
         "window_size": Option(
             int,
             64,
-            "w, the newest real tokens that every query sees exactly; in encoders w - 1 to each side",
+            "the number w of newest real tokens that every query attends to exactly; in encoders w - 1 to either side",
             minimum=1,
         ),
         "num_sinks": Option(
-            int, 4, "s, the first real tokens, seen exactly; in encoders they also see all exactly", minimum=0
+            int,
+            4,
+            "the number s of first real tokens that every query attends to exactly; in encoders they also attend to "
+            "every token exactly",
+            minimum=0,
         ),
         "trained_length": TRAINED_LENGTH_OPTION,
     }
@@ -77,26 +81,26 @@ class WindowAttention(AttentionMechanism):
     supports_gqa = supports_constants = supports_alibi = True
     # Whether the positions of the window are part of the state.
     keeps_positions = False
-    # Whether the largest logit of exact keys cancels, so that it needs no gradient.
+    # Whether the largest logit of the exact keys cancels, so that it needs no gradient.
     is_scale_constant = True
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
         self.window_size, self.num_sinks = settings["window_size"], settings["num_sinks"]
         self.alibi = alibi_of(shape)
-        # Beyond the trained length slow frequencies would turn the logit of a sink over; StreamingLLM (section 3.2)
-        # counts positions inside its cache for the same reason.
+        # Beyond the trained length, slow frequencies would reverse the sign of a sink's logit; for the same reason
+        # StreamingLLM (section 3.2) counts positions inside its cache.
         self.trained_length = settings["trained_length"]
         self.to_sinks = RotaryShift(shape.rotary) if shape.rotary and self.trained_length and self.num_sinks else None
         self.needs_positions = self.to_sinks is not None
 
     def reset_parameters(self) -> None:
-        """Only ALiBi has any."""
+        """Fill in the slopes of ALiBi; there are no other parameters."""
         if self.alibi is not None:
             self.alibi.reset_parameters()
 
     def prepare(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keep the rotary positions: exact attention needs them."""
+        """Leave the rotary positions in queries and keys, because exact attention needs them."""
         return query, key, positions
 
     def forward(
@@ -128,9 +132,9 @@ class WindowAttention(AttentionMechanism):
                 return step
         if attention_mask is None:
             attention_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-        else:  # real tokens to the right end, in order
+        else:  # move real tokens to the right end, in order
             place = real_first(~attention_mask)
-            query, key, value = (take(x, place) for x in (query, key, value))
+            query, key, value = (gather_tokens(x, place) for x in (query, key, value))
             attention_mask = attention_mask.gather(1, place)
             positions = None if positions is None else positions.gather(1, place)
         if numbers is not None:
@@ -141,11 +145,15 @@ class WindowAttention(AttentionMechanism):
         else:
             output, state = self._attend_both_ways(query, key, value, attention_mask, scaling, positions), None
         if place is not None:
-            output = take(output.masked_fill(~attention_mask[:, None, :, None], 0.0), way_back(place))
+            output = gather_tokens(output.masked_fill(~attention_mask[:, None, :, None], 0.0), inverse_order(place))
         return output.transpose(1, 2).to(query.dtype), state
 
     def _refuse_numbers(self, is_causal: bool, state: State | None) -> None:
-        """Raises ValueError where packed sequences have no form."""
+        """Refuse packed sequences where they are not supported.
+
+        Raises:
+            ValueError: if there are cached tokens, or in an encoder.
+        """
         if state:
             raise ValueError(
                 "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
@@ -159,7 +167,7 @@ class WindowAttention(AttentionMechanism):
     def _nothing(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, state: State | None
     ) -> tuple[Tensor, State | None]:
-        """No tokens: an empty output that hangs on its inputs, and the state as it is."""
+        """The result for no tokens: an empty output that depends on the inputs, and the unchanged state."""
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         output = query[..., :1] * value.to(query.dtype).repeat_interleave(groups, dim=1)
         state = (state or self._packed(*self._initial_state(key, value))) if is_causal else None
@@ -168,11 +176,11 @@ class WindowAttention(AttentionMechanism):
     def _step(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
     ) -> tuple[Tensor, State] | None:
-        """What `forward` returns of one token after others, where that takes fewer operations; else None."""
+        """What `forward` returns for one token after others, if that can be computed in fewer operations, or None."""
         return None
 
     def _unpacked(self, state: State) -> tuple[Tensor | None, WindowState]:
-        """The sums of the keys behind the window, if the mechanism has any, and the rest."""
+        """The sums over the keys behind the window, if the mechanism has any, and the rest of the state."""
         return None, WindowState(*state)
 
     def _packed(self, sums: Tensor | None, exact: WindowState) -> State:
@@ -187,15 +195,15 @@ class WindowAttention(AttentionMechanism):
         positions: Any,
         sums: Tensor | None = None,
     ) -> tuple[list[Part], Tensor | None]:
-        """The parts of the keys of `line` where `mask`: query t sees its places 0..t. And the sums after them."""
+        """The parts for the keys of `line` where `mask` is true, and the sums after them; query t sees slots 0 to t."""
         return [], None
 
     def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
-        """`[B, Hkv, G, N, D]` of exact keys and those behind the window."""
+        """The output `[B, Hkv, G, N, D]` for the exact keys and those behind the window."""
         return exact[0]
 
     def _sink_query(self, query: Tensor, positions: Any) -> Tensor | None:
-        """What sinks are compared with: queries no farther from the start than the softmax model was trained."""
+        """The queries for the sinks, moved to within the trained length of the start; None if none has to move."""
         if self.to_sinks is None:
             return None
         last = self.trained_length - 1
@@ -206,7 +214,7 @@ class WindowAttention(AttentionMechanism):
     def _attend_from_start(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, positions: Any
     ) -> tuple[Tensor, State]:
-        """`_attend_back` of whole sequences without padding: what is where follows from the length alone."""
+        """`_attend_back` for whole sequences without padding: the length alone decides what each slot holds."""
         batch, _, length, _ = key.shape
         w, s = self.window_size, self.num_sinks
         leaving, first = min(w, length), min(s, length)
@@ -217,7 +225,7 @@ class WindowAttention(AttentionMechanism):
         behind, sums = self._behind(query, far, far_mask, scaling, positions)
         visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
         near = NearKeys(near_key, near_value, visible, w - 1)
-        # Padded by a negative number a tensor is cropped; and copied, so that a state keeps no more than itself.
+        # Padding by a negative number crops and copies a tensor, so that the state does not keep the whole input alive.
         sinks: Any = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (key, value))
         window = tuple(F.pad(x, (0, 0, w - length, 0)) for x in (key, value))
         seen = torch.ones(batch, length, s, dtype=torch.bool, device=key.device).tril()
@@ -225,7 +233,7 @@ class WindowAttention(AttentionMechanism):
         to_sinks = self._sink_query(query, positions)
         output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
         kind = key.new_full((batch, w), ORDINARY, dtype=torch.int8)
-        if length < w + s:  # some places of the window hold a sink, or nothing
+        if length < w + s:  # some slots of the window hold a sink or are empty
             kind[:, : max(0, w - length + first)] = SINK
             kind[:, : w - leaving] = EMPTY
         num_seen = torch.full((batch, 1), length, dtype=torch.long, device=key.device)
@@ -249,10 +257,10 @@ class WindowAttention(AttentionMechanism):
         positions: Any,
         is_padded: bool,
     ) -> tuple[Tensor, State]:
-        """The causal form. Padding is at the left end of the new tokens."""
+        """The causal form; padding is at the left end of the new tokens."""
         sums, old = self._unpacked(state) if state else self._initial_state(key, value)
         w = self.window_size
-        position = old.num_seen + mask.cumsum(dim=1)  # of a real token, counted from 1
+        position = old.num_seen + mask.cumsum(dim=1)  # positions of real tokens, counted from 1
         kind = self._kind(mask, position)
         line = Line(
             torch.cat((old.key, key.to(old.key.dtype)), dim=2),
@@ -275,7 +283,7 @@ class WindowAttention(AttentionMechanism):
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, numbers: Tensor, scaling: float, positions: Any
     ) -> tuple[Tensor, State]:
-        """`_attend_back` within each of the packed sequences that `numbers [B, N]` count; 0 is padding, on the left.
+        """`_attend_back` within each packed sequence; `numbers [B, N]` counts them, and 0 is padding, on the left.
 
         The state is that of each row's last sequence.
         """
@@ -285,13 +293,15 @@ class WindowAttention(AttentionMechanism):
         line = Line(key, value, kind, positions if self.keeps_positions else None).padded(w, 0)
         line_numbers = F.pad(numbers, (w, 0))
         to_far, to_near = line.ranges(length, slice(1, None))
-        # A key that leaves the window when the next sequence has begun is one that nobody needs any more.
+        # Nobody needs a key that leaves the window after the next sequence has begun.
         leaves = (to_far.kind == ORDINARY) & (line_numbers[:, :length] == numbers)
         behind, sums = self._behind(query, to_far, torch.where(leaves, numbers, -numbers), scaling, positions)
         places = first.unsqueeze(-1) + torch.arange(s, device=key.device)  # [B, N, s]
         seen = torch.arange(s, device=key.device) < position.unsqueeze(-1)
         places = places.clamp(max=length - 1).flatten(1)
-        sinks: Any = tuple(take(x, places).unflatten(2, (length, s)) for x in (key, value))  # [B, Hkv, N, s, D]
+        sinks: Any = tuple(
+            gather_tokens(x, places).unflatten(2, (length, s)) for x in (key, value)
+        )  # [B, Hkv, N, s, D]
         visible = to_near.kind == ORDINARY
         near = NearKeys(to_near.key, to_near.value, visible, w - 1, line_numbers[:, 1:])
         to_sinks = self._sink_query(query, positions)
@@ -305,7 +315,7 @@ class WindowAttention(AttentionMechanism):
     def _attend_both_ways(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, positions: Any
     ) -> Tensor:
-        """The bidirectional form: one causal sweep over what lies before the window, one over what lies behind it."""
+        """The bidirectional form: one causal sweep over the keys before the window, and one over the keys after it."""
         length, w = query.shape[2], self.window_size
         position = mask.cumsum(dim=1)
         kind = self._kind(mask, position)
@@ -320,12 +330,12 @@ class WindowAttention(AttentionMechanism):
         seen = (torch.arange(self.num_sinks, device=key.device) < position[:, -1:, None]).expand(-1, length, -1)
         to_sinks = self._sink_query(query, positions)
         output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
-        if to_sinks is not None and self.to_sinks is not None:  # the distance counts, whichever of the two moves
+        if to_sinks is not None and self.to_sinks is not None:  # keys move, because only the distance matters
             key = self.to_sinks(key, positions.clamp(max=self.trained_length - 1) - positions)
         return self._with_global_queries(output, query, key, value, mask, position, kind, scaling)
 
     def _kind(self, mask: Tensor, position: Tensor) -> Tensor:
-        """What each token is, `[B, N]`, from its position among the real ones, counted from 1."""
+        """The kind of each token, `[B, N]`, from its position among the real tokens, counted from 1."""
         return torch.where(mask, torch.where(position <= self.num_sinks, SINK, ORDINARY), EMPTY).to(torch.int8)
 
     def _initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, WindowState]:
@@ -342,16 +352,18 @@ class WindowAttention(AttentionMechanism):
         )
 
     def _chosen_sinks(self, position: Tensor, kind: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[B, 1, s, N]`: 1 where the token is the sink, 0 elsewhere."""
+        """`[B, 1, s, N]`: 1 where the token is that sink, 0 elsewhere."""
         wanted = torch.arange(1, self.num_sinks + 1, device=position.device)
         return ((position[:, None] == wanted[:, None]) & (kind == SINK)[:, None])[:, None].to(dtype)
 
     def _collect_sinks(
         self, key: Tensor, value: Tensor, position: Tensor, kind: Tensor, old: WindowState | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the sinks with those among the new tokens, each at its place `[B, Hkv, s, D]`."""
+        """The keys and values of the sinks, `[B, Hkv, s, D]`, including those among the new tokens."""
         place = self._chosen_sinks(position, kind, torch.int8)[:, 0].max(dim=-1)
-        sinks: Any = tuple(take(x, place.indices) * place.values[:, None, :, None].to(x.dtype) for x in (key, value))
+        sinks: Any = tuple(
+            gather_tokens(x, place.indices) * place.values[:, None, :, None].to(x.dtype) for x in (key, value)
+        )
         return sinks if old is None else (old.sink_key + sinks[0], old.sink_value + sinks[1])
 
     def _attend(
@@ -365,7 +377,7 @@ class WindowAttention(AttentionMechanism):
         scaling: float,
         to_sinks: Tensor | None,
     ) -> Tensor:
-        """`[B, H, N, D]` of exact keys and those behind the window."""
+        """The output `[B, H, N, D]` for the exact keys and those behind the window."""
         distance = log_decay = None
         if self.alibi is not None:
             log_decay = self.alibi()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry: every mechanism by the name that `config.linear_attention["mechanism"]` uses; a checkpoint's own code.
+"""The registry of mechanisms by the name in `config.linear_attention["mechanism"]`, and the code in a checkpoint.
 
-A checkpoint carries this file with the lines of its own mechanisms alone, and of the other files those that are then
-still imported. `save_code` writes them, whenever a config is saved. Lines that end in the comment `of decoders` are
-left out where a model cannot generate.
+A checkpoint contains this file with only the lines of its own mechanisms, and those other files that are then still
+imported. `save_code` writes them whenever a config is saved. Lines that end in the comment `of decoders` are left out
+if the model cannot generate text.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ MECHANISMS: dict[str, type[AttentionMechanism]] = {
 }
 
 REGISTRY = Path(__file__)
-# The files that the `auto_map` of config.json names; the others follow from their imports.
+# The files that the `auto_map` of config.json names; the other files follow from the imports in these.
 ENTRY_FILES = ("configuration_linear_attention.py", "modeling_linear_attention.py")
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0\n"
 Text = TypeVar("Text", str, str | None)
 
 
 def mechanisms_of(settings: Any) -> set[str]:
-    """The names of the mechanisms that a model with these `linear_attention` settings has: one, or those of a list."""
+    """The names of the mechanisms in these `linear_attention` settings, which are one dict or a list of dicts."""
     return {entry["mechanism"] for entry in entries_of(settings)}
 
 
 def unknown_mechanism(name: object) -> str:
-    """What to tell who asks for a mechanism that is not in the registry."""
+    """The error message for a mechanism that is not in the registry."""
     known = ", ".join(f"`{name}`" for name in sorted(MECHANISMS))
     if __package__ == "hf_linear_attention":
         return f"`mechanism` = {name!r}; it must be one of {known}"
     return (
-        f"`mechanism` = {name!r}, but this checkpoint carries the code of {known} alone; install hf-linear-attention, "
+        f"`mechanism` = {name!r}, but this checkpoint contains the code of {known} only; install hf-linear-attention, "
         "which has every mechanism, and `import hf_linear_attention` before loading"
     )
 
@@ -85,8 +85,8 @@ def code_in(folder: str | os.PathLike) -> dict[str, str | None]:
 def save_code(folder: str | os.PathLike, mechanisms: Collection[str], is_decoder: bool) -> None:
     """Write the code that a checkpoint of these mechanisms needs into `folder`.
 
-    What the code of an earlier checkpoint in `folder` imported, and this code does not, is removed if it is ours: if it
-    starts with our licence line.
+    Files of an earlier checkpoint in `folder` that this code does not import are removed if they are ours, that is, if
+    they start with our licence line.
     """
     earlier, code = code_in(folder), checkpoint_code(mechanisms, is_decoder)
     os.makedirs(folder, exist_ok=True)
@@ -98,7 +98,7 @@ def save_code(folder: str | os.PathLike, mechanisms: Collection[str], is_decoder
 
 
 def _closure(read: Callable[[str], Text]) -> dict[str, Text]:
-    """The entry files and what they import, in turn. transformers looks for imports with such an expression too."""
+    """The entry files and all that they import. transformers also finds imports with such a regular expression."""
     found: dict[str, Text] = {}
     waiting = list(ENTRY_FILES)
     while waiting:
@@ -110,7 +110,7 @@ def _closure(read: Callable[[str], Text]) -> dict[str, Text]:
 
 
 def _registry(mechanisms: Collection[str]) -> str:
-    """This file with the lines of these mechanisms alone."""
+    """This file with only the lines of these mechanisms."""
     text = REGISTRY.read_text(encoding="utf-8")
     for name, mechanism in MECHANISMS.items():
         if name not in mechanisms:

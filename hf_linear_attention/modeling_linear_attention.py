@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class swap: any stock model whose attention goes through transformers' `AttentionInterface`, made linear.
+"""The class swap that makes any stock model linear if its attention uses transformers' `AttentionInterface`.
 
-`LinearLlamaForCausalLM` is `LlamaForCausalLM` whose attention modules, after the stock `__init__`, each got one child,
-`linear_attention` (the mechanism), and the class `LinearLlamaAttention`. Projections, rotary embedding, QK-norm,
-biases and grouped-query attention stay stock code; base weight names and values do not change. Classes are made when
-first asked for: `modeling_linear_attention.LinearLlamaForCausalLM` works. Models and their modules can be pickled: a
-process that has made none of these classes yet makes them from the stock ones.
+`LinearLlamaForCausalLM` is `LlamaForCausalLM` in which, after the stock `__init__`, each converted attention module has
+one new child, `linear_attention` (the mechanism), and the class `LinearLlamaAttention`. Projections, rotary embedding,
+QK-norm, biases and grouped-query attention remain stock code; the names and values of base weights do not change.
+Classes are made on first access, as in `modeling_linear_attention.LinearLlamaForCausalLM`. Models and their modules can
+be pickled: a process that does not have these classes yet makes them from the stock classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModel, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .architectures import OWN_SOFTMAX
 from .architectures import adapter_of
@@ -57,64 +57,64 @@ from .transformers_internals import copy_checkpoint_conversion
 from .transformers_internals import set_attention_implementation
 
 
-# The classes made here, by their stock class and whether they are its form for cross-attention.
+# The classes made in this file, by their stock class and whether they are for cross-attention.
 CLASSES: dict[tuple[type, bool], Any] = {}
 
 
 class LinearAttentionModelMixin(ModelHooks):
-    """Mixed in before a stock model class."""
+    """The base that `Linear<X>ForY` has before its stock model class."""
 
     stock_class: type[PreTrainedModel]
     save_prompt_state, load_prompt_state = save_prompt_state, load_prompt_state  # of decoders
 
-    def __init__(self, config, *args, **kwargs):
-        # The generic classification heads build their base by `AutoModel.from_config`, which must give our class.
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        # The generic classification heads build their base by `AutoModel.from_config`, which must return our class.
         if (base := model_heads(self.stock_class.config_class.model_type).get("AutoModel")) is not None:
             base_class = linear_model_class(getattr(transformers, base))
             if base_class.config_class.model_type != config.model_type:
                 raise ValueError(
-                    f"`{config.stock_model_type}` has no model classes of its own but those of "
+                    f"`{config.stock_model_type}` has no model classes of its own and uses those of "
                     f"`{base_class.stock_class.config_class.model_type}`; set `model_type` to that in the checkpoint's "
-                    "config.json, and convert it then."
+                    "config.json before you convert it."
                 )
             AutoModel.register(type(config), base_class, exist_ok=True)
         super().__init__(config, *args, **kwargs)
         if not linear_attention_modules(self):
             linearize(self)
-        # On `meta` there is nothing to fill yet, nor in DeepSpeed's ZeRO-3: `ds_id` marks what has been moved away.
+        # There is nothing to initialise yet on `meta` or in DeepSpeed's ZeRO-3, whose parameters have a `ds_id`.
         if not any(parameter.is_meta or hasattr(parameter, "ds_id") for parameter in self.parameters()):
             reset_mechanisms(self)
 
-    def initialize_weights(self):
+    def initialize_weights(self) -> None:
+        """Initialise stock modules as transformers does, and the mechanisms, which the stock models do not know."""
         super().initialize_weights()
-        # The stock inner models do not know our modules.
         reset_mechanisms(self)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """No: in custom code transformers leaves out the stock initialisation of modules without own parameters
-        (GPT-2's scaled `c_proj`), lest it overwrite loaded weights; stock code and ours never do that."""
+        """False, so that transformers applies the stock initialisation to modules without parameters of their own
+        (GPT-2's scaled `c_proj`). It skips that for custom code, lest loaded weights be overwritten; ours are safe."""
         return False
 
     @classmethod
-    def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Record nothing for the classes made here: their config saves the code, that of its own mechanisms alone."""
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Record nothing for the classes made here: their config saves the code of its own mechanisms."""
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
 
     def default_attention_implementation(self) -> str | None:
-        """By default masks are linear in the length too, where no softmax layer needs them square."""
-        settings = entries_of(self.config.linear_attention)[0]  # of several, none is for all layers
+        """Ours by default, with masks that are linear in the length; None if a softmax layer needs square masks."""
+        settings = entries_of(self.config.linear_attention)[0]  # if there are several, none is for all layers
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
         is_pure = settings["layers"] == "all" and (settings["cross_attention"] or not has_cross_attention)
         return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
 
-    def prepare_generation(self, generation_config, model_kwargs) -> None:
-        """Put the state layers into the cache."""
+    def prepare_generation(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+        """Put the state layers into the cache before generation."""
         cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
         if cache is None:
             return
-        # Before the first forward, because assisted decoding asks the layers to record from here on.
+        # This is done before the first forward pass, because assisted decoding makes the layers record from here on.
         for module in linear_attention_modules(self).values():
             if not module.linear_attention_enabled:
                 continue
@@ -125,26 +125,30 @@ class LinearAttentionModelMixin(ModelHooks):
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
-    def init_continuous_batching(self, *args, **kwargs):
-        """Refused here, because transformers would do so from a thread of its own, and recommend `sdpa`."""
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it here: transformers would refuse it later, in another thread, and recommend `sdpa`.
+
+        Raises:
+            NotImplementedError: if a layer computes linear attention.
+        """
         if any(module.linear_attention_enabled for module in linear_attention_modules(self).values()):
             raise NotImplementedError(
-                "Continuous batching has pages of keys and values and no place for a recurrent state; use `generate` "
-                "with a padded batch."
+                "Continuous batching stores paged keys and values and cannot store the recurrent state of linear "
+                "attention; use `generate` with a padded batch."
             )
         return super().init_continuous_batching(*args, **kwargs)
 
 
 def linear_attention_modules(model: Any) -> dict[str, Any]:
-    """`{name: attention module}` of the converted layers, in order."""
+    """`{name: attention module}` of the converted layers, in the order of the model."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "linear_attention_enabled")}
 
 
 def self_attention_modules(model: nn.Module) -> dict[str, Any]:
-    """`{name: module}` of every self-attention that reaches the attention interface, in order; its place is its layer.
+    """`{name: module}` of every self-attention that uses the attention interface; a module's index is its layer number.
 
     Raises:
-        ValueError: if there is none: the architecture computes its own softmax, and converting nothing is no result.
+        ValueError: if there is none, for example because the architecture computes its own softmax.
     """
     found, names = attention_modules(model), {type(module).__name__ for module in model.modules()}
     if not found or names & OWN_SOFTMAX:
@@ -152,24 +156,24 @@ def self_attention_modules(model: nn.Module) -> dict[str, Any]:
         reason = f"{', '.join(own)} computes its own softmax" if own else "it has no attention"
         raise ValueError(
             f"{type(model).__name__} has no self-attention that goes through transformers' attention interface "
-            f"({reason}), so there is nothing that could be converted; `hf_linear_attention.supported_model_types()` "
-            "lists what can."
+            f"({reason}), so nothing can be converted; `hf_linear_attention.supported_model_types()` lists the model "
+            "types that can."
         )
     return found
 
 
 def converted_layers(settings: Mapping[str, Any], modules: Sequence[Any]) -> list[int]:
-    """The numbers of the self-attention modules that get linear attention.
+    """The numbers of the self-attention modules that these settings convert.
 
     Raises:
-        ValueError: if `layers` names some that the model has not.
+        ValueError: if `layers` names layers that the model does not have.
     """
     layers, numbers = settings["layers"], list(range(len(modules)))
     if layers == "full_attention":
         chosen = [number for number in numbers if layer_type(modules[number]) == layers]
         if not chosen:
             raise ValueError(
-                "`layers` = `full_attention`, but the model's config has no layer of this type in `layer_types`; name "
+                "`layers` = `full_attention`, but the model's config has no layer of this type in `layer_types`; give "
                 "the layers by their numbers."
             )
         return chosen
@@ -181,10 +185,10 @@ def converted_layers(settings: Mapping[str, Any], modules: Sequence[Any]) -> lis
 
 
 def linearize(model: PreTrainedModel) -> None:
-    """Give the converted layers of a freshly built model their mechanism and class, in place.
+    """Give the layers to convert of a newly built model their mechanism and class, in place.
 
     Raises:
-        ValueError: if the settings ask for what a layer or the mechanism cannot do.
+        ValueError: if a layer or the mechanism cannot do what the settings ask for.
     """
     # The config may come from the code of another checkpoint.
     if unknown := mechanisms_of(model.config.linear_attention) - set(MECHANISMS):
@@ -202,12 +206,12 @@ def linearize(model: PreTrainedModel) -> None:
 
 
 def _chosen(model: PreTrainedModel, modules: Sequence[Any], settings: Mapping[str, Any]) -> dict[int, Any]:
-    """`{layer: attention module}` to convert with these settings; cross-attention is counted after self-attention."""
+    """`{layer: attention module}` to convert with these settings; cross-attention is numbered after self-attention."""
     chosen = {layer: modules[layer] for layer in converted_layers(settings, modules)}
     if settings["cross_attention"]:
         cross = attention_modules(model, cross=True).values()
         if not cross:
-            raise ValueError(f"`cross_attention` = true, but {type(model).__name__} has none.")
+            raise ValueError(f"`cross_attention` = true, but {type(model).__name__} has none; set it to false.")
         chosen |= dict(enumerate(cross, start=len(modules)))
     return chosen
 
@@ -215,7 +219,7 @@ def _chosen(model: PreTrainedModel, modules: Sequence[Any], settings: Mapping[st
 def _convert_layers(
     model: PreTrainedModel, num_self_attention: int, settings: dict[str, Any], chosen: Mapping[int, Any]
 ) -> None:
-    """Give these attention modules a mechanism with the same settings; what it shares, they share."""
+    """Give these attention modules mechanisms with the same settings, which share what their class shares."""
     first = None
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
     if chosen and _needs_rotary(settings):
@@ -240,10 +244,10 @@ def _needs_rotary(settings: Mapping[str, Any]) -> bool:
 def _with_rotary(
     shapes: Mapping[int, LayerShape], model: PreTrainedModel, settings: dict[str, Any], modules: Mapping[int, Any]
 ) -> dict[int, LayerShape]:
-    """The shapes with what the settings say of rotary positions; new settings are told what the layers do.
+    """The shapes with the rotary positions in the settings; new settings get those that the layers compute with.
 
     Raises:
-        ValueError: if the setting `rope` asks for what these layers cannot do.
+        ValueError: if these layers cannot do what the setting `rope` asks for.
     """
     if settings["rotary"] is None:
         settings["rotary"] = _observed_rotary(model, modules, settings)
@@ -264,7 +268,9 @@ def _refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, 
         kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
         number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0
         if isinstance(kept, int) and kept > number:
-            raise ValueError(f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies.")
+            raise ValueError(
+                f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies; give no more of them."
+            )
 
 
 def _observed_rotary(
@@ -273,36 +279,39 @@ def _observed_rotary(
     rope = settings.get("rope", "before_map")
     try:
         from hf_linear_attention.rotary_positions import observed_rotary
-    except ImportError:  # in a checkpoint, whose config was written when it was converted
+    except ImportError:  # a checkpoint does not carry this file; conversion writes `rotary` into its config
         raise ValueError(
-            "The config says nothing of the model's rotary positions (`rotary`); install hf-linear-attention, load the "
-            "model with it, and save it again."
+            "The config does not contain the model's rotary positions (`rotary`); install hf-linear-attention, load "
+            "the model with it, and save it again."
         ) from None
     try:
         found = observed_rotary(model, modules)
         if not found:
             name = type(next(iter(modules.values()))).__name__
-            raise ValueError(f"{name} has no rotary positions that could be left out; leave the option away.")
+            raise ValueError(f"{name} has no rotary positions; leave out the option `rope`.")
     except ValueError as error:
-        if rope == "before_map":  # then only sinks would need them
+        if rope == "before_map":  # only sinks would use them
             return []
         raise RotaryError(f"`rope` = `{rope}`, but {error}") from None
     return found
 
 
 class RotaryError(ValueError):
-    """The rotary positions of this model are none that the setting `rope` could divide."""
+    """The setting `rope` cannot be applied to the rotary positions of this model."""
 
 
 def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping[str, Any]) -> None:
     mechanism, name = MECHANISMS[settings["mechanism"]], type(module).__name__
     if obstacle := mechanism.obstacle(needed, settings):
         raise ValueError(
-            f"`{settings['mechanism']}` {obstacle}, which layer {shape.layer} ({name}) needs; choose another mechanism "
-            "or keep such layers softmax (setting `layers`)."
+            f"`{settings['mechanism']}` {obstacle}, which layer {shape.layer} ({name}) needs; choose another "
+            "mechanism, or keep such layers softmax (setting `layers`)."
         )
     if shape.num_heads != shape.num_key_value_heads and not mechanism.supports("gqa", settings):
-        raise ValueError(f"`{settings['mechanism']}` does not support grouped-query attention.")
+        raise ValueError(
+            f"`{settings['mechanism']}` does not support grouped-query attention, which {name} has; choose another "
+            "mechanism."
+        )
     if shape.alibi_slopes is not None and not mechanism.supports("alibi", settings):
         raise ValueError(
             f"{name} has ALiBi positions, which `{settings['mechanism']}` does not support; use one of "
@@ -311,13 +320,13 @@ def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping
         )
 
 
-def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
+def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
     module.linear_attention = mechanism
     module.linear_attention_enabled = True
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"
     module.linear_attention_skips_bias = skips_position_bias(module, mechanism.settings)
-    # A config of its own: no `attn_implementation` that is set later can turn this layer back into softmax silently.
+    # The layer gets its own config, so that setting `attn_implementation` later cannot silently make it softmax again.
     module.model_config = getattr(module, "config", config)
     module.config = copy.copy(module.model_config)
     set_attention_implementation(module.config, IMPLEMENTATION)
@@ -325,7 +334,7 @@ def _swap(module: Any, mechanism: Any, config, needed: str) -> None:
 
 
 def reset_mechanisms(model: Any) -> None:
-    """Initialise what no checkpoint has filled in the mechanisms of a model."""
+    """Initialise the parameters of all mechanisms, except for those loaded from a checkpoint."""
     with torch.no_grad():
         for module in linear_attention_modules(model).values():
             module.linear_attention.reset_parameters()
@@ -333,12 +342,13 @@ def reset_mechanisms(model: Any) -> None:
 
 @contextlib.contextmanager
 def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = None) -> Iterator[PreTrainedModel]:
-    """Inside, a converted model computes its original softmax attention on the same weights: the teacher for free.
+    """A context in which a converted model computes its original softmax attention with the same weights.
 
-    Not safe for several threads that use the same model. A cache made inside is a softmax cache and stays one.
+    The model can thus be its own teacher. Threads must not share the model meanwhile. A cache made inside is a softmax
+    cache and remains one.
 
     Args:
-        layers: only these of the converted layers, by the numbers of the setting `layers`; by default all.
+        layers: the converted layers to which this applies, numbered as in the setting `layers`; by default all.
     """
     modules = [
         module
@@ -382,10 +392,10 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     config_class = linear_config_class(stock.config_class.model_type)
     model_class = _make_class(name, bases, {"stock_class": stock, "config_class": config_class})
 
-    def initialize(self, config, *args, **kwargs):
+    def initialize(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         LinearAttentionModelMixin.__init__(self, config, *args, **kwargs)
 
-    # transformers and its users ask which arguments a model class takes (`add_pooling_layer`, `use_mask_token`).
+    # transformers and its users inspect the arguments of a model class (`add_pooling_layer`, `use_mask_token`).
     initialize.__signature__ = inspect.signature(stock.__init__)
     model_class.__init__ = initialize
     _copy_checkpoint_conversion(stock, model_class)
@@ -401,18 +411,18 @@ def _make_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any], i
     return CLASSES[stock, is_cross]
 
 
-def _reduce(self, protocol):
-    """What pickle writes of an object of a class made here: the place of the stock class, and the state."""
+def _reduce(self: Any, protocol: Any) -> str | tuple[Any, ...]:
+    """What pickle writes for an object of a class made here: where the stock class is, and the state of the object."""
     stock = type(self).stock_class
     for is_cross in (False, True):
         if CLASSES.get((stock, is_cross)) is type(self):
             state = object.__reduce_ex__(self, 2)[2:]
             return (_without_init, (stock.__module__, stock.__qualname__, is_cross), *state)
-    return object.__reduce_ex__(self, protocol)  # of a class derived from ours, which pickle finds by its own name
+    return object.__reduce_ex__(self, protocol)  # pickle finds a class derived from ours by its own name
 
 
 def _without_init(module: str, name: str, is_cross: bool) -> Any:
-    """What pickle reads: an empty object of the class that is made from the stock class `name` of `module`."""
+    """What pickle calls: it returns an empty object of the class made from the stock class `name` of `module`."""
     stock = getattr(importlib.import_module(module), name)
     is_model = issubclass(stock, PreTrainedModel)
     linear: Any = linear_model_class(stock) if is_model else _attention_class(stock, is_cross)
@@ -420,14 +430,14 @@ def _without_init(module: str, name: str, is_cross: bool) -> Any:
 
 
 def _copy_checkpoint_conversion(stock: type, model_class: type) -> None:
-    """Renamed weights of older or split checkpoints (ViT, GPT-NeoX, MoE) must load into our class as into the stock."""
+    """Let older or split checkpoints (ViT, GPT-NeoX, MoE), whose weights are renamed, load into our class as well."""
     model_type = stock.config_class.model_type
     for source, target in ((stock.__name__, model_class.__name__), (model_type, model_class.config_class.model_type)):
         copy_checkpoint_conversion(source, target)
 
 
-def __getattr__(name: str):
-    """`LinearLlamaForCausalLM` and the like, made when first asked for."""
+def __getattr__(name: str) -> type[PreTrainedModel]:
+    """`LinearLlamaForCausalLM` and similar classes, made on first access."""
     match = re.fullmatch(r"Linear(\w+)", name)
     stock = getattr(transformers, match[1], None) if match else None
     if isinstance(stock, type) and issubclass(stock, PreTrainedModel):

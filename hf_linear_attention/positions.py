@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions in linear attention: rotary frequencies taken back from a feature map's inputs, and decay with distance.
+"""Positions in linear attention: which rotary frequencies a feature map sees, and decay with distance.
 
-A feature map that sees rotary phases learns the phases of the trained length. A frequency that makes whole turns inside
-that length is met at every phase; a slower one meets new phases beyond it. So the option `rope` = `partial` leaves the
-fast frequencies in queries and keys and takes the slow ones back.
+A feature map that sees rotary phases learns the phases that occur within the trained length. A frequency that makes a
+full turn within that length takes every phase; a slower one takes new phases beyond it. The option `rope` = `partial`
+therefore leaves the fast frequencies in queries and keys and undoes the rotation of the slow ones.
 
-Decay is ALiBi's, with fixed slopes, or learned: the option `decay` of causal mechanisms.
+The decay is that of ALiBi, with fixed slopes, or a learned one (the option `decay` of causal mechanisms).
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ from .mechanism import Option
 DECAY_OPTION = Option(
     str,
     "none",
-    "learned: the weight of a key shrinks by a learned factor of its head with every token; decoders only",
+    "learned: with every token, the weight of a key shrinks by a factor learned per head; decoders only",
     choices=("none", "learned"),
 )
-# Where nothing is known of the trained length: a half-life of 2,000 tokens.
+# The initial half-life, in tokens, if the trained length is unknown.
 INITIAL_HALF_LIFE = 2000
 
 
 TRAINED_LENGTH_OPTION = Option(
     int,
     None,
-    "tokens that the softmax model was trained on, by default what its config says: sinks are seen no farther away, "
-    "`rope` = `partial` keeps the frequencies that turn within it, and `decay` = `learned` starts with that half-life",
+    "the input length, in tokens, that the softmax model was trained on (by default from its config): sinks appear no "
+    "farther away than this, `rope` = `partial` keeps the frequencies that make a full turn within it, and `decay` = "
+    "`learned` starts with this half-life",
     minimum=1,
 )
 ROPE_OPTIONS: dict[str, Option] = {
     "rope": Option(
         str,
         "before_map",
-        "which rotary frequencies the feature map sees; before_map: all; partial: those that turn within the trained "
-        "length; none: none (the window and the sinks of `hybrid` always see all)",
+        "which rotary frequencies the feature map sees; before_map: all; partial: those that make a full turn within "
+        "the trained length; none: none of them (the window and the sinks of `hybrid` always use all)",
         choices=("before_map", "partial", "none"),
     ),
     "rope_frequencies": Option(
         int,
         None,
-        "how many rotary frequencies, the fastest first, the feature map sees with `rope` = `partial`; by default "
-        "those whose wavelength is at most the trained length",
+        "the number of rotary frequencies, the fastest first, that the feature map sees with `rope` = `partial`; by "
+        "default those whose wavelength is at most the trained length",
         minimum=0,
         is_per_layer=True,
         needs={"rope": ("partial",)},
@@ -64,24 +65,24 @@ ROPE_OPTIONS: dict[str, Option] = {
 
 
 class RotaryShift:
-    """Moves queries or keys by a number of positions, in the rotary frequencies from `first` on.
+    """Moves queries or keys by a number of positions, in the rotary frequencies from the index `first` on.
 
-    A pure rotation: a factor on cos and sin (YaRN) stays in what is moved.
+    The move is a pure rotation: a factor on cos and sin (YaRN) remains in the queries or keys.
     """
 
-    def __init__(self, rotary: Rotary, first: int = 0):
+    def __init__(self, rotary: Rotary, first: int = 0) -> None:
         self.rotary, self.first = rotary, first
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """`x [B, heads, N, D]` as if it stood `tokens` (`[B, N]`, integers, positive to the right) further on."""
+        """`x [B, heads, N, D]` moved by `tokens` positions (integers `[B, N]`, positive to the right)."""
         half, first = len(self.rotary.inverse_frequencies), self.first
         if first >= half:
             return x
         slow = self.rotary.inverse_frequencies[first:]
-        # A graph holds them as a constant; torch.compile would warn of the cache.
+        # A graph holds them as a constant; torch.compile would warn about the cache.
         is_compiling = torch.compiler.is_compiling()
         frequencies = torch.tensor(slow, device=x.device) if is_compiling else _frequencies(slow, x.device)
-        angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, slow ones]
+        angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, frequencies]
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         if self.rotary.is_interleaved:
@@ -96,32 +97,32 @@ class RotaryShift:
 
 @functools.lru_cache(maxsize=64)
 def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # may be needed for training later
+    with torch.inference_mode(False):  # training may use the cached tensor later
         return torch.tensor(frequencies, device=device)
 
 
 def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None) -> list[int]:
-    """How many frequencies of each attention layer, by its number, turn within `longest` tokens.
+    """The number of rotary frequencies per attention layer that make a full turn within `longest` tokens.
 
     Raises:
-        ValueError: if the length is not known, or frequencies do not fall from pair to pair.
+        ValueError: if the length is unknown, or the frequencies do not fall from one pair of channels to the next.
     """
     if longest is None:
-        raise ValueError("`rope` = `partial` needs the length that the model was trained on; give `trained_length`.")
+        raise ValueError("`rope` = `partial` needs the length that the model was trained on; set `trained_length`.")
     kept = [0] * (1 + max(shapes))
     for layer, shape in shapes.items():
         turns = [2 * math.pi <= abs(f) * longest for f in (shape.rotary.inverse_frequencies if shape.rotary else ())]
         kept[layer] = sum(turns)
         if any(turns[kept[layer] :]):
             raise ValueError(
-                f"`rope` = `partial` keeps the first frequencies of a layer, and in layer {layer} these are not the "
+                f"`rope` = `partial` keeps the first frequencies of a layer, but in layer {layer} these are not the "
                 "fastest; use `rope` = `none`."
             )
     return kept
 
 
 def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:
-    """What moves the frequencies that the feature map must not see; None with `rope` = `before_map`."""
+    """The shift of the frequencies that the feature map must not see; None with `rope` = `before_map`."""
     if settings["rope"] == "before_map" or shape.rotary is None:
         return None
     return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
@@ -132,22 +133,24 @@ class AlibiDecay(nn.Module):
 
     log_decay: torch.Tensor
 
-    def __init__(self, slopes: tuple[float, ...]):
+    def __init__(self, slopes: tuple[float, ...]) -> None:
         super().__init__()
         self.slopes = slopes
         self.register_buffer("log_decay", torch.empty(len(slopes)))
 
     def reset_parameters(self) -> None:
+        """Fill in the slopes."""
         init.copy_(self.log_decay, -torch.tensor(self.slopes))
 
     def forward(self) -> torch.Tensor:
+        """The logarithm of the decay per token, `[Hkv]`."""
         return self.log_decay
 
 
 class LearnedDecay(nn.Module):
     """`log_decay [Hkv]` = -softplus(rate), below 0: `kernel_attention` multiplies weights by its exp per token.
 
-    Starts from the slopes of a model with ALiBi, and in any other with a half-life of `half_life` tokens.
+    It starts from the slopes of a model with ALiBi, and in any other model with a half-life of `half_life` tokens.
     """
 
     def __init__(
@@ -155,20 +158,22 @@ class LearnedDecay(nn.Module):
         num_key_value_heads: int,
         slopes: tuple[float, ...] | None = None,
         half_life: float = INITIAL_HALF_LIFE,
-    ):
+    ) -> None:
         super().__init__()
         self.slopes = slopes or (math.log(2) / half_life,) * num_key_value_heads
         self.rate = nn.Parameter(torch.empty(num_key_value_heads))
 
     def reset_parameters(self) -> None:
+        """Choose the rates that give the initial slopes."""
         init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
 
     def forward(self) -> torch.Tensor:
+        """The logarithm of the decay per token, `[Hkv]`."""
         return -F.softplus(self.rate.float() if self.rate.dtype != torch.float64 else self.rate)
 
 
-def decay_of(settings, shape: LayerShape) -> LearnedDecay | AlibiDecay | None:
-    """The decay that the setting `decay` asks for, or else the one that the model itself has, or None."""
+def decay_of(settings: Mapping[str, Any], shape: LayerShape) -> LearnedDecay | AlibiDecay | None:
+    """The decay that the setting `decay` asks for, or else the model's own (ALiBi), or None."""
     if settings.get("decay") == "learned":
         half_life = settings.get("trained_length") or INITIAL_HALF_LIFE
         return LearnedDecay(shape.num_key_value_heads, shape.alibi_slopes, half_life)
@@ -176,5 +181,5 @@ def decay_of(settings, shape: LayerShape) -> LearnedDecay | AlibiDecay | None:
 
 
 def alibi_of(shape: LayerShape) -> AlibiDecay | None:
-    """The model's own ALiBi, or None."""
+    """The decay of a model with ALiBi, or None."""
     return None if shape.alibi_slopes is None else AlibiDecay(shape.alibi_slopes)

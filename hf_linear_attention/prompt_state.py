@@ -299,13 +299,21 @@ def _plain_tensors(entry: Any) -> Iterator[torch.Tensor]:
         yield entry
 
 
+def _with_defaults(settings: Any) -> Any:
+    """The settings in a file, of one mechanism or a list; older files lack the options that did not exist yet."""
+    if isinstance(settings, list):
+        return [_with_defaults(entry) for entry in settings]
+    mechanism = MECHANISMS.get(str(settings.get("mechanism"))) if isinstance(settings, dict) else None
+    if mechanism is None:
+        return settings
+    defaults = {name: option.default for name, option in mechanism.options.items()}
+    return {**COMMON_SETTINGS, **defaults, "format_version": 1, **settings}
+
+
 def _refuse_others(model: Any, about: dict[str, Any], path: str | os.PathLike) -> None:
     ours = _about(model)
     theirs = {name: about.get(name) for name in ours}
-    if isinstance(theirs["linear_attention"], dict):  # an older file lacks options that did not exist yet
-        options = MECHANISMS[ours["linear_attention"]["mechanism"]].options
-        defaults = {**COMMON_SETTINGS, **{name: option.default for name, option in options.items()}}
-        theirs["linear_attention"] = {**defaults, "format_version": 1, **theirs["linear_attention"]}
+    theirs["linear_attention"] = _with_defaults(theirs["linear_attention"])
     differing = [
         f"`{name}` is {theirs[name]!r}, the model's is {value!r}"
         for name, value in ours.items()

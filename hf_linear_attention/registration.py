@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What importing the package registers: the configs, model classes and tokenizers of the `linear_<x>` model types.
+"""Registration of the configs, model classes and tokenizers of the `linear_<x>` model types on import of the package.
 
-No modelling file is imported here: the heads of a family are registered when its first config is built. Native model
-types are not touched.
+No modelling file is imported here: the model classes of a family are registered when its first config is built. Native
+model types are not changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .transformers_internals import replace_extra_configs
 
 
 class LinearConfigs(dict):
-    """`{"linear_llama": LinearLlamaConfig, ...}` for every model type of transformers, each made when first asked for.
+    """`{"linear_llama": LinearLlamaConfig, ...}` for every model type of transformers, each made on first access.
 
-    Importing the stock config classes up front would cost a second (`LlamaConfig` alone imports torch's compiler).
+    Importing all stock config classes at once would take a second (`LlamaConfig` alone imports torch's compiler).
     """
 
     def __contains__(self, model_type: object) -> bool:
@@ -34,18 +34,18 @@ class LinearConfigs(dict):
 
 
 def register() -> None:
-    """Make AutoConfig know the `linear_<x>` model types; called once, on import of the package.
+    """Register the `linear_<x>` model types with AutoConfig; called once, on import of the package.
 
-    `AutoConfig.register` would need the classes themselves. It writes into `_extra_content`, which therefore becomes a
-    dict that makes them on demand and keeps whatever others have registered.
+    `AutoConfig.register` would need the classes themselves. It writes into the dict `_extra_content`, so this replaces
+    that dict by one that makes the classes on demand and keeps what others have registered.
     """
     FIRST_INSTANCE_HOOKS.append(register_heads)
     replace_extra_configs(LinearConfigs)
 
 
 def register_heads(config_class: type) -> None:
-    """Register every head of a family in its Auto class, and its tokenizer and processors."""
-    # Here and not at the top: these import torch's compiler and every image library, over a second.
+    """Register every head of a family with its Auto class, and the tokenizer and processors of the family."""
+    # These imports take over a second, with torch's compiler and every image library, so they are not at the top.
     from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions of stock attention, observed when a model is converted; the config keeps what was found.
+"""Rotary positions of stock attention, observed when a model is converted and then stored in its config.
 
-transformers hands an attention layer `position_embeddings` = (cos, sin), and the layer computes cos x + sin J x with
-J^2 = -1. How J pairs the channels is seen when the layer's own forward gets (1, 0), (0, 1) and (0, one number for each
-angle). The frequencies are those of the model's own rotary embedding.
+transformers passes `position_embeddings` = (cos, sin) to an attention layer, which computes cos x + sin J x with
+J^2 = -1. To find out how J pairs the channels, the layer's own forward runs with (1, 0), (0, 1) and (0, a different
+number per column). The frequencies come from the model's own rotary embedding.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ROTARY_ARGUMENTS = {"x", "position_ids"}
 
 @dataclass(frozen=True)
 class RotaryPairing:
-    """How a layer rotates the first channels of queries and keys.
+    """How a layer rotates the first r channels of queries and keys.
 
     Args:
-        pairing: which channels form a pair: `half` (channel c and c + half of them) or `interleaved` (2 c and 2 c + 1).
-        angles: which column of cos and sin a channel c of r takes: `channel` (c), `half` (c modulo r / 2) or `pair`
+        pairing: which channels form a pair: `half` (c and c + r / 2) or `interleaved` (2 c and 2 c + 1).
+        angles: the column of cos and sin that rotates channel c: `channel` (c), `half` (c modulo r / 2) or `pair`
             (c // 2).
-        channels_per_column: rotated channels for each column of cos and sin, 1 or 2.
-        direction: 1, or -1 where the pairs turn the other way, as in nanochat.
+        channels_per_column: the number of rotated channels per column of cos and sin, 1 or 2.
+        direction: 1, or -1 if the pairs turn in the opposite direction, as in nanochat.
     """
 
     pairing: str
@@ -50,7 +50,7 @@ class RotaryPairing:
     direction: int = 1
 
     def by_channel(self, x: torch.Tensor) -> torch.Tensor:
-        """cos or sin `[..., columns]` -> `[..., r]`, the one that each rotated channel takes."""
+        """cos or sin `[..., columns]` -> `[..., r]`, one value per rotated channel."""
         num_pairs = x.shape[-1] * self.channels_per_column // 2
         if self.angles == "channel":
             return x
@@ -58,7 +58,7 @@ class RotaryPairing:
         return torch.cat((x, x), dim=-1) if self.angles == "half" else x.repeat_interleave(2, dim=-1)
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """J x, for `x [..., r]`: every pair (a, b) becomes (-b, a), or (b, -a) in the other direction."""
+        """J x for `x [..., r]`: every pair (a, b) becomes (-b, a), or (b, -a) in the opposite direction."""
         if self.pairing == "half":
             first, second = x.chunk(2, dim=-1)
             turned = torch.cat((-second, first), dim=-1)
@@ -69,13 +69,13 @@ class RotaryPairing:
 
 @dataclass(frozen=True)
 class RotaryFacts:
-    """The rotary positions that one layer computes with.
+    """The rotary positions of one layer.
 
     Args:
         pairing: `half` or `interleaved`, see `RotaryPairing`; None for a layer without rotary positions.
-        rotary_dim: how many channels of a head are rotated, the first ones.
-        inv_freq: radians per token, one for each pair of channels, in their order.
-        attention_factor: what cos and sin are multiplied by (YaRN), so that logits have it squared.
+        rotary_dim: the number of rotated channels per head, which come first.
+        inv_freq: radians per token for each pair of channels, in their order.
+        attention_factor: the factor on cos and sin (YaRN); logits are multiplied by its square.
         depends_on_input: whether the frequencies change with the length of the input (`dynamic`, `longrope`).
     """
 
@@ -86,7 +86,7 @@ class RotaryFacts:
     depends_on_input: bool = False
 
 
-# By all that could make two layers of one class differ.
+# Pairings found so far, by everything in which two layers of one class could differ.
 PAIRINGS: dict[tuple, RotaryPairing | str | None] = {}
 
 
@@ -94,7 +94,7 @@ def rotary_pairing(module: nn.Module) -> RotaryPairing | None:
     """How this attention module pairs the channels; None if it does not rotate them.
 
     Raises:
-        ValueError: if it rotates in another way than `RotaryPairing` can say.
+        ValueError: if it rotates them in a way that `RotaryPairing` cannot describe.
     """
     stock_class = stock_class_of(module)
     key = (stock_class, layer_type(module), _plain_values(module), _plain_values(module.config))
@@ -113,32 +113,32 @@ def _plain_values(owner: Any) -> tuple:
 
 
 def _observed_pairing(module: nn.Module, stock_class: type) -> RotaryPairing | str | None:
-    """The pairing, None without one, or what is the matter with it."""
+    """The pairing, None if there is no rotation, or a description of what `RotaryPairing` cannot describe."""
     for width in rotary_widths(module):
         columns = torch.arange(1, width + 1)
         pairs = [cos_and_sin(cos, sin, width) for cos, sin in ((1, 0), (0, 1), (0, columns))]
         try:
             calls = [attention_call(module, stock_class, [pair]) for pair in pairs]
-        except NotObservedError:  # of another width
+        except NotObservedError:  # cos and sin have another width
             continue
         if None in calls:
             break
         sides = ([getattr(call, side)[0, 0, -1] for call in calls] for side in ("query", "key"))
         found = {_pairing_of(plain, turned, scaled, width) for plain, turned, scaled in sides}
         return found.pop() if len(found) == 1 else "differ between queries and keys"
-    return "are no pair of cos and sin"
+    return "are not a pair of cos and sin"
 
 
 def _pairing_of(
     plain: torch.Tensor, turned: torch.Tensor, scaled: torch.Tensor, width: int
 ) -> RotaryPairing | str | None:
-    """From one head `[D]` with (cos, sin) = (1, 0), (0, 1) and (0, number of the column from 1)."""
-    is_rotated = ~torch.isclose(turned, plain, rtol=1e-5)  # a norm after the rotation rounds
+    """The pairing that one head `[D]` shows with (cos, sin) = (1, 0), (0, 1) and (0, column number from 1)."""
+    is_rotated = ~torch.isclose(turned, plain, rtol=1e-5)  # a norm after the rotation causes rounding
     rotated = int(is_rotated.sum())
     if not rotated:
         return None
     if not is_rotated[:rotated].all() or rotated not in (width, 2 * width):
-        return "are not those of the first channels of a head"
+        return "are not in the first channels of a head"
     channel = torch.arange(rotated)
     columns = (scaled / turned)[:rotated]
     columns = (columns / columns.min()).round().long() - 1
@@ -147,21 +147,21 @@ def _pairing_of(
         found = RotaryPairing(pairing, angles, rotated // width, direction)
         if torch.allclose(found.turned(plain[:rotated]), turned[:rotated]) and torch.equal(columns, layout):
             return found
-    return "pair the channels in a way of their own"
+    return "pair the channels in an unknown way"
 
 
 @torch.no_grad()
 def rotary_facts(model: PreTrainedModel) -> dict[str, RotaryFacts]:
-    """`{name: facts}` of every self-attention, from the cos and sin that the model's own rotary embedding makes.
+    """`{name: facts}` of every self-attention, from the cos and sin that the model's own rotary embedding computes.
 
     Raises:
-        ValueError: for rotary positions of another kind.
+        ValueError: for rotary positions of an unknown kind.
     """
     return {name: _facts_of(model, name, module) for name, module in attention_modules(model).items()}
 
 
 def observed_rotary(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> list[dict[str, Any]]:
-    """What the config keeps, for the attention modules by their layers: one entry for all layers that are alike.
+    """The setting `rotary` for these attention modules, by layer: one entry for all layers with equal positions.
 
     Raises:
         ValueError: for rotary positions that `positions.RotaryShift` cannot move, or that change with the input.
@@ -183,7 +183,7 @@ def observed_rotary(model: PreTrainedModel, modules: Mapping[int, nn.Module]) ->
     ]
 
 
-def _facts_of(model: PreTrainedModel, name: str, module: nn.Module) -> RotaryFacts:
+def _facts_of(model: PreTrainedModel, name: str, module: Any) -> RotaryFacts:
     takes_positions = "position_embeddings" in inspect.signature(stock_class_of(module).forward).parameters
     pairing = rotary_pairing(module) if takes_positions else None
     if pairing is None:
@@ -204,7 +204,7 @@ def _facts_of(model: PreTrainedModel, name: str, module: nn.Module) -> RotaryFac
 
 
 def _as_stored(angles: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
-    """The frequencies of the embedding themselves: angles have a rounding error, which a position multiplies."""
+    """The frequencies as the embedding stores them: those from angles have a rounding error that positions multiply."""
     for stored in _on_cpu(embedding).buffers():
         if stored.shape == angles.shape and torch.allclose(stored, angles, rtol=1e-5, atol=0):
             return stored
@@ -212,7 +212,7 @@ def _as_stored(angles: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
 
 
 def _embedding_of(model: PreTrainedModel, name: str) -> nn.Module:
-    """The rotary embedding next to the layers that the attention of this name belongs to."""
+    """The rotary embedding in the smallest part of the model that contains the attention of this name."""
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
         children = model.get_submodule(".".join(parts[:depth])).children()
@@ -225,7 +225,7 @@ def _embedding_of(model: PreTrainedModel, name: str) -> nn.Module:
 def _angles_and_norms(
     embedding: nn.Module, module: nn.Module, pairing: RotaryPairing, positions: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each pair of channels at position 1: the angle, and the length of (cos, sin)."""
+    """The angle and the length of (cos, sin) for each pair of channels at position 1."""
     embedding = _on_cpu(embedding)
     arguments = (
         {"layer_type": layer_type(module)} if "layer_type" in inspect.signature(embedding.forward).parameters else {}
@@ -237,11 +237,11 @@ def _angles_and_norms(
 
 
 def _on_cpu(embedding: nn.Module) -> nn.Module:
-    """A copy whose frequencies are there; some keep what the last input made of them."""
+    """A float32 copy on the CPU, also of an embedding on meta; some embeddings store frequencies of the last input."""
     if not any(buffer.is_meta for buffer in embedding.buffers()):
         return copy.deepcopy(embedding).to("cpu", torch.float32)
     with torch.device("cpu"):
         try:
             return type(embedding)(config=embedding.config)
         except (AttributeError, TypeError):
-            raise ValueError(f"{type(embedding).__name__} cannot be built from the config alone.") from None
+            raise ValueError(f"{type(embedding).__name__} cannot be built from its config alone.") from None

@@ -69,16 +69,16 @@ def real_first(mask: torch.Tensor) -> torch.Tensor:
     This does not sort, because ONNX has no stable sort.
     """
     real, padding = mask.cumsum(dim=1), (~mask).cumsum(dim=1)
-    return way_back(torch.where(mask, real, real[:, -1:] + padding) - 1)
+    return inverse_order(torch.where(mask, real, real[:, -1:] + padding) - 1)
 
 
-def way_back(places: torch.Tensor) -> torch.Tensor:
+def inverse_order(places: torch.Tensor) -> torch.Tensor:
     """The inverse of the permutation `places [B, N]`."""
     numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
     return torch.empty_like(places).scatter(1, places, numbers)
 
 
-def take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """`x [B, heads, N, D]` with its tokens in the order `places [B, N]`."""
     # `take_along_dim` would tie `torch.export` to the batch size and length of the example.
     return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures that every test of `tests/architectures` converts, and those that cannot be.
+"""The architectures that every test of `tests/architectures` converts, and some that cannot be converted.
 
-`convert_checkpoint.py --list_architectures` prints them as a table. Other model types convert as well if their
-attention goes through transformers' attention interface: nothing but the tests looks at this list.
+`convert_checkpoint.py --list_architectures` prints them as a table. Other model types can be converted as well if their
+attention goes through transformers' attention interface: conversion does not depend on this list.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# What usual checkpoints of a model type have and linear attention has not: refused unless the setting `drop` names it.
+# Features of the usual checkpoints of a model type that linear attention lacks: refused unless `drop` names them.
 NEED_DROP: dict[str, tuple[str, ...]] = {
     "attention_sinks": ("gpt_oss",),
     "position_bias": ("beit", "longt5", "mt5", "switch_transformers", "t5", "umt5", "wav2vec2-conformer"),
@@ -47,7 +47,7 @@ NEED_DROP: dict[str, tuple[str, ...]] = {
     "softcap": ("gemma2", "t5gemma", "vaultgemma"),
 }  # fmt: skip
 
-# Refused whatever the settings, by why. A few of many: conversion finds out by itself.
+# Examples of model types that are refused with any settings, by the reason; conversion detects them by itself.
 REFUSED: dict[str, tuple[str, ...]] = {
     "computes its own softmax": (
         "big_bird", "codegen", "convbert", "deberta", "deberta-v2", "falcon", "funnel", "git", "gptj", "ibert", "led",

@@ -1,4 +1,4 @@
-"""What both commands do alike: read options and a YAML file with defaults for them, and say what went wrong."""
+"""The parts that both commands share: reading options and a YAML file with their defaults, and reporting errors."""
 
 from __future__ import annotations
 
@@ -20,46 +20,47 @@ from hf_linear_attention._common.errors import RunError, UsageError
 
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
-# What only training, its figures and data files need: the extra `train`.
+# The libraries of the extra `train`, which only training, evaluation and data files need.
 TRAINING_LIBRARIES = ("accelerate", "datasets", "evaluate")
-CONFIG_HELP = "YAML file with defaults for these options; options on the command line win."
+CONFIG_HELP = "YAML file with defaults for these options; options on the command line take precedence."
 
 
 class Parser(HfArgumentParser):
-    """HfArgumentParser that knows no abbreviations and raises instead of printing a page of usage."""
+    """An HfArgumentParser that accepts no abbreviations and raises an error instead of printing the usage."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
     def add_argument(self, *names: Any, facts: object = None, **options: Any) -> argparse.Action:
-        """As in argparse, which has no use for the `facts` in an option's metadata."""
+        """As in argparse, without the `facts` in an option's metadata, which argparse does not know."""
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
+        """Raise `UsageError` instead of printing the usage."""
         raise UsageError(f"{message} (`--help` lists the options)")
 
 
 def value_of(name: str, argv: Sequence[str]) -> str | None:
-    """The value of one option in `argv`, whatever else it holds; None if it is not there."""
+    """The value of one option in `argv`, ignoring all others; None if the option is missing."""
     parser = Parser([], add_help=False)
     parser.add_argument(f"--{name}")
     return getattr(parser.parse_known_args(argv)[0], name)
 
 
 def given_names(argv: Sequence[str]) -> list[str]:
-    """The names of the options in `argv`, in the spelling of the dataclass fields."""
+    """The names of the options in `argv`, spelled like the dataclass fields."""
     return [word[2:].split("=", 1)[0].replace("-", "_") for word in argv if word.startswith("--")]
 
 
 def words_of(
     argv: Sequence[str], names: Sequence[str], *, only_in_argv: Sequence[str] = (), joins_lists: bool = False
 ) -> list[str]:
-    """`argv` after the words of the YAML file that its `--config` names, so that both go through the same types.
+    """The options of the YAML file that `--config` names, as words, followed by `argv`: one parser checks them all.
 
     Args:
-        names: the options that the file may hold.
-        only_in_argv: those that only the command line may hold, beside `config` and `help`.
-        joins_lists: a list in the file is a value with commas between; otherwise it is refused.
+        names: the options that the file may contain.
+        only_in_argv: further options that only the command line may contain, besides `config` and `help`.
+        joins_lists: whether a list in the file becomes one value with commas; otherwise it is refused.
 
     Raises:
         UsageError: naming every unknown option at once.
@@ -81,7 +82,7 @@ def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> li
         elif isinstance(value, list) and joins_lists:
             words.append(f"--{name}={','.join(map(str, value))}")
         elif isinstance(value, (list, dict)):
-            problems.append(f"`{name}` in {path} is {value!r}; give it one plain value")
+            problems.append(f"`{name}` in {path} is {value!r}; give a single value")
         elif value is not None:
             words.append(f"--{name}={value}")
     if problems:
@@ -96,10 +97,10 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error
-    if values is None:  # nothing but comments
+    if values is None:  # the file is empty or has only comments
         return {}
     if not isinstance(values, dict):
-        raise UsageError(f"`--config {path}` holds a {type(values).__name__}; it must map options to values")
+        raise UsageError(f"`--config {path}` contains a {type(values).__name__}; it must map options to values")
     return values
 
 
@@ -111,20 +112,21 @@ def _suggestion(name: str, names: Sequence[str]) -> str:
 
 
 def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks: bool = True) -> int:
-    """Do `action`; whatever goes wrong is one line on stderr. Returns the exit code of the command.
+    """Run `action`, report any error as one line on stderr, and return the exit code of the command.
 
-    2 for what cannot be done as asked, 1 (or the error's own `exit_code`) for a failure, 130 after Ctrl-C, 143 after
-    SIGTERM, which ends `action` like Ctrl-C does. With HF_LINEAR_ATTENTION_DEBUG=1 an error comes with its traceback.
+    The code is 2 for a request that cannot be met, 1 (or the error's own `exit_code`) for a failure, 130 after Ctrl-C,
+    and 143 after SIGTERM, which ends `action` as Ctrl-C does. With HF_LINEAR_ATTENTION_DEBUG=1, an error is raised with
+    its traceback.
 
     Args:
-        name: how the command is called.
-        stopped: what a user who has stopped it finds.
-        speaks: whether this process reports what every process of a launch meets alike.
+        name: the name of the command.
+        stopped: what to tell a user who has stopped the command.
+        speaks: whether this process reports the errors that every process of a launch has in common.
     """
     try:
         with _terminable():
             action()
-    # The outermost place there is: whatever went wrong is reported, in one line instead of a traceback.
+    # This is the outermost level: any error is reported in one line instead of a traceback.
     except Exception as error:
         return _report(name, error, speaks)
     except _TerminatedExit:
@@ -135,13 +137,13 @@ def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks
 
 
 class _TerminatedExit(SystemExit):
-    """SIGTERM, as an exit: what is half done is cleared away on the way out, and no `except Exception` catches it."""
+    """SIGTERM as an exception: cleanup code runs, and no `except Exception` catches it."""
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises; outside it has the effect it had before."""
-    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
+    """A context in which SIGTERM raises `_TerminatedExit`; afterwards it has its earlier effect."""
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot set signal handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, _terminate)
@@ -160,14 +162,14 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
         raise error
     if isinstance(error, ModuleNotFoundError) and error.name in TRAINING_LIBRARIES:
         error = UsageError(
-            f"this needs the library `{error.name}`, which is not installed; install what training and data files "
-            'need by `pip install "hf-linear-attention[train]"`'
+            f"this needs the library `{error.name}`, which is not installed; install the libraries for training and "
+            'data files with `pip install "hf-linear-attention[train]"`'
         )
     message = " ".join(str(error).split()) or type(error).__name__
     is_expected = isinstance(error, (UsageError, RunError, OSError))
     hint = "" if is_expected else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
     word = "error" if isinstance(error, UsageError) else "failed"
-    # what nobody expected may have happened to this process alone
+    # an unexpected error may have happened in this process only
     return _say(f"{name}: {word}: {message}{hint}", getattr(error, "exit_code", 1), speaks or not is_expected)
 
 

@@ -1,8 +1,8 @@
-"""Options as data: everything that holds for an option stands once, in the metadata of its dataclass field.
+"""Options as data: everything about an option is in one place, the metadata of its dataclass field.
 
     learning_rate: float = option("Peak learning rate.", 5e-5, bounds=POSITIVE, on_resume=OnResume.WARNED)
 
-The parser reads the help text and the choices; what else there is (`Facts`) is asked for by name, never listed again.
+The parser reads the help text and the choices; other code looks up the remaining metadata (`Facts`) by name.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 
 class OnResume(enum.Flag):
-    """What it means that a run goes on with another value of an option than it had before."""
+    """What happens when a run is resumed with a changed value of an option."""
 
-    FREE = 0
-    REFUSED = enum.auto()  # it would be another run
-    WARNED = enum.auto()  # it goes on, but not as the run that it would have been
+    FREE = 0  # the result does not depend on the option
+    REFUSED = enum.auto()  # it would be a different run
+    WARNED = enum.auto()  # the run continues, with a result that differs from that of an uninterrupted run
     INCOMPARABLE = enum.auto()  # evaluations before and after cannot be compared
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that an option takes: at least `least`, or above `above`, and below `below`."""
+    """The allowed numbers: at least `least` or above `above`, and below `below`; `such_as` is an example."""
 
     least: float | None = None
     above: float | None = None
@@ -59,18 +59,18 @@ PROBABILITY = Bounds(above=0, below=1)
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What holds for an option, beside its type, its default, its choices and its help text.
+    """The facts about an option other than its type, its default, its choices and its help text.
 
     Args:
-        bounds: the numbers that it takes.
-        needs: options of which one must be set, or this one would do nothing.
-        tasks: the values of `--task` for which it does something; none named: all.
-        off: the value that switches it off, beside None and false.
-        on_resume: what another value means for a run that goes on, or a function of all its values that says so. By
-            default it is refused: an option decides the result until somebody has made sure that it does not.
-        for_evaluation: it means something where a model is only evaluated.
-        is_path: its value may be a file or folder, whose place does not depend on the working directory.
-        is_per_stage: every stage of a preset has its own value.
+        bounds: the numbers that the option allows.
+        needs: options of which at least one must be set; otherwise this option has no effect.
+        tasks: the values of `--task` for which the option has an effect; empty for all.
+        off: the value, besides None and false, that switches the option off.
+        on_resume: what happens when a run is resumed with another value, or a function of all values that returns this.
+            By default another value is refused, because an option is assumed to change the result.
+        for_evaluation: whether the option has an effect when a model is only evaluated.
+        is_path: whether the value may be a file or folder, which is compared as an absolute path.
+        is_per_stage: whether every stage of a preset has its own value.
     """
 
     bounds: Bounds | None = None
@@ -83,20 +83,20 @@ class Facts:
     is_per_stage: bool = False
 
     def meaning_on_resume(self, values: Mapping[str, Any]) -> OnResume:
-        """What another value means for a run whose options have these `values`."""
+        """What happens when a run whose options have these `values` is resumed with another value of this option."""
         return self.on_resume(values) if callable(self.on_resume) else self.on_resume
 
     def is_on(self, value: Any) -> bool:
-        """Whether this value asks for something."""
+        """Whether this value switches the option on."""
         return value is not None and value is not False and not (self.off is not None and value == self.off)
 
 
 def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str] | None = None, **facts: Any) -> Any:
-    """A dataclass field that is an option, required without `default`.
+    """A dataclass field for an option, which is required unless it has a `default`.
 
     Args:
-        text: its help.
-        choices: the values that are allowed, where its type does not say so.
+        text: the help text.
+        choices: the allowed values, if the type does not tell them.
         **facts: see `Facts`.
     """
     metadata = {"help": text, "facts": Facts(**facts), **({"choices": choices} if choices else {})}
@@ -104,35 +104,35 @@ def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str]
 
 
 def facts_of(*groups: type) -> dict[str, Facts]:
-    """The facts of every option of these dataclasses, by its name."""
+    """The facts about every option of these dataclasses, by name."""
     return {entry.name: entry.metadata["facts"] for group in groups for entry in dataclasses.fields(group)}
 
 
 def out_of_bounds(facts: Mapping[str, Facts], values: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence for every number that its option does not take."""
+    """One sentence for every number that is out of the bounds of its option."""
     for name, fact in facts.items():
         value = values[name]
         if fact.bounds is not None and value is not None and not fact.bounds.hold(value):
-            yield f"`--{name} {value}`: allowed is {fact.bounds}"
+            yield f"`--{name} {value}`: it must be {fact.bounds}"
 
 
 def without_needs(facts: Mapping[str, Facts], values: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
-    """One sentence for every option in `given` that does nothing, because another one is missing."""
+    """One sentence for every option in `given` that has no effect because another option is missing."""
     for name in sorted(given):
         fact = facts.get(name)
         if fact is None or not fact.needs or not fact.is_on(values[name]):
             continue
         if not any(facts[other].is_on(values[other]) for other in fact.needs):
             got = f"`--{name}`" if values[name] is True else f"`--{name} {values[name]}`"
-            yield f"{got} needs {_listed(fact.needs)}; give that too, or leave `--{name}` out"
+            yield f"{got} needs {_listed(fact.needs)}; give that as well, or leave out `--{name}`"
 
 
 def without_task(facts: Mapping[str, Facts], given: Collection[str], task: str) -> Iterator[str]:
-    """One sentence for every option in `given` that does nothing for this `--task`."""
+    """One sentence for every option in `given` that has no effect for this `--task`."""
     for name in sorted(given):
         tasks = facts[name].tasks if name in facts else ()
         if tasks and task not in tasks:
-            yield f"`--{name}` does nothing for `--task {task}`; leave it out, or use {' or '.join(tasks)}"
+            yield f"`--{name}` has no effect for `--task {task}`; leave it out, or use {' or '.join(tasks)}"
 
 
 def _listed(names: Sequence[str]) -> str:

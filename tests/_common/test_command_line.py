@@ -119,7 +119,7 @@ def test_a_file_comes_before_the_command_line(tmp_path: Path) -> None:
     assert words_of(argv, NAMES, joins_lists=True) == ["--learning_rate=1e-3", "--layers=0,2", *argv]
     assert given_names(["--learning-rate=1", "x", "--task", "b"]) == ["learning_rate", "task"]
     assert value_of("config", ["--task", "b", f"--config={file}"]) == str(file)
-    with pytest.raises(UsageError, match=r"`layers` in .* is \[0, 2\]; give it one plain value"):
+    with pytest.raises(UsageError, match=r"`layers` in .* is \[0, 2\]; give a single value"):
         words_of(argv, NAMES)
     file.write_text("# only a comment\n", encoding="utf-8")
     assert words_of(argv, NAMES) == argv
@@ -128,10 +128,10 @@ def test_a_file_comes_before_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"- a", "holds a list; it must map options to values"),
+        (b"- a", "contains a list; it must map options to values"),
         (b"{", "is not valid YAML"),
         (b"\xff\xfe\xfa", "is not valid YAML"),
-        (b"layers: {a: 1}", "`layers` in .* is {'a': 1}; give it one plain value"),
+        (b"layers: {a: 1}", "`layers` in .* is {'a': 1}; give a single value"),
         (b"banana: 1\nlearning_rat: 2\nextra: 3", r"3 problems: .*banana.*did you mean `learning_rate`.*extra"),
         (b"3: 1", "`3` in .* is not an option"),
     ],

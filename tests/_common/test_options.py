@@ -52,15 +52,15 @@ def test_bounds(bounds: Bounds, allowed, refused, text: str) -> None:
 
 def test_what_is_out_of_bounds_is_said() -> None:
     values = {"teacher": None, "weight": -1.0, "file": None, "is_fast": False}
-    assert list(out_of_bounds(KNOWN, values)) == ["`--weight -1.0`: allowed is 0 or more"]
+    assert list(out_of_bounds(KNOWN, values)) == ["`--weight -1.0`: it must be 0 or more"]
     assert not list(out_of_bounds(KNOWN, {**values, "weight": None}))
 
 
 def test_what_an_option_needs_is_said_where_it_is_on() -> None:
     values = {"teacher": None, "weight": 0.5, "file": None, "is_fast": True}
     assert list(without_needs(KNOWN, values, KNOWN)) == [
-        "`--is_fast` needs `--file`; give that too, or leave `--is_fast` out",
-        "`--weight 0.5` needs `--teacher` or `--file`; give that too, or leave `--weight` out",
+        "`--is_fast` needs `--file`; give that as well, or leave out `--is_fast`",
+        "`--weight 0.5` needs `--teacher` or `--file`; give that as well, or leave out `--weight`",
     ]
     assert not list(without_needs(KNOWN, {**values, "file": "a"}, KNOWN))
     assert not list(without_needs(KNOWN, {**values, "weight": 0.0, "is_fast": False}, KNOWN))
@@ -68,7 +68,7 @@ def test_what_an_option_needs_is_said_where_it_is_on() -> None:
 
 
 def test_options_of_other_tasks_are_said() -> None:
-    said = "`--file` does nothing for `--task embedding`; leave it out, or use causal_lm or masked_lm"
+    said = "`--file` has no effect for `--task embedding`; leave it out, or use causal_lm or masked_lm"
     assert list(without_task(KNOWN, ["file", "weight"], "embedding")) == [said]
     assert not list(without_task(KNOWN, ["file", "weight"], "causal_lm"))
 

@@ -148,10 +148,10 @@ def test_heads_of_another_size_have_no_figure(llama, measured_llama):
         (("c", "avx512"), None),
         (
             ("torch", None),
-            "measured with the C kernels for AVX-512; here torch computes, which is slower. Because.",
+            "measured with the C kernels for AVX-512; this process uses torch, which is slower. Because.",
         ),
-        (("c", "avx2"), "here the C kernels for AVX2 compute, and the length is another"),
-        (("c", "base"), "here the C kernels for any processor compute, and the length is another"),
+        (("c", "avx2"), "this process uses the C kernels for AVX2, so the length differs"),
+        (("c", "base"), "this process uses the C kernels for any processor, so the length differs"),
     ],
 )
 def test_another_backend_than_was_measured_is_said(measured, monkeypatch, measured_llama, here, said):
@@ -162,7 +162,7 @@ def test_another_backend_than_was_measured_is_said(measured, monkeypatch, measur
     assert (current_backend().name, current_backend().instruction_set) == here
     measured(backend={"name": "torch", "instruction_set": None})
     if here[0] == "c":
-        assert difference_here().startswith("measured with plain torch; here the C kernels for")
+        assert difference_here().startswith("measured with plain torch; this process uses the C kernels for")
     else:
         assert difference_here() is None
 
@@ -171,7 +171,7 @@ def test_the_packages_reason_says_what_to_do_where_there_is_no_kernel(monkeypatc
     monkeypatch.setattr("hf_linear_attention.kernels_cpu.package_folder", lambda: tmp_path)  # without a library
     kernels_cpu._loaded.cache_clear()
     try:
-        assert "here torch computes, which is slower. " in difference_here()
+        assert "this process uses torch, which is slower. " in difference_here()
         assert "C compiler" in difference_here()
     finally:
         kernels_cpu._loaded.cache_clear()
@@ -194,14 +194,14 @@ def test_dry_run_report_and_card_agree(measured_llama, tmp_path, monkeypatch):
     for name, instruction_set in (("torch", None), tuple(kept["backend"].values())):
         computes(monkeypatch, name, instruction_set)
         _, out, _ = run("--model_name_or_path", measured_llama, "--dry_run")
-        assert ("here torch computes, which is slower" in out) == (name == "torch")
+        assert ("this process uses torch, which is slower" in out) == (name == "torch")
     computes(monkeypatch, "torch", None)
     report = convert_folder(measured_llama, tmp_path / "out")
     assert report["backend"] == {"name": "torch", "instruction_set": None, "reason": "Because."}
     assert f"{QUOTED} {report['faster_from']}\n" in out
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{QUOTED} {report['faster_from']}." in card
-    assert "It was not measured on a GPU." in card
+    assert "Its speed on a GPU was not measured." in card
     assert "C kernels for" in report["faster_from"]
     assert kept["environment"]["processor"] in report["faster_from"]
 

@@ -207,16 +207,16 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--calibration_file", "TEXT"], ["`linear` as set here has nothing to calibrate", "add `--spectrum`"]),
-        ([*FAVOR, "--calibration_tokens", 9], ["on all built-in sentences", "name a `--calibration_file`"]),
+        (["--calibration_file", "TEXT"], ["`linear` with these settings has nothing to calibrate", "add `--spectrum`"]),
+        ([*FAVOR, "--calibration_tokens", 9], ["on all built-in sentences", "or give a `--calibration_file`"]),
         (["--calibration_tokens", 9], ["`--calibration_tokens`", "nothing to calibrate; leave it out"]),
         (
             [*FAVOR, "--calibration_file", "TEXT", "--calibration_tokens", 0],
-            ["_tokens 0`: allowed is 1 or more"],
+            ["_tokens 0`: it must be 1 or more"],
         ),
         ([*FAVOR, "--calibration_file", "nowhere.txt"], ["'nowhere.txt': there is no such file"]),
         ([*FAVOR, "--calibration_file", "."], ["`--calibration_file` = '.': give a file named *.txt, *.jsonl"]),
-        ([*FAVOR, "--calibration_file", "EMPTY"], ["`--calibration_file` = ", "holds no text"]),
+        ([*FAVOR, "--calibration_file", "EMPTY"], ["`--calibration_file` = ", "contains no text"]),
         ([*FAVOR, "--calibration_file", "COLUMNS"], ["columns.csv' has no column `text`"]),
     ],
 )

@@ -54,12 +54,12 @@ def test_sources_that_cannot_be_converted(llama, linear_llama, tmp_path):
     (adapter / "adapter_config.json").write_text("{}")
     for source, said in (
         (tmp_path / "absent", "there is no such folder"),
-        (empty, "holds no config.json"),
+        (empty, "contains no config.json"),
         (adapter, "merge it"),
         (llama / "config.json", "is a file"),
         ("nobody/such-a-model", "could not be fetched from the hub: Cannot reach http"),  # the tests are offline
         ("two words", "no model on the hub: Repo id must use"),
-        (linear_llama, "converted already"),
+        (linear_llama, "already converted"),
     ):
         code, _, err = run("--model_name_or_path", source, "--output_dir", tmp_path / "out")
         assert code == 2
@@ -78,7 +78,7 @@ def test_what_the_hub_answers_is_said(tmp_path, monkeypatch, error, said):
     monkeypatch.setattr("hf_linear_attention.conversion.source.snapshot_download", answer)
     code, _, err = run("--model_name_or_path", "nobody/such-a-model", "--output_dir", tmp_path / "out")
     assert code == 2
-    assert f"is no folder here, and {said}: Nothing at that url\n" in err
+    assert f"is not a folder, and {said}: Nothing at that url\n" in err
 
 
 def test_an_architecture_without_the_interface_is_refused(tmp_path):
@@ -90,7 +90,7 @@ def test_an_architecture_without_the_interface_is_refused(tmp_path):
     DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
     code, _, err = run("--model_name_or_path", tmp_path / "deberta", "--output_dir", tmp_path / "out")
     assert code == 2
-    assert "nothing that could be converted" in err
+    assert "so nothing can be converted" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -133,7 +133,7 @@ def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
     assert len(caught.value.problems) == 2
     assert "`num_featurs`" in str(caught.value)
     assert "`colour`" in str(caught.value)
-    for text, said in (("- a", "holds a list"), ("{", "not valid YAML")):
+    for text, said in (("- a", "contains a list"), ("{", "not valid YAML")):
         path.write_text(text)
         with pytest.raises(UsageError, match=said):
             parse([f"--config={path}"])
@@ -191,7 +191,7 @@ def test_a_missing_head_is_said_in_our_own_words(tmp_path):
         "--model_class", "AutoModelForMaskedLM",
     )  # fmt: skip
     assert code == 0
-    assert "warning: the checkpoint has no cls.predictions.bias" in err
+    assert "warning: the checkpoint does not contain cls.predictions.bias" in err
     assert "class       BertForMaskedLM -> LinearBertForMaskedLM" in out
     assert "not in the checkpoint" in out
 

@@ -230,7 +230,7 @@ def test_evaluate_without_controls(converted, tmp_path) -> None:
     ("more", "said"),
     [
         (["--controls", "healed"], "`--evaluate` trains nothing"),
-        (["--max_eval_length", 3], "allowed is 16 or more"),
+        (["--max_eval_length", 3], "it must be 16 or more"),
         (["--train_file", "absent.txt"], "`--train_file` = 'absent.txt'"),
     ],
 )
@@ -247,7 +247,7 @@ def test_controls_of_other_models_are_refused(bert, tmp_path) -> None:
     assert run(*where, "--layers", "none")[0] == 0
     code, _, err = run(*where, "--evaluate", "--validation_file", tmp_path / "valid.txt", "--controls", "none")
     assert code == 2
-    assert "`--controls` is for causal_lm alone" in err
+    assert "`--controls` is only for causal_lm, but the task of this model is" in err
     for command in (("--controls", "healed"), ("--max_eval_length", 64)):
         code, _, err = run(*where, *command)
         assert code == 2

@@ -127,10 +127,10 @@ def test_the_report_has_every_head(bert, tmp_path):
 def test_what_there_is_nothing_to_look_at_is_refused(llama, tmp_path):
     save_twin(tmp_path / "vit", "vit")
     for source, words, said in (
-        (llama, ("--layers", "none"), "`--layers` leaves none"),
-        (tmp_path / "vit", (), "no inputs are built in"),
+        (llama, ("--layers", "none"), "but `--layers` selects none"),
+        (tmp_path / "vit", (), "there are no built-in inputs"),
         (tmp_path / "vit", ("--calibration_file", llama / "config.json"), "a vision model needs a folder of images"),
-        (tmp_path / "vit", ("--calibration_file", llama), "holds no images"),
+        (tmp_path / "vit", ("--calibration_file", llama), "contains no images"),
     ):
         code, out, err = run("--model_name_or_path", source, "--spectrum", *words)
         assert (code, out) == (2, "")

@@ -43,7 +43,7 @@ def test_an_unfinished_preset_goes_on_to_its_end(tmp_path, earlier_preset):
     expected = json.loads((tmp_path / "expected_quality.json").read_text())
     code, _, err = run(*command(tmp_path))
     assert code == 0, err
-    assert "going on in" in err
+    assert "resuming the run in" in err
     assert "resuming from" in err
     assert "stage 1" not in err
     assert not out.with_name("out.unfinished").exists()

@@ -37,10 +37,10 @@ def test_overwrite_does_not_touch_what_is_no_model_nor_the_source(llama, tmp_pat
     (tmp_path / "models" / "config.json").write_text("{}")
     (tmp_path / "link").symlink_to(source)
     for out, said in (
-        (precious, "is no model folder"),
-        (source, "holds the checkpoint"),
-        (source.parent, "holds the checkpoint"),
-        (tmp_path / "link", "holds the checkpoint"),
+        (precious, "is not a model folder"),
+        (source, "contains the checkpoint"),
+        (source.parent, "contains the checkpoint"),
+        (tmp_path / "link", "contains the checkpoint"),
         (precious / "thesis.txt", "is a file"),
     ):
         before = files(tmp_path)
@@ -84,7 +84,7 @@ def test_a_signal_leaves_nothing_behind(llama, tmp_path, monkeypatch, number, wo
     monkeypatch.setattr(pipeline, "verify", interrupt)
     code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out")
     assert (code, out) == (128 + number, "")
-    assert err.splitlines()[-1] == f"convert_checkpoint.py: {word}; --output_dir is as it was"
+    assert err.splitlines()[-1] == f"convert_checkpoint.py: {word}; --output_dir is unchanged"
     assert signal.getsignal(signal.SIGTERM) == before
     assert not list(tmp_path.iterdir())
 

@@ -77,5 +77,5 @@ def test_softmax_given_back(teacher) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name])
     assert not any("layers.0.self_attn.linear_attention" in name for name in model.state_dict())
-    with pytest.raises(ValueError, match=r"layers \[0\]; converted are \[1\]"):
+    with pytest.raises(ValueError, match=r"layers \[0\], which are not converted; choose from \[1\]"):
         with_softmax_layers(model, [0])

@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
     assert not out.exists()
     code, _, err = run(*command)
     assert code == 0, err
-    assert "going on in" in err
+    assert "resuming the run in" in err
     assert "loading" not in err  # converted already
     assert "stage 1" not in err
     assert "resuming from" in err
@@ -133,11 +133,11 @@ def test_an_interruption_keeps_what_was_done_for_this_request_alone(words, tmp_p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(preset_run, "_train", interrupt)
-    for said in ("loading", "going on in"):  # what is converted is not converted again
+    for said in ("loading", "resuming the run in"):  # what is converted is not converted again
         code, _, err = run(*words, "--output_dir", out)
         assert code == 130
         assert said in err
-        assert "the same command goes on where it was" in err
+        assert "the same command resumes the run" in err
         assert (work / "converted" / "config.json").is_file()
     before = (work / "converted" / "model.safetensors").stat().st_mtime_ns
     code, _, err = run(*words, "--output_dir", out, "--tokens", "7k", "--num_features", 16)
@@ -156,7 +156,7 @@ def test_a_folder_of_the_same_name_is_not_touched(words, tmp_path):
     precious.write_text("8")
     code, _, err = run(*words, "--output_dir", tmp_path / "out", "--overwrite")
     assert code == 2
-    assert "is in the way" in err
+    assert "exists and is not from an unfinished run" in err
     assert files(tmp_path) == ["out.unfinished/symphony.txt"]
 
 
@@ -172,7 +172,7 @@ def test_the_dtype_is_kept_and_without_held_out_text_there_are_no_figures(texts,
     assert not torch.equal(
         weights["lm_head.weight"], load_file(tmp_path / "llama" / "model.safetensors")["lm_head.weight"]
     )
-    assert "No figures after training: give a `--validation_file`" in text
+    assert "There are no figures after training; give a `--validation_file`" in text
     assert report_of(tmp_path / "out")["quality"] is None
 
 
@@ -257,7 +257,7 @@ def test_a_dry_run_prints_the_stages(words, tmp_path):
         (["--train_file", "absent.txt"], ["`--train_file absent.txt`", "no such file"]),
         (["--validation_file", "absent.pdf"], ["`--validation_file absent.pdf`", "*.txt"]),
         (["--checkpointing_steps", "0"], ["`--checkpointing_steps 0`", "1 or more"]),
-        (["--layers", "none"], ["`--layers` leaves none"]),
+        (["--layers", "none"], ["but `--layers` selects none"]),
         (["--evaluate"], ["`--evaluate` measures", "`--preset`", "`--window_size`"]),
     ],
 )
@@ -294,13 +294,13 @@ def test_a_head_without_stages_is_refused_by_name(bert, texts, tmp_path, monkeyp
     more = ("--output_dir", tmp_path / "out", "--preset", "default", "--train_file", texts / "train.txt")
     code, _, err = run("--model_name_or_path", tmp_path / "tokens", *more)
     assert code == 2
-    assert "BertForTokenClassification is none of these (there is no recipe to train it)" in err
+    assert "but not for BertForTokenClassification (there is no recipe to train it)" in err
     causal = {"causal_lm": load_preset("default").stages["causal_lm"]}
     only_causal = dataclasses.replace(load_preset("default"), stages=causal)
     monkeypatch.setattr("hf_linear_attention.conversion.preset_plan.load_preset", lambda name: only_causal)
     code, _, err = run("--model_name_or_path", bert, *more)
     assert code == 2
-    assert "BertForMaskedLM is none of these (its task is masked_lm)" in err
+    assert "but not for BertForMaskedLM (its task is masked_lm)" in err
 
 
 def test_the_command_line_wins_over_the_settings_of_the_preset():

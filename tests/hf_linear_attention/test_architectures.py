@@ -71,7 +71,7 @@ def test_one_tower_with_a_bias_says_nothing_of_the_other():
 
 @pytest.mark.skipif("iquestcoder" not in CONFIG_MAPPING, reason="newer than this version of transformers")
 def test_an_alias_of_another_family_is_refused():
-    with pytest.raises(ValueError, match="`iquestcoder` has no model classes of its own but those of `llama`"):
+    with pytest.raises(ValueError, match="`iquestcoder` has no model classes of its own and uses those of `llama`"):
         convert(tiny_model("iquestcoder", "AutoModelForCausalLM"))
 
 

@@ -64,7 +64,9 @@ def test_static_has_room_for_what_it_was_made_for(model):
 
 
 def test_continuous_batching_is_refused(model):
-    with pytest.raises(NotImplementedError, match="no place for a recurrent state; use `generate`"):
+    with pytest.raises(
+        NotImplementedError, match="cannot store the recurrent state of linear attention; use `generate`"
+    ):
         model.generate_batch([[3, 4, 5]], max_new_tokens=2)
     with softmax_attention(model):  # the stock model's own answer
         assert model.init_continuous_batching() is not None

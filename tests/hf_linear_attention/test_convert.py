@@ -57,7 +57,7 @@ def test_a_dtype_of_its_own_for_one_weight():
 def test_weights_without_a_place_are_refused():
     stock = stock_model("llama")
     stock.score = nn.Linear(32, 2, bias=False)
-    with pytest.raises(ValueError, match=r"LinearLlamaForCausalLM has no place for score\.weight\. Pass the model as"):
+    with pytest.raises(ValueError, match=r"LinearLlamaForCausalLM does not have score\.weight\. Pass the model as"):
         convert(stock)
 
 
@@ -66,7 +66,7 @@ def test_weights_that_are_missing_are_refused():
     del stock.model.layers[1].mlp.up_proj
     with pytest.raises(ValueError, match=r"LlamaForCausalLM lacks model\.layers\.1\.mlp\.up_proj\.weight\. Pass"):
         convert(stock)
-    with pytest.raises(ValueError, match=r"has no place for lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"does not have lm_head\.weight"):
         convert(stock_model("llama"), model_class=transformers.LlamaForSequenceClassification)
 
 
@@ -78,13 +78,13 @@ def test_adapters_are_merged_first():
     assert_same(convert(merged), merged)
     injected = stock_model("llama")
     injected.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"has no place for .*lora_A.*without adapters \(merge them\)"):
+    with pytest.raises(ValueError, match=r"does not have .*lora_A.*without adapters \(merge them\)"):
         convert(injected)
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), nn.Sequential(stock_model("llama")), None, 7], ids=str)
 def test_what_is_no_model_is_refused(given):
-    with pytest.raises(TypeError, match=r"`convert` takes a model of transformers, or the folder or hub name of one"):
+    with pytest.raises(TypeError, match=r"`convert` takes a transformers model, or the folder or hub name of one"):
         convert(given)
 
 

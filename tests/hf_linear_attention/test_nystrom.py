@@ -10,7 +10,7 @@ from matrix import build_mechanism, stock_model
 from hf_linear_attention import LinearAttentionSettings, convert
 from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanism_nystrom import NystromAttention, iterative_pinv
-from hf_linear_attention.segments import real_first, segment_mean_weights, take
+from hf_linear_attention.segments import gather_tokens, real_first, segment_mean_weights
 
 
 def build(dtype=torch.float64, **options):
@@ -95,8 +95,8 @@ def test_segments_count_real_tokens():
     assert weights[1].nonzero().tolist() == [[0, 4], [1, 7]]
     x = torch.arange(9.0).expand(2, 9)[:, None, :, None]
     places = real_first(mask)
-    assert take(x, places)[1].flatten().tolist() == [4, 7, 0, 1, 2, 3, 5, 6, 8]
-    assert torch.equal(take(take(x, places), places.argsort(dim=1)), x)
+    assert gather_tokens(x, places)[1].flatten().tolist() == [4, 7, 0, 1, 2, 3, 5, 6, 8]
+    assert torch.equal(gather_tokens(gather_tokens(x, places), places.argsort(dim=1)), x)
 
 
 def test_the_convolution_starts_as_nothing_and_is_learned():

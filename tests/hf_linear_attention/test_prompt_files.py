@@ -198,6 +198,23 @@ def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
         refuses(model, path, damage(rf"in layer {name[0]}, "))
 
 
+def test_layers_with_different_mechanisms(model, path, tmp_path):
+    """Layer 2 stays softmax. A file of an earlier version lacks options of either mechanism."""
+    settings = [{**HYBRID, "layers": [0]}, {"mechanism": "performer", "num_features": 16, "layers": [1]}]
+    mixed, mixed_path = convert(stock_model("llama"), settings=settings), tmp_path / "mixed.safetensors"
+    with torch.no_grad():
+        cache = mixed(IDS[:, :NUM_TOKENS]).past_key_values
+        save_prompt_state(mixed, cache, mixed_path)
+        older = [dict(entry) for entry in content(mixed_path)[0]["linear_attention"]]
+        del older[0]["rope"], older[1]["rotary"]
+        rewrite(mixed_path, {"linear_attention": older})
+        restored = load_prompt_state(mixed, mixed_path)
+        outputs = [mixed(IDS[:, NUM_TOKENS:], past_key_values=state).logits for state in (restored, cache)]
+    assert torch.equal(*outputs)
+    refuses(mixed, path, r"another model in .*`linear_attention` is \{.*\}, the model's is \[\{'mechanism'")
+    refuses(model, mixed_path, r"another model in .*`linear_attention` is \[\{.*\}\], the model's is \{'mechanism'")
+
+
 def test_a_model_in_training_reads_it_and_stays_so(model, path):
     expected = load_prompt_state(model, path)
     model.train()

@@ -133,8 +133,8 @@ def test_learned_positions_are_none():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("deepseek_v3", "not those of the first channels"),  # multi-head latent attention
-        ("llama4_text", "no pair of cos and sin"),  # complex
+        ("deepseek_v3", "not in the first channels"),  # multi-head latent attention
+        ("llama4_text", "not a pair of cos and sin"),  # complex
         ("dinov3_vit", "no rotary embedding of token positions"),  # of the two axes of an image
     ],
 )

@@ -35,7 +35,7 @@ def test_with_the_package_installed_its_kernels_compute(results_with_the_package
 
 
 def test_another_mechanism_is_refused_with_what_to_do(results):
-    said = "`mechanism` = 'hybrid', but this checkpoint carries the code of `linear` alone; install hf-linear-attention"
+    said = "`mechanism` = 'hybrid', but this checkpoint contains the code of `linear` only; install hf-linear-attention"
     assert said in results["foreign"]
 
 

@@ -93,7 +93,7 @@ def test_the_card_names_both(model, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([HYBRID, {**FITTED, "layers": [0, 2]}], "`layers` of the entries 0 and 1 both name 0"),
+        ([HYBRID, {**FITTED, "layers": [0, 2]}], "the entries 0 and 1 both name layer 0"),
         ([HYBRID, {**FITTED, "layers": "all"}], "`layers` = 'all' in entry 1 of the list"),
         ([HYBRID, {"mechanism": "performer"}], "`layers` = None in entry 1 of the list"),
         ([HYBRID, {**FITTED, "layers": [7]}], "`layers` names [7]"),
@@ -111,5 +111,5 @@ def test_what_no_list_can_mean_is_refused(settings, said):
 
 
 def test_settings_come_whole_or_one_by_one():
-    with pytest.raises(TypeError, match="Got `settings` and, beside them, `window_size`"):
+    with pytest.raises(TypeError, match="Got `settings` and also `window_size`"):
         convert_config(stock_config("llama"), [HYBRID], window_size=3)

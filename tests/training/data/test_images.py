@@ -174,12 +174,12 @@ def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Pa
     finetune(*options, expect=2)
     error = capsys.readouterr().err.splitlines()[-1]
     for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
-        assert f"`{word}` does nothing for `--task image_classification`" in error
+        assert f"`{word}` has no effect for `--task image_classification`" in error
     assert "a .txt file has no classes" in error
     assert "`--streaming` reads text without labels" in error
     other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]
     finetune("--model_name_or_path", vision_teacher, *other, expect=2)
-    assert "`--image_column_name` does nothing for `--task causal_lm`" in capsys.readouterr().err
+    assert "`--image_column_name` has no effect for `--task causal_lm`" in capsys.readouterr().err
     columns = ["--train_file", pictures / "train.jsonl", "--image_column_name", "x"]
     finetune("--model_name_or_path", vision_teacher, *TASK, *columns, expect=1)
     assert "`--image_column_name x` is not a column; the data has image, label" in capsys.readouterr().err
