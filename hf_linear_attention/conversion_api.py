@@ -57,7 +57,9 @@ def _with_trained_length(settings: Any, config: PreTrainedConfig) -> Any:
         return settings  # `checked_settings` refuses it
     mechanism = MECHANISMS.get(settings.get("mechanism", "linear"))
     known = mechanism is not None and "trained_length" in mechanism.options
-    return {"trained_length": max_length_of(config), **settings} if known else dict(settings)
+    length = max_length_of(config)
+    has_length = length is not None and length > 0  # XLNet says -1: it has no limit
+    return {"trained_length": length if has_length else None, **settings} if known else dict(settings)
 
 
 def stock_model_class(config: PreTrainedConfig) -> Any:

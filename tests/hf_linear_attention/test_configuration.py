@@ -156,3 +156,10 @@ def test_parse_layers(text, layers):
 def test_parse_layers_refuses(text):
     with pytest.raises(ValueError, match="layers"):
         parse_layers(text)
+
+
+def test_a_model_without_a_limit_has_no_trained_length():
+    """XLNet's config says -1."""
+    config = stock_config("llama")
+    config.max_position_embeddings = -1
+    assert convert_config(config, mechanism="linear").linear_attention["trained_length"] is None
