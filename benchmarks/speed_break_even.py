@@ -45,6 +45,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "aft conv 32": {"mechanism": "aft", "variant": "conv", "window_size": 32},
     "aft full": {"mechanism": "aft", "variant": "full"},
     "hybrid 64 + 4": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4},
+    "window 64 + 4": {"mechanism": "window", "window_size": 64, "num_sinks": 4},
 }
 MODES = ("bidirectional", "causal")
 CONDITIONS = f"forward, float32, one CPU thread, {HEADS} heads of {DIM}"
