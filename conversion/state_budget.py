@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_layer import LinearizedCrossAttention
+from hf_linear_attention.conversion.request import SIZES
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanism import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
@@ -25,7 +26,7 @@ NUM_SINKS = 4
 AS_SIZED = "as_sized"
 LARGE_HEAD = 64
 # The smallest value of each size; features of `hedgehog` come in pairs.
-LEAST = {"window_size": 1, "num_sinks": 0, "num_features": 2}
+LEAST = dict(zip(SIZES, (1, 0, 2)))
 
 
 def split_budget(
