@@ -77,7 +77,7 @@ def gated_delta(
             gated linear attention.
         key_mask: bool `[B, N]`, False at padding, which leaves the state as it is and whose output is 0. An integer
             mask numbers packed sequences from 1, with 0 at padding; each of them starts with an empty state, except
-            the first, which continues `state`.
+            the first, which continues `state`. An entry -n marks a token of sequence n that only reads.
         state: `[B, Hkv, F, D]` after all earlier tokens, or None if there are none. It is never changed in place.
 
     Returns:
@@ -92,7 +92,7 @@ def gated_delta(
     check_delta(query, key, value, log_decay, beta, state)
     check_mask(key_mask, key, query)
     if key_mask is not None:
-        query, key, value, log_decay, beta = _masked(query, key, value, log_decay, beta, key_mask)
+        query, key, value, log_decay, beta = masked(query, key, value, log_decay, beta, key_mask)
     given = (query, key, value, log_decay, beta, state, erases)
     if needs_plain(value) or not (torch.compiler.is_compiling() or takes_delta(query, key, value)):
         return plain_delta(*given)
@@ -127,12 +127,13 @@ def check_delta(
         check_state("state", state, (batch, kv_heads, features, width), query, value)
 
 
-def _masked(
+def masked(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, mask: Tensor
 ) -> tuple[Tensor, ...]:
     """The same with 0 at padding, which may hold anything, and with a decay that empties S where a sequence begins."""
-    is_hidden = (mask == 0)[:, None]
-    query, key, value = (x.masked_fill(is_hidden.unsqueeze(3), 0.0) for x in (query, key, value))
+    is_hidden, is_padding = (mask <= 0)[:, None], (mask == 0)[:, None, :, None]
+    query = query.masked_fill(is_padding, 0.0)
+    key, value = (x.masked_fill(is_hidden.unsqueeze(3), 0.0) for x in (key, value))
     log_decay, is_hidden_too = log_decay.float() if log_decay.dtype != torch.float64 else log_decay, is_hidden
     if log_decay.ndim == 4:
         is_hidden_too = is_hidden.unsqueeze(3)
@@ -145,10 +146,12 @@ def _masked(
 
 def _begins(mask: Tensor) -> Tensor:
     """Where the sequence number `[B, N]` differs from that of the last real token, whatever padding is between."""
-    rank = (mask > 0).cumsum(dim=1)  # ONNX lacks `cummax`
-    numbers = torch.zeros_like(F.pad(mask, (1, 0))).scatter(1, rank * (mask > 0), mask)
+    mask = mask.abs()
+    is_real = mask > 0
+    rank = is_real.cumsum(dim=1)  # ONNX lacks `cummax`
+    numbers = torch.zeros_like(F.pad(mask, (1, 0))).scatter(1, rank * is_real, mask)
     before = numbers.gather(1, (rank - 1).clamp(min=0))
-    return (mask > 0) & (rank > 1) & (mask != before)
+    return is_real & (rank > 1) & (mask != before)
 
 
 def _is_usual(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None) -> bool:

@@ -295,7 +295,8 @@ def linformer_linear_slides(query_features, key_features, value, key_projection,
 def gated_delta(query, key, value, log_decay, beta, *, erases: bool = True, key_mask=None, state=None):
     """The gated delta rule token by token (Yang 2024, "Gated Delta Networks", eq. 10; Kimi Linear 2025, eq. 1).
 
-    Shapes as in `kernels_delta.gated_delta`. Padding changes nothing, and a new number in the mask empties the state.
+    Shapes as in `kernels_delta.gated_delta`. Padding changes nothing, a new number in the mask empties the state, and
+    the token of a negative number only reads.
     """
     query, key, value, beta = (x.double() for x in (query, key, value, beta))
     decay = log_decay.double().exp()
@@ -305,13 +306,14 @@ def gated_delta(query, key, value, log_decay, beta, *, erases: bool = True, key_
     numbers = torch.ones(batch, length).long() if key_mask is None else key_mask.long()
     current, outputs = torch.zeros(batch).long(), []
     for t in range(length):
-        number = numbers[:, t]
+        number = numbers[:, t].abs()
         is_new = ((number != current) & (number > 0) & (current > 0)).view(-1, 1, 1, 1)
-        is_real = (number > 0).view(-1, 1, 1, 1)
+        writes = (numbers[:, t] > 0).view(-1, 1, 1, 1)
         k, v, b = (x[:, :, t].unsqueeze(3) for x in (key, value, beta.unsqueeze(3)))
-        before = torch.where(is_new, 0.0, sums) * decay[:, :, t].unsqueeze(3)
+        sums = torch.where(is_new, 0.0, sums)
+        before = sums * decay[:, :, t].unsqueeze(3)
         read = (before * k).sum(dim=2).unsqueeze(3) if erases else 0.0
-        sums = torch.where(is_real, before + b * k * (v - read).transpose(2, 3), sums)
+        sums = torch.where(writes, before + b * k * (v - read).transpose(2, 3), sums)
         queries = query[:, :, t].masked_fill((number == 0)[:, None, None], 0.0).unflatten(1, (kv_heads, -1))
         outputs.append((queries @ sums).flatten(1, 2))
         current = torch.where(number > 0, number, current)
