@@ -27,6 +27,8 @@ from .kernels_checks import check_state
 from .kernels_cpu import in_large_pages
 from .kernels_cpu import run_attention
 from .kernels_cpu import run_delta_step
+from .kernels_delta_fla import delta_on_gpu
+from .kernels_delta_fla import takes_on_gpu
 from .kernels_delta_torch import plain_delta
 from .kernels_operators import FLOAT32
 from .kernels_operators import Operator
@@ -43,8 +45,9 @@ from .kernels_torch import accumulation_dtype
 from .kernels_torch import with_dtype
 
 
-# The log decay that empties a state: its exponential is 0 in every dtype, and unlike -inf it can be multiplied by 0.
-EMPTYING = -1e4
+# The log decay that empties a state: its exponential is 0 in float32 and 1e-56 in float64, and beside larger ones (or
+# -inf) the sums of fla's kernels would lose the other decays.
+EMPTYING = -128.0
 # The fewest columns of values that a thread computes alone, where there are fewer key/value heads than threads.
 NARROWEST_PART = 32
 # Places in the tensor list of C, csrc/linear_attention.h: what has columns of values, and gradients that sum over them.
@@ -95,9 +98,27 @@ def gated_delta(
         query, key, value, log_decay, beta = masked(query, key, value, log_decay, beta, key_mask)
     given = (query, key, value, log_decay, beta, state, erases)
     if needs_plain(value) or not (torch.compiler.is_compiling() or takes_delta(query, key, value)):
-        return plain_delta(*given)
+        return in_torch(*given, plain=needs_plain(value))
     output, state = OPERATORS.gated_delta(*given)
     return output.transpose(1, 2), state
+
+
+def in_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    erases: bool,
+    *,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta` without a mask and without C: in plain operations only if `plain`, else on CUDA by fla-core."""
+    given = (query, key, value, log_decay, beta, state)
+    if not plain and takes_on_gpu(*given, erases):
+        return delta_on_gpu(*given)
+    return plain_delta(*given, erases)
 
 
 def takes_delta(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -180,7 +201,7 @@ def _delta(
     """The operator behind `gated_delta`; its output is `[B, N, H, D]`, as models read it."""
     check_delta(query, key, value, log_decay, beta, state)
     if not takes_delta(query, key, value):
-        return _dense(plain_delta(query, key, value, log_decay, beta, state, erases))
+        return _dense(in_torch(query, key, value, log_decay, beta, state, erases))
     output, new_state = _fake_delta(query, key, value, log_decay, beta, state, erases)
     arguments = _arguments(query, key, value, log_decay, beta, state)
     results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), new_state.unsqueeze(2))
@@ -301,7 +322,7 @@ def _gradients_in_torch(
     wanted = (True,) * 5 + (needed[5],)  # as C makes them
     leaves: Any = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, wanted)]
     with torch.enable_grad():
-        outputs = _dense(plain_delta(*leaves, erases))
+        outputs = _dense(in_torch(*leaves, erases))
     return [grad.contiguous() for grad in gradients_of(outputs, incoming, leaves)]
 
 
@@ -355,4 +376,4 @@ OPERATORS_OF_DELTA = {
         f"({DELTA.replace('Tensor? state', 'Tensor state')}) -> (Tensor, Tensor)", _delta_step, _fake_delta_step
     ),
 }
-OPERATORS = register(OPERATORS_OF_DELTA, "causal", "delta", "delta_torch")
+OPERATORS = register(OPERATORS_OF_DELTA, "causal", "fla", "delta", "delta_fla", "delta_torch")
