@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 /* Raised by every change to what stands in this file; kernels_cpu.py computes in torch where it expects another one. */
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -84,6 +84,25 @@ enum {
 /* Tensors of slots_forward. */
 enum { SLOT_OUTPUT = MASK + 1, SLOT_TENSORS };
 
+/* Tensors of delta_forward (up to DELTA_NEW_STATE) and delta_backward. `sizes.inputs` is how many features a key has,
+   `sizes.features` how many numbers a log decay (1, or one per feature), `sizes.map` whether a token erases. */
+enum {
+    DELTA_DECAY = VALUE + 1,
+    DELTA_BETA,
+    DELTA_STATE,
+    DELTA_OUTPUT,
+    DELTA_NEW_STATE,
+    GRAD_DELTA_OUTPUT,
+    GRAD_DELTA_STATE,
+    GRAD_DELTA_QUERY,
+    GRAD_DELTA_KEY,
+    GRAD_DELTA_VALUE,
+    GRAD_DELTA_DECAY,
+    GRAD_DELTA_BETA,
+    GRAD_DELTA_FIRST_STATE,
+    DELTA_TENSORS
+};
+
 /* One token after others, dense tensors. The key of a place has `stored_dim` numbers, of which the exact part sees the
    first `key_dim` and the feature map the last. */
 typedef struct {
@@ -121,7 +140,7 @@ enum {
     STEP_TENSORS
 };
 
-/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the four lists. */
+/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the five lists. */
 EXPORT void abi(int64_t *numbers);
 /* The best of the instruction sets that this library is built for and this processor has: 0 base, 1 avx2, 2 avx512. */
 EXPORT int64_t best_instruction_set(void);
@@ -132,12 +151,19 @@ EXPORT int attention_backward(const sizes *s, const tensor *x);
 EXPORT int window_forward(const sizes *s, const tensor *x);
 EXPORT int window_backward(const sizes *s, const tensor *x);
 EXPORT int slots_forward(const sizes *s, const tensor *x);
+EXPORT int delta_forward(const sizes *s, const tensor *x);
+EXPORT int delta_backward(const sizes *s, const tensor *x);
 EXPORT int hybrid_step(const step_sizes *n, char **x, float scaling);
 EXPORT int log_step(const step_sizes *n, char **x);
 
 /* Query [heads, groups, features], key [heads, features], value [heads, width], states [heads, features, width + 1]. */
 EXPORT void plain_step(const float *query, const float *key, const float *value, const float *state, float *output,
                        float *new_state, int64_t heads, int64_t groups, int64_t features, int64_t width);
+/* Query [heads, groups, features], key [heads, features], value [heads, width], states [heads, features, width], log
+   decay [heads, decays] with 1 or `features` decays, beta [heads]. */
+EXPORT void delta_step(const float *query, const float *key, const float *value, const float *decay, const float *beta,
+                       const float *state, float *output, float *new_state, int64_t heads, int64_t groups,
+                       int64_t features, int64_t width, int64_t decays, int64_t erases);
 EXPORT void elu_plus_one(const float *x, float *out, int64_t count);
 
 #endif

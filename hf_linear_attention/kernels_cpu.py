@@ -3,8 +3,8 @@
 
 The libraries are in the folder of the installed package `hf_linear_attention`, one per instruction set. A checkpoint
 carries none of them; its code finds those of the package without importing it. Nothing is compiled here. The functions
-of this file pass addresses to C, so only the operators (`kernels_operators`, `kernels_hybrid`, `kernels_slots`), which
-check every size first, may call them.
+of this file pass addresses to C, so only the operators (`kernels_operators`, `kernels_hybrid`, `kernels_slots`,
+`kernels_delta`), which check every size first, may call them.
 
 If there are fewer key/value heads than cores, attention is computed in parts. In the forward pass a long sequence is
 cut: each part first sums its own keys, and then attends with the merged state of the parts before it (in the
@@ -46,7 +46,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (1, 48, 88, 96, 30, 20, 5, 31)
+ABI = (2, 48, 88, 96, 30, 20, 5, 31, 16)
 INSTALL = "install the package on a machine with a C compiler (gcc or clang): `pip install hf-linear-attention`"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.
@@ -161,7 +161,8 @@ def load(path: Path) -> Any:
     loaded.best_instruction_set.restype = ctypes.c_int64
     loaded.plain_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
     loaded.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
-    loaded.plain_step.restype = loaded.elu_plus_one.restype = None
+    loaded.delta_step.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
+    loaded.plain_step.restype = loaded.elu_plus_one.restype = loaded.delta_step.restype = None
     return loaded
 
 
@@ -259,10 +260,11 @@ def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tens
 
 
 def run_attention(name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None]) -> None:
-    """Call `attention_forward`, `attention_backward`, `window_forward`, `window_backward` or `slots_forward`.
+    """Call `attention_forward`, `window_forward`, `slots_forward`, `delta_forward` or a `_backward` of these.
 
     All `calls`, and the heads of each, run at once in several threads. `function` holds the number of features, the
-    feature map and whether attention is causal (for a window: its keys per query, sinks, True). The first tensors of a
+    feature map and whether attention is causal (for a window: its keys per query, sinks, True; for the delta rule: the
+    numbers of a log decay, whether it erases, True). The first tensors of a
     call are `query [B, Hkv, G, N, D]`, `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the
     order of csrc/linear_attention.h, with None for a missing tensor.
 
@@ -316,6 +318,15 @@ def run_plain_step(
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     addresses = [tensor.data_ptr() for tensor in (query, key, value, state, output, new_state)]
     library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
+
+
+def run_delta_step(*tensors: torch.Tensor, erases: bool) -> None:
+    """One token of the delta rule with dense tensors: query, key, value, log decay, beta, state, output, new state."""
+    query, key, value, log_decay = tensors[:4]
+    batch, kv_heads, _, features = key.shape
+    heads, decays = batch * kv_heads, 1 if log_decay.ndim == 3 else features
+    sizes = (heads, query.shape[1] // kv_heads, features, value.shape[3], decays, erases)
+    library().delta_step(*[tensor.data_ptr() for tensor in tensors], *sizes)
 
 
 def run_step(

@@ -34,13 +34,14 @@ COLUMNS = 16
 
 def gpu_kernel(value: torch.Tensor, length: int) -> Callable[..., Any] | None:
     """`causal_attention` if it supports N tokens with these values on CUDA, else None."""
-    if not _is_on_cuda(value) or requested_backend() == "torch" or not takes(value, length):
+    if not is_on_cuda(value) or requested_backend() == "torch" or not takes(value, length):
         return None
     return causal_attention
 
 
-def _is_on_cuda(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda" and type(tensor) is torch.Tensor  # fake tensors have no memory
+def is_on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether this is a real tensor on CUDA; fake tensors have no memory."""
+    return tensor.device.type == "cuda" and type(tensor) is torch.Tensor
 
 
 def takes(value: torch.Tensor, length: int) -> bool:
@@ -51,7 +52,7 @@ def takes(value: torch.Tensor, length: int) -> bool:
     """
     if value.dtype == torch.float64 or _kernels() is None:
         return False
-    return length <= LONGEST_RECURRENT or value.dtype != torch.float32 or _is_tf32_allowed()
+    return length <= LONGEST_RECURRENT or value.dtype != torch.float32 or is_tf32_allowed()
 
 
 def causal_attention(
@@ -82,23 +83,23 @@ def causal_attention(
     dtype = torch.bfloat16 if value.dtype == torch.bfloat16 and not is_short else torch.float32
     values = F.pad(value.to(dtype), (0, 1), value=1.0)
     sums, new_state = kernels[0 if is_short else 1](
-        _laid_out(query.flatten(1, 2).to(dtype)),
-        _laid_out(_repeated(key.to(dtype), groups)),
-        _laid_out(_repeated(values, groups)),
-        g=None if log_decay is None else _repeated(log_decay.float(), groups).transpose(1, 2),
+        laid_out(query.flatten(1, 2).to(dtype)),
+        laid_out(repeated(key.to(dtype), groups)),
+        laid_out(repeated(values, groups)),
+        g=None if log_decay is None else repeated(log_decay.float(), groups).transpose(1, 2),
         scale=1.0,
-        initial_state=None if state is None else _repeated(_widened(_widened(state.float(), -1), -2), groups),
+        initial_state=None if state is None else repeated(widened(widened(state.float(), -1), -2), groups),
         output_final_state=True,
     )
     sums = sums.float().transpose(1, 2).unflatten(1, (-1, groups))
     denominator = sums[..., width : width + 1]
     output = sums[..., :width] / denominator.masked_fill(denominator == 0, 1.0)
     if sums.requires_grad:
-        sums.register_hook(_refuse_second_derivatives)
+        sums.register_hook(refuse_second_derivatives)
     return output, denominator, new_state[:, ::groups, :features, : width + 1]
 
 
-def _refuse_second_derivatives(grad: torch.Tensor) -> None:
+def refuse_second_derivatives(grad: torch.Tensor) -> None:
     """Autograd treats fla's backward pass as a constant, so a second derivative would be silently wrong."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
@@ -107,22 +108,24 @@ def _refuse_second_derivatives(grad: torch.Tensor) -> None:
         )
 
 
-def _laid_out(x: torch.Tensor) -> torch.Tensor:
+def laid_out(x: torch.Tensor) -> torch.Tensor:
     """`[B, H, N, X]` -> `[B, N, H, X]`, with X padded by zeros."""
-    return _widened(x, -1).transpose(1, 2)
+    return widened(x, -1).transpose(1, 2)
 
 
-def _widened(x: torch.Tensor, axis: int) -> torch.Tensor:
+def widened(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Pad this axis by zeros to a multiple of COLUMNS."""
     missing = -x.shape[axis] % COLUMNS
     return x if not missing else F.pad(x, (0, 0) * (-1 - axis) + (0, missing))
 
 
-def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+def repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
     """Repeat each key/value head for its query heads: `[B, Hkv, ...]` -> `[B, Hkv G, ...]`."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-def _is_tf32_allowed() -> bool:
+def is_tf32_allowed() -> bool:
+    """Whether torch may multiply float32 as TF32."""
     matmul = torch.backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)  # since torch 2.9, where reading the old flag may raise
     return matmul.allow_tf32 if precision is None else precision == "tf32"
@@ -131,7 +134,7 @@ def _is_tf32_allowed() -> bool:
 @functools.cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The recurrent and the chunked kernel of fla; None if fla-core or triton is missing or too old to have them."""
-    with _without_models():
+    with without_models():
         try:
             from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
         except ImportError as error:
@@ -141,7 +144,7 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 @contextlib.contextmanager
-def _without_models() -> Iterator[None]:
+def without_models() -> Iterator[None]:
     """`import fla` also imports its models, if they are installed, and these replace transformers' own Mamba."""
     hidden = [name for name in ("fla.layers", "fla.models") if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes the import fail

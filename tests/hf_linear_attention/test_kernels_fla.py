@@ -140,13 +140,13 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
 
 
 def test_float32_goes_to_tensor_cores_only_where_torch_may_use_them(kernels, monkeypatch):
-    monkeypatch.setattr(kernels_fla, "_is_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(kernels_fla, "is_on_cuda", lambda tensor: True)
     values = {dtype: torch.zeros(1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
     assert kernels_fla.gpu_kernel(values[torch.bfloat16], 4096) is kernels_fla.causal_attention
     assert kernels_fla.gpu_kernel(values[torch.float16], 4096) is not None
     assert kernels_fla.gpu_kernel(values[torch.float32], 4096) is None
     assert kernels_fla.gpu_kernel(values[torch.float32], 64) is not None  # token by token, in float32
-    monkeypatch.setattr(kernels_fla, "_is_tf32_allowed", lambda: True)
+    monkeypatch.setattr(kernels_fla, "is_tf32_allowed", lambda: True)
     assert kernels_fla.gpu_kernel(values[torch.float32], 4096) is not None
     assert kernels_fla.gpu_kernel(values[torch.float32].double(), 1) is None
     monkeypatch.setattr(kernels_fla, "requested_backend", lambda: "torch")
@@ -155,15 +155,15 @@ def test_float32_goes_to_tensor_cores_only_where_torch_may_use_them(kernels, mon
 
 def test_tensors_without_memory_are_none_of_its_business():
     with FakeTensorMode():
-        assert not kernels_fla._is_on_cuda(torch.empty(2, device="cuda"))
+        assert not kernels_fla.is_on_cuda(torch.empty(2, device="cuda"))
 
 
 def test_tf32_is_allowed_where_torch_was_told_so():
-    assert not kernels_fla._is_tf32_allowed()
+    assert not kernels_fla.is_tf32_allowed()
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert kernels_fla._is_tf32_allowed()
+        assert kernels_fla.is_tf32_allowed()
     finally:
         torch.set_float32_matmul_precision(before)
 

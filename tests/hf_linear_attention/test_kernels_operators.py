@@ -82,6 +82,23 @@ def slot_samples():
     yield query.bfloat16(), key.bfloat16(), value, torch.rand(2, 1, 5) > 0.3, 0.3
 
 
+def delta_samples():
+    for dtype, with_state in ((torch.float32, True), (torch.bfloat16, False), (torch.float64, True)):
+        query, key, value = sample(dtype=dtype)
+        gates = [-torch.rand(2, 2, 7), -torch.rand(2, 2, 7, 8)]
+        state = torch.randn(2, 2, 8, 12, dtype=torch.promote_types(dtype, torch.float32))
+        state = state.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() if with_state else None
+        for log_decay in gates:
+            beta = torch.rand(2, 2, 7).requires_grad_()
+            yield query, key, value, log_decay.requires_grad_(), beta, state, with_state
+
+
+def delta_step_samples():
+    query, key, value = (x.detach() for x in sample(1))
+    for log_decay in (-torch.rand(2, 2, 1), -torch.rand(2, 2, 1, 8)):
+        yield query, key, value.bfloat16(), log_decay, torch.rand(2, 2, 1), torch.randn(2, 2, 8, 12), True
+
+
 def elu_samples():
     yield (torch.randn(2, 3, 5, 7),)
     yield (torch.randn(2, 5, 3, 7).transpose(1, 2),)
@@ -95,13 +112,20 @@ SAMPLES = {
     "hybrid_step": hybrid_samples,
     "slot_attention": slot_samples,
     "elu_plus_one": elu_samples,
+    "gated_delta": delta_samples,
+    "gated_delta_step": delta_step_samples,
 }
+HAVE_GRADIENTS = ("attention", "window_attention", "gated_delta")
 
 
 def backward_samples(name: str):
     """The arguments of the backward operators, from those of the forward ones."""
     for given in SAMPLES[name]():
         given = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
+        if name == "gated_delta":
+            grads = [torch.randn_like(x) for x in OPERATORS.gated_delta(*given)]
+            yield *grads, *given, [x is not None for x in given[:6]]
+            continue
         output, second, _, *state = getattr(OPERATORS, name)(*given)
         grads = [torch.randn_like(x) for x in (output, second, *state)]
         yield *grads, *given, output, second, *([[x is not None for x in given[:10]]] if name == "attention" else [])
@@ -119,7 +143,7 @@ def test_opcheck(name):
 
 
 @needs_c
-@pytest.mark.parametrize("name", ["attention", "window_attention"])
+@pytest.mark.parametrize("name", HAVE_GRADIENTS)
 def test_opcheck_of_the_backward_operators(name):
     for given in backward_samples(name):
         if name == "attention":
@@ -128,7 +152,7 @@ def test_opcheck_of_the_backward_operators(name):
 
 
 def test_every_operator_is_checked():
-    backward = {f"{name}_backward" for name in ("attention", "window_attention")}
+    backward = {f"{name}_backward" for name in HAVE_GRADIENTS}
     assert {*SAMPLES, *backward} == set(vars(OPERATORS))
 
 

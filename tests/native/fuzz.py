@@ -28,7 +28,7 @@ from kernel_calls import HYBRID_STATE, Call, Maker, widened
 from operators import OPERATORS
 from poison import poisoned_allocations
 
-from hf_linear_attention import kernels, kernels_cpu, kernels_hybrid, kernels_slots
+from hf_linear_attention import kernels, kernels_cpu, kernels_delta, kernels_hybrid, kernels_slots
 from hf_linear_attention.kernels_cpu import KernelBackend
 from hf_linear_attention.kernels_hybrid import step_parts
 from hf_linear_attention.kernels_operators import takes_attention
@@ -196,6 +196,24 @@ def hybrid_in_torch(query, key, value, sink_query, position, query_exponent, key
             largest, far, far_size]  # fmt: skip
 
 
+def delta(t, options, constants):
+    given = (t[name] for name in ("query", "key", "value", "log_decay", "beta"))
+    how = {"erases": options["erases"], "key_mask": t.get("key_mask"), "state": t.get("state")}
+    return list(kernels_delta.gated_delta(*given, **how))
+
+
+def delta_operator(t, options, constants):
+    if "is_exact" in constants:
+        return delta(t, options, constants)
+    given, mask = [t.get(name) for name in ("query", "key", "value", "log_decay", "beta", "state")], t.get("key_mask")
+    kernels_delta.check_delta(*given)
+    kernels_delta.check_mask(mask, *given[1::-1])
+    if mask is not None:
+        given[:5] = kernels_delta.masked(*given[:5], mask)
+    output, state = OPERATORS.gated_delta(*given, options["erases"])
+    return [output.transpose(1, 2), state]
+
+
 def elu(t, options, constants):
     if "is_exact" in constants:
         return [torch.where(t["x"] > 0, t["x"] + 1, t["x"].clamp(max=0).exp())]
@@ -205,7 +223,10 @@ def elu(t, options, constants):
 ENTRIES = {"map": map_attention, "operator": operator, "features": features, "step": step}
 ENTRIES |= {"step_operator": step_operator, "window": window, "window_operator": window_operator, "slots": slots}
 ENTRIES |= {"slots_operator": slots_operator, "hybrid": hybrid, "elu": elu}
+ENTRIES |= {"delta": delta, "delta_by_feature": delta, "delta_operator": delta_operator, "delta_step": delta}
+ENTRIES |= {"delta_step_by_feature": delta}
 HAVE_GRADIENTS = ("map", "operator", "features", "window", "window_operator")
+HAVE_GRADIENTS += ("delta", "delta_by_feature", "delta_operator")
 ONLY_IN_C = ("step_operator", "slots_operator", "hybrid", "elu")
 
 

@@ -62,7 +62,28 @@ SPECIFICATIONS = {
         "num_seen": "B1",
         "window_position": "Bw",
     },
+    "delta": {
+        "query": "BHNF",
+        "key": "BKNF",
+        "value": "BKNW",
+        "log_decay": "BKN",
+        "beta": "BKN",
+        "key_mask": "BN",
+        "state": "BKFW",
+    },
+    "delta_step": {
+        "query": "BH1F",
+        "key": "BK1F",
+        "value": "BK1W",
+        "log_decay": "BK1",
+        "beta": "BK1",
+        "state": "BKFW",
+    },
     "elu": {"x": "BHND"},
+}
+SPECIFICATIONS |= {  # a decay per feature
+    "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},
+    "delta_step_by_feature": SPECIFICATIONS["delta_step"] | {"log_decay": "BK1F"},
 }
 OPTIONAL = ("key_mask", "log_decay", "state", "sink_query")
 MASKS = ("key_mask", "visible", "seen")
@@ -101,6 +122,15 @@ class Call(NamedTuple):
 def widened(x: torch.Tensor) -> torch.Tensor:
     """In float64, with its maximum of an empty state."""
     return torch.where(x < -9e29, EMPTY_MAXIMUM, x.double()) if x.is_floating_point() else x
+
+
+def rows_of(x: torch.Tensor, kind: str, function: int, std: float) -> torch.Tensor:
+    """Queries or keys of which a kernel can make sense, from normal numbers."""
+    if kind.startswith("delta"):  # with keys longer than 1 the state of the delta rule grows at every token
+        return torch.nn.functional.normalize(x, dim=-1)
+    if kind in ("attention", "features", "step") and function == PLAIN:
+        return x.abs()
+    return x * (min(std, 4) if function == ELU_PLUS_ONE else std)  # float32 and so elu1 end at exp(-87)
 
 
 class Maker:
@@ -142,13 +172,16 @@ class Maker:
         """The next one; of three, one does not fit."""
         entry = self.random.choices(
             ("map", "operator", "features", "step", "step_operator", "window", "window_operator", "slots",
-             "slots_operator", "hybrid", "elu"), (5, 4, 3, 2, 1, 3, 2, 3, 1, 3, 1)
+             "slots_operator", "hybrid", "elu", "delta", "delta_by_feature", "delta_operator", "delta_step",
+             "delta_step_by_feature"), (5, 4, 3, 2, 1, 3, 2, 3, 1, 3, 1, 3, 3, 2, 1, 1)
         )[0]  # fmt: skip
         kind = {"map": "attention", "operator": "attention"}.get(entry, entry.removesuffix("_operator"))
-        is_causal = kind in ("step", "hybrid") or self.chance(0.6)
+        is_causal = kind in ("step", "hybrid") or kind.startswith("delta") or self.chance(0.6)
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
+        if kind.startswith("delta"):
+            options |= {"function": PLAIN, "erases": self.chance(0.7)}
         options["scaling"], sizes = self.random.choice((0.1, 0.3, 1.0)), self.sizes(kind, is_causal)
         self.is_packed = is_causal and self.chance(0.07)
         names = self.given(kind, is_causal, options["function"])
@@ -170,7 +203,9 @@ class Maker:
         return Call(entry, tensors, clean, options, wanted, misfit, expanded)
 
     def given(self, kind: str, is_causal: bool, function: int) -> list[str]:
-        names = [name for name in SPECIFICATIONS[kind] if name not in OPTIONAL or self.chance(0.5)]
+        is_delta = kind.startswith("delta")
+        needed = ("log_decay", "state")[: 1 + ("step" in kind)] if is_delta else ()
+        names = [x for x in SPECIFICATIONS[kind] if x not in OPTIONAL or x in needed or self.chance(0.5)]
         affine = ("key_weight", "query_weight", "key_bias", "key_norm")
         if kind == "attention" and self.chance(0.4):
             names = [name for name in names if name not in affine]
@@ -205,15 +240,16 @@ class Maker:
         for name, shape in shapes.items():
             x = self.normal(shape)
             if name in ("query", "key", "sink_key", "sink_query", "window_key", "x"):
-                is_plain = kind in ("attention", "features", "step") and options["function"] == PLAIN
-                # features of elu1 are numbers of float32, which ends at exp(-87)
-                x = x.abs() if is_plain else x * (min(std, 4) if options["function"] == ELU_PLUS_ONE else std)
+                x = rows_of(x, kind, options["function"], std)
             elif name in ("key_weight", "query_weight"):
                 x = (x.abs() if options["function"] == PLAIN else x) / max(1, shape[1]) ** 0.5
             elif name in ("key_bias", "key_norm"):
                 x = x.abs() * (0 if name == "key_norm" and options["function"] < EXP else 0.1)
             elif name == "log_decay":
-                x = torch.tensor([self.random.choice(DECAYS) for _ in range(shape[0])])
+                x = torch.tensor(DECAYS)[torch.randint(0, len(DECAYS), shape, generator=self.generator)]
+                x = x.clamp(min=self.random.choice((-0.1, -300.0))) if len(shape) > 1 else x  # near 0: reads far back
+            elif name == "beta":
+                x = torch.rand(shape, generator=self.generator)
             elif name in ("state", "sums"):
                 x = self.state(shape, kind == "hybrid" or options["function"] >= EXP, std)
             elif name in MASKS:
@@ -300,7 +336,8 @@ class Maker:
         return f"axis {axis} of {name} is {new}, not {old}"
 
     def spoil_axes(self, kind: str, tensors, options, sizes) -> str:
-        name = self.random.choice(list(tensors))
+        # A log decay of the delta rule may have three axes or four.
+        name = self.random.choice([name for name in tensors if name != "log_decay" or not kind.startswith("delta")])
         x = tensors[name]
         if self.chance(0.2):
             tensors[name] = torch.zeros((), dtype=x.dtype)

@@ -290,3 +290,32 @@ def linformer_linear_slides(query_features, key_features, value, key_projection,
     compress, gather = key_projection.double(), value_projection.double()
     weights = query_features @ (compress @ key_features).transpose(-1, -2) @ gather
     return weights @ value.double() / (query_features @ key_features.sum(dim=2).unsqueeze(-1))
+
+
+def gated_delta(query, key, value, log_decay, beta, *, erases: bool = True, key_mask=None, state=None):
+    """The gated delta rule token by token (Yang 2024, "Gated Delta Networks", eq. 10; Kimi Linear 2025, eq. 1).
+
+    Shapes as in `kernels_delta.gated_delta`. Padding changes nothing, a new number in the mask empties the state, and
+    the token of a negative number only reads.
+    """
+    query, key, value, beta = (x.double() for x in (query, key, value, beta))
+    decay = log_decay.double().exp()
+    decay = decay if decay.ndim == 4 else decay.unsqueeze(3)
+    batch, kv_heads, length, features = key.shape
+    sums = key.new_zeros(batch, kv_heads, features, value.shape[3]) if state is None else state.double()
+    numbers = torch.ones(batch, length).long() if key_mask is None else key_mask.long()
+    current, outputs = torch.zeros(batch).long(), []
+    for t in range(length):
+        number = numbers[:, t].abs()
+        is_new = ((number != current) & (number > 0) & (current > 0)).view(-1, 1, 1, 1)
+        writes = (numbers[:, t] > 0).view(-1, 1, 1, 1)
+        k, v, b = (x[:, :, t].unsqueeze(3) for x in (key, value, beta.unsqueeze(3)))
+        sums = torch.where(is_new, 0.0, sums)
+        before = sums * decay[:, :, t].unsqueeze(3)
+        read = (before * k).sum(dim=2).unsqueeze(3) if erases else 0.0
+        sums = torch.where(writes, before + b * k * (v - read).transpose(2, 3), sums)
+        queries = query[:, :, t].masked_fill((number == 0)[:, None, None], 0.0).unflatten(1, (kv_heads, -1))
+        outputs.append((queries @ sums).flatten(1, 2))
+        current = torch.where(number > 0, number, current)
+    output = torch.stack(outputs, dim=2) if outputs else value.new_zeros(batch, query.shape[1], 0, value.shape[3])
+    return output, sums

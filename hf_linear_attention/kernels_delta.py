@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule: a state that erases what it holds at a key before it writes there.
+
+A step of one token, and longer inputs, are operators of torch (see kernels_operators). C computes them if it supports
+the tensors, and torch in plain operations otherwise (`kernels_delta_torch`, which has the mathematics).
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N tokens, F features, D head dimension of the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kernels import needs_plain
+from .kernels import takes_step
+from .kernels_causal import gradients_with_graph
+from .kernels_checks import check_heads
+from .kernels_checks import check_mask
+from .kernels_checks import check_results
+from .kernels_checks import check_shape
+from .kernels_checks import check_state
+from .kernels_cpu import in_large_pages
+from .kernels_cpu import run_attention
+from .kernels_cpu import run_delta_step
+from .kernels_delta_fla import delta_on_gpu
+from .kernels_delta_fla import takes_on_gpu
+from .kernels_delta_torch import plain_delta
+from .kernels_operators import FLOAT32
+from .kernels_operators import Operator
+from .kernels_operators import gradients_of
+from .kernels_operators import grouped
+from .kernels_operators import in_a_thread
+from .kernels_operators import or_nothing
+from .kernels_operators import refuse_without_library
+from .kernels_operators import register
+from .kernels_operators import takes_attention
+from .kernels_operators import with_rows
+from .kernels_operators import without_dispatcher
+from .kernels_torch import accumulation_dtype
+from .kernels_torch import with_dtype
+
+
+# The log decay that empties a state: its exponential is 0 in float32 and 1e-56 in float64, and beside larger ones (or
+# -inf) the sums of fla's kernels would lose the other decays.
+EMPTYING = -128.0
+# The fewest columns of values that a thread computes alone, where there are fewer key/value heads than threads.
+NARROWEST_PART = 32
+# Places in the tensor list of C, csrc/linear_attention.h: what has columns of values, and gradients that sum over them.
+OF_VALUES, SHARED = (2, 5, 6, 7, 8, 9, 12, 15), (10, 11, 13, 14)
+DELTA = "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor beta, Tensor? state, bool erases"
+
+
+def gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    erases: bool = True,
+    key_mask: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule (Yang 2024, "Gated Delta Networks"), and with a decay per feature Kimi Delta Attention.
+
+    Each token decays the state S, S <- exp(g) S, writes S <- S + beta k (v - S^T k)^T, and its queries read S^T q. The
+    scale of queries and keys is the caller's; keys of norm 1 with beta between 0 and 2 keep the state bounded.
+
+    Args:
+        query: `[B, H, N, F]`; H is a multiple of Hkv, and H / Hkv consecutive query heads share a state.
+        key, value: `[B, Hkv, N, F]` and `[B, Hkv, N, D]`.
+        log_decay: g <= 0, `[B, Hkv, N]`, or `[B, Hkv, N, F]` for a decay of its own per feature (row of S).
+        beta: `[B, Hkv, N]`.
+        erases: whether what the state holds at k is erased first. If not, a token writes S <- S + beta k v^T, which is
+            gated linear attention.
+        key_mask: bool `[B, N]`, False at padding, which leaves the state as it is and whose output is 0. An integer
+            mask numbers packed sequences from 1, with 0 at padding; each of them starts with an empty state, except
+            the first, which continues `state`. An entry -n marks a token of sequence n that only reads.
+        state: `[B, Hkv, F, D]` after all earlier tokens, or None if there are none. It is never changed in place.
+
+    Returns:
+        The output `[B, H, N, D]` and the state after these tokens, both float32 (float64 for float64 values).
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    if state is not None and key_mask is None and query.shape[-2:-1] == (1,) and takes_step(query, key, value, state):
+        given = (query, key, value, log_decay, beta, state, erases)
+        return without_dispatcher(OPERATORS.gated_delta_step, _delta_step)(*given)
+    check_delta(query, key, value, log_decay, beta, state)
+    check_mask(key_mask, key, query)
+    if key_mask is not None:
+        query, key, value, log_decay, beta = masked(query, key, value, log_decay, beta, key_mask)
+    given = (query, key, value, log_decay, beta, state, erases)
+    if needs_plain(value) or not (torch.compiler.is_compiling() or takes_delta(query, key, value)):
+        return in_torch(*given, plain=needs_plain(value))
+    output, state = OPERATORS.gated_delta(*given)
+    return output.transpose(1, 2), state
+
+
+def in_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    erases: bool,
+    *,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta` without a mask and without C: in plain operations only if `plain`, else on CUDA by fla-core."""
+    given = (query, key, value, log_decay, beta, state)
+    if not plain and takes_on_gpu(*given, erases):
+        return delta_on_gpu(*given)
+    return plain_delta(*given, erases)
+
+
+def takes_delta(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether C computes; it reads decays and beta as float32, whatever they are."""
+    return takes_attention(query, key, value, None, 1)
+
+
+def check_delta(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+) -> None:
+    """Check the tensors of `gated_delta`, except the mask.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    if _is_usual(query, key, value, log_decay, beta, state):
+        return
+    batch, heads, kv_heads = check_heads(query, key, value)
+    per_token, (features, width) = (batch, kv_heads, query.shape[2]), (key.shape[3], value.shape[3])
+    check_shape("query", query, (batch, heads, key.shape[2], features), like=query)
+    check_shape("log_decay", log_decay, per_token, (*per_token, features), like=query)
+    check_shape("beta", beta, per_token, like=query)
+    for name, tensor in (("log_decay", log_decay), ("beta", beta)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"`{name}` is {tensor.dtype}; it must be a floating-point tensor.")
+    if state is not None:
+        check_state("state", state, (batch, kv_heads, features, width), query, value)
+
+
+def masked(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, mask: Tensor
+) -> tuple[Tensor, ...]:
+    """The same with 0 at padding, which may hold anything, and with a decay that empties S where a sequence begins."""
+    is_hidden, is_padding = (mask <= 0)[:, None], (mask == 0)[:, None, :, None]
+    query = query.masked_fill(is_padding, 0.0)
+    key, value = (x.masked_fill(is_hidden.unsqueeze(3), 0.0) for x in (key, value))
+    log_decay, is_hidden_too = log_decay.float() if log_decay.dtype != torch.float64 else log_decay, is_hidden
+    if log_decay.ndim == 4:
+        is_hidden_too = is_hidden.unsqueeze(3)
+    log_decay = log_decay.masked_fill(is_hidden_too, 0.0)
+    if mask.dtype != torch.bool:
+        begins = _begins(mask)[:, None]
+        log_decay = log_decay.masked_fill(begins.unsqueeze(3) if log_decay.ndim == 4 else begins, EMPTYING)
+    return query, key, value, log_decay, beta.masked_fill(is_hidden, 0.0)
+
+
+def _begins(mask: Tensor) -> Tensor:
+    """Where the sequence number `[B, N]` differs from that of the last real token, whatever padding is between."""
+    mask = mask.abs()
+    is_real = mask > 0
+    rank = is_real.cumsum(dim=1)  # ONNX lacks `cummax`
+    numbers = torch.zeros_like(F.pad(mask, (1, 0))).scatter(1, rank * is_real, mask)
+    before = numbers.gather(1, (rank - 1).clamp(min=0))
+    return is_real & (rank > 1) & (mask != before)
+
+
+def _is_usual(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None) -> bool:
+    """Whether everything fits and is float32 on a CPU, in as few comparisons as possible: a step takes 100 us."""
+    if not query.ndim == key.ndim == value.ndim == 4 or state is None:
+        return False
+    for x in (query, key, value, log_decay, beta, state):
+        if x.dtype != torch.float32 or not x.is_cpu:
+            return False
+    (batch, heads, length, features), (_, kv_heads, _, _), width = query.shape, key.shape, value.shape[3]
+    per_token = (batch, kv_heads, length)
+    return (
+        key.shape == (*per_token, features)
+        and value.shape == (*per_token, width)
+        and log_decay.shape in (per_token, (*per_token, features))
+        and beta.shape == per_token
+        and state.shape == (batch, kv_heads, features, width)
+        and kv_heads > 0
+        and heads % kv_heads == 0
+    )
+
+
+def _delta(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, erases: bool
+) -> tuple[Tensor, Tensor]:
+    """The operator behind `gated_delta`; its output is `[B, N, H, D]`, as models read it."""
+    check_delta(query, key, value, log_decay, beta, state)
+    if not takes_delta(query, key, value):
+        return _dense(in_torch(query, key, value, log_decay, beta, state, erases))
+    output, new_state = _fake_delta(query, key, value, log_decay, beta, state, erases)
+    arguments = _arguments(query, key, value, log_decay, beta, state)
+    results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), new_state.unsqueeze(2))
+    function = (arguments[3].shape[-1], erases, True)
+    run_attention("delta_forward", function, *_parts((*arguments, *results), query, key, value))
+    return output, new_state
+
+
+def _dense(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The results in the layout of the operator."""
+    output, state = results
+    return output.transpose(1, 2).contiguous(), state.contiguous()
+
+
+def _fake_delta(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, erases: bool
+) -> tuple[Tensor, Tensor]:
+    check_delta(query, key, value, log_decay, beta, state)
+    (batch, heads, length, features), kv_heads, width = query.shape, key.shape[1], value.shape[3]
+    output = query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(value))
+    return output, output.new_empty(batch, kv_heads, features, width)
+
+
+def _arguments(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+) -> list[Any]:
+    """The arguments of the C kernel, with five axes each."""
+    log_decay, beta = (with_dtype(x, torch.float32) for x in (log_decay, beta))
+    log_decay = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(3)
+    others: Any = (key, value, log_decay, beta.unsqueeze(3), state)
+    return [
+        grouped(with_rows(query), key.shape[1]),
+        *(None if x is None else with_rows(x).unsqueeze(2) for x in others),
+    ]
+
+
+def _parts(tensors: Sequence[Any], query: Tensor, key: Tensor, value: Tensor) -> list[list[Any]]:
+    """The tensors, or views of groups of columns of the values if there are fewer key/value heads than threads.
+
+    Each part computes its columns of the state alone; what decays and keys are to each other is computed in all.
+    """
+    width, pairs = value.shape[3], key.shape[0] * key.shape[1]
+    count = max(1, min(torch.get_num_threads() // max(1, pairs), width // NARROWEST_PART))
+    size, parts = -(-width // count), []
+    for start in range(0, width, size):
+        part = list(tensors)
+        for place in OF_VALUES:
+            if place < len(part) and part[place] is not None and count > 1:
+                part[place] = part[place][..., start : start + size]
+        parts.append(part)
+    return parts
+
+
+def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *given: Any) -> list[Tensor]:
+    *inputs, erases, needed = given
+    query, key, value, log_decay, beta, state = inputs
+    check_delta(query, key, value, log_decay, beta, state)
+    check_delta_results(query, key, value, grad_output, grad_state, needed)
+    if not takes_delta(query, key, value):
+        return in_a_thread(_gradients_in_torch, (grad_output, grad_state), inputs, erases, needed)
+    grads = [in_large_pages(x) for x in _fake_delta_backward(grad_output, grad_state, *given)]
+    in_float32 = [with_dtype(x, torch.float32) for x in grads[3:5]]  # C writes decays and beta so
+    incoming = (
+        None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), key.shape[1]),
+        None if grad_state is None else with_rows(grad_state).unsqueeze(2),
+    )
+    made = _arguments(*grads[:3], *in_float32, grads[5] if grads[5].numel() else None)
+    arguments = _arguments(query, key, value, log_decay, beta, state)
+    parts = _parts((*arguments, None, None, *incoming, *made), query, key, value)
+    if len(parts) > 1:
+        for part in parts:
+            for place in SHARED:
+                part[place] = torch.empty(part[place].shape, dtype=torch.float32)
+    run_attention("delta_backward", (arguments[3].shape[-1], erases, True), *parts)
+    if len(parts) > 1:
+        for place in SHARED:
+            made[place - SHARED[0]].copy_(sum(part[place] for part in parts))
+    return [*grads[:3], *(with_dtype(x, y.dtype) for x, y in zip(in_float32, (log_decay, beta))), grads[5]]
+
+
+def _fake_delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *given: Any) -> list[Tensor]:
+    *inputs, _, needed = given
+    check_delta(*inputs)
+    state = inputs[5] if needed[5] else None
+    return [
+        *(x.new_empty(x.shape) for x in inputs[:5]),
+        or_nothing(None if state is None else state.new_empty(state.shape), inputs[0]),
+    ]
+
+
+def check_delta_results(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor | None,
+    grad_state: Tensor | None,
+    needed: Sequence[bool],
+) -> None:
+    """Check what the operator `gated_delta_backward` takes in addition to the arguments of `gated_delta`.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    (batch, heads, length, features), (kv_heads, width) = query.shape, value.shape[1::2]
+    dtype = accumulation_dtype(value)
+    check_results(
+        query,
+        grad_output=(grad_output, (batch, length, heads, width), dtype),
+        grad_state=(grad_state, (batch, kv_heads, features, width), dtype),
+    )
+    if len(needed) != 6:
+        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 6 tensors.")
+
+
+def _gradients_in_torch(
+    incoming: Sequence[Tensor | None], inputs: Sequence[Any], erases: bool, needed: Sequence[bool]
+) -> list[Tensor]:
+    wanted = (True,) * 5 + (needed[5],)  # as C makes them
+    leaves: Any = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, wanted)]
+    with torch.enable_grad():
+        outputs = _dense(in_torch(*leaves, erases))
+    return [grad.contiguous() for grad in gradients_of(outputs, incoming, leaves)]
+
+
+def _save_delta(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    ctx.erases = inputs[6]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_delta(ctx: Any, grad_output: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    inputs, needed = ctx.saved_tensors, [bool(need) for need in ctx.needs_input_grad[:6]]
+    if torch.is_grad_enabled():
+
+        def plain(*leaves: Any) -> tuple[Tensor, Tensor]:
+            return _dense(plain_delta(*leaves, ctx.erases))
+
+        return *gradients_with_graph(plain, inputs, (grad_output, grad_state)), None
+    grads = OPERATORS.gated_delta_backward(grad_output, grad_state, *inputs, ctx.erases, needed)
+    return *(grad if need and x is not None else None for grad, need, x in zip(grads, needed, inputs)), None
+
+
+def _delta_step(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool
+) -> tuple[Tensor, Tensor]:
+    """The operator behind `gated_delta` for one token, without gradients; its output is `[B, H, 1, D]`."""
+    check_delta(query, key, value, log_decay, beta, state)
+    if query.shape[2] != 1:
+        raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
+    refuse_without_library(query, key, value)
+    refuse_without_library(state, dtypes=FLOAT32)
+    given = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta, state)]
+    output, new_state = _fake_delta_step(query, key, value, log_decay, beta, state, erases)
+    run_delta_step(*given, output, new_state, erases=erases)
+    return output, new_state
+
+
+def _fake_delta_step(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool
+) -> tuple[Tensor, Tensor]:
+    return state.new_empty(*query.shape[:3], value.shape[3]), state.new_empty(state.shape)
+
+
+OPERATORS_OF_DELTA = {
+    "gated_delta": Operator(f"({DELTA}) -> (Tensor, Tensor)", _delta, _fake_delta, _differentiate_delta, _save_delta),
+    "gated_delta_backward": Operator(
+        f"(Tensor? grad_output, Tensor? grad_state, {DELTA}, bool[] needed) -> Tensor[]",
+        _delta_backward,
+        _fake_delta_backward,
+    ),
+    "gated_delta_step": Operator(
+        f"({DELTA.replace('Tensor? state', 'Tensor state')}) -> (Tensor, Tensor)", _delta_step, _fake_delta_step
+    ),
+}
+OPERATORS = register(OPERATORS_OF_DELTA, "causal", "fla", "delta", "delta_fla", "delta_torch")
