@@ -290,3 +290,24 @@ def linformer_linear_slides(query_features, key_features, value, key_projection,
     compress, gather = key_projection.double(), value_projection.double()
     weights = query_features @ (compress @ key_features).transpose(-1, -2) @ gather
     return weights @ value.double() / (query_features @ key_features.sum(dim=2).unsqueeze(-1))
+
+
+def gated_delta(query, key, value, alpha, beta, erases: bool = True) -> torch.Tensor:
+    """Gated DeltaNet (Yang 2024, equation 10) and Kimi Linear (2025, equation 1), for one unpadded input.
+
+        S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_(t-1) + beta_t k_t v_t^T        o_t = S_t^T q_t
+
+    query `[B, H, N, F]`, key `[B, Hkv, N, F]`, value `[B, Hkv, N, D]`, alpha `[B, Hkv, N, F]`, beta `[B, Hkv, N]`.
+    Without `erases`, gated linear attention (Yang 2023): the factor in brackets is I.
+    """
+    heads, size = query.shape[1], query.shape[3]
+    query, key, value, alpha = (x.double() for x in (query, key, value, alpha))
+    identity = torch.eye(size, dtype=torch.float64)
+    state = torch.zeros(*key.shape[:2], size, value.shape[3], dtype=torch.float64)
+    outputs = []
+    for t in range(key.shape[2]):
+        k, v, rate = key[:, :, t, :, None], value[:, :, t, None], beta[:, :, t, None, None].double()
+        transition = identity - rate * k @ k.mT if erases else identity
+        state = transition @ torch.diag_embed(alpha[:, :, t]) @ state + rate * k @ v
+        outputs.append(repeat_heads(state, heads).mT @ query[:, :, t, :, None])
+    return torch.cat(outputs, dim=3).mT
