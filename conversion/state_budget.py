@@ -129,5 +129,7 @@ def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | 
             start = torch.zeros(1, 1, dtype=torch.int32, device=device)
             query, key, positions = mechanism.prepare(query, key, start)
             options |= {} if positions is None else {"positions": positions}
+        if mechanism.needs_gates:
+            options["gates"] = mechanism.gates(torch.zeros(1, 1, shape.hidden_size or 0, device=device, dtype=dtype))
         _, state = mechanism(query, key, value, **options)
     return sum(tensor.numel() * tensor.element_size() for tensor in state or ())

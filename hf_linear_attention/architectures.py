@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from .attention_calls import hidden_size_of
 from .attention_calls import interface_keywords
 from .mechanism import LayerShape
 from .configuration_linear_attention import DROPPABLE
@@ -126,7 +127,24 @@ def layer_shape(module: Any, layer: int, config: PreTrainedConfig) -> LayerShape
     groups = getattr(module, "num_key_value_groups", None) or 1
     adapter = adapter_of(type(module))
     slopes = adapter.alibi_slopes(module) if adapter else None
-    return LayerShape(num_heads, num_heads // groups, head_dim, layer, max_length_of(config), slopes)
+    sizes = (num_heads, num_heads // groups, head_dim, layer, max_length_of(config), slopes)
+    return LayerShape(*sizes, hidden_size=hidden_size_of(module))
+
+
+def refuse_without_hidden_states(module: Any, layer: int, needed: str, mechanism: str) -> None:
+    """Refuse a layer without a hidden state for each of its keys, from which `mechanism` would compute gates.
+
+    Raises:
+        ValueError: for cross-attention, or a stock forward whose first argument is not `hidden_states`.
+    """
+    first = list(inspect.signature(stock_class_of(module).forward).parameters)[1]
+    if needed != "cross" and first == "hidden_states":
+        return
+    what = "takes its keys from another sequence" if needed == "cross" else f"takes `{first}`"
+    raise ValueError(
+        f"`{mechanism}` computes gates from the hidden states of a layer, but {type(module).__name__} (layer {layer}) "
+        f"{what}; choose another mechanism, or keep such layers softmax (setting `layers`)."
+    )
 
 
 def _first_attribute(owner: Any, names: tuple[str, ...]) -> int | None:
@@ -267,6 +285,11 @@ def _stock_module(module: Any) -> Any:
     return sys.modules[getattr(type(module), "stock_class", type(module)).__module__]
 
 
+def own_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What `LinearizedAttention.forward` adds to the arguments of the stock forward, for `attend`."""
+    return {name: kwargs.get(name) for name in ("state_layer", "gates")}
+
+
 class BloomAttention:
     """A base before transformers' `BloomAttention`."""
 
@@ -287,7 +310,7 @@ class BloomAttention:
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
         output, weights = self.attend(
-            query, key, value, attention_mask, scaling=self.inv_norm_factor, state_layer=kwargs.get("state_layer")
+            query, key, value, attention_mask, scaling=self.inv_norm_factor, **own_arguments(kwargs)
         )
         output = F.dropout(self.dense(output.flatten(2)), p=self.hidden_dropout, training=self.training)
         return residual + output, weights
@@ -326,7 +349,7 @@ class MptAttention:
         if attention_mask is not None and not has_own_mask:
             attention_mask = ~attention_mask  # MPT makes a mask that is True where a key is hidden for softmax layers
         output, weights = self.attend(
-            query, key, value, attention_mask, scaling=self.softmax_scale, state_layer=kwargs.get("state_layer")
+            query, key, value, attention_mask, scaling=self.softmax_scale, **own_arguments(kwargs)
         )
         return self.out_proj(output.flatten(2)), weights
 

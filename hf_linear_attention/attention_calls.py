@@ -175,7 +175,7 @@ def _attempts(module: Any, forward: Any, positions: Iterable[Any] | None) -> Ite
     """Arguments to try, the usual ones first."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     parameters = [parameter for parameter in parameters if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
-    size = _hidden_size(module)
+    size = hidden_size_of(module)
     if not any(parameter.name in POSITIONS for parameter in parameters):
         positions = [None]
     elif positions is None:
@@ -198,9 +198,13 @@ def _attempts(module: Any, forward: Any, positions: Iterable[Any] | None) -> Ite
         yield {p.name: known.get(p.name, hidden) for p in parameters if p.default is p.empty or p.name in names}
 
 
-def _hidden_size(module: Any) -> int:
-    sizes = (child.in_features for child in module.modules() if isinstance(child, nn.Linear))
-    return next(sizes, getattr(module.config, "hidden_size", 8))
+def hidden_size_of(module: Any) -> int:
+    """E, the size of the hidden states of an attention module: what its first projection takes, else `hidden_size`."""
+    for child in module.modules():
+        size = getattr(child, "in_features", None) or getattr(child, "nx", None)  # GPT-2 has `Conv1D`
+        if isinstance(size, int):
+            return size
+    return getattr(getattr(module, "config", None), "hidden_size", 8)
 
 
 def rotary_widths(module: Any) -> list[int]:

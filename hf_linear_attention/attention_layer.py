@@ -20,6 +20,7 @@ from .masks import attend_packed
 from .masks import linear_attention_mask
 from .masks import read_mask
 from .cache import LinearAttentionStateLayer
+from .cache import Tokens
 from .cache import refuse_linear_layer
 from .cache import refuse_other_softmax_rows
 from .cache import state_layer
@@ -61,6 +62,11 @@ AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)
 
 
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is enabled on the device of this tensor."""
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
 def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check, before a softmax layer beside converted layers runs, that its cache has the batch size of the input."""
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
@@ -79,6 +85,13 @@ class MechanismInputs(NamedTuple):
     scaling: float
     is_causal: bool
     positions: torch.Tensor | None = None  # int32 [B, N], of a mechanism that has to know them
+    gates: torch.Tensor | None = None  # float32 [B, S, C], of a mechanism that needs them
+
+    @property
+    def per_token(self) -> dict[str, torch.Tensor]:
+        """The further arguments of the mechanism, each with one entry per token: `positions` and `gates`."""
+        given = {"positions": self.positions, "gates": self.gates}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 class LinearizedAttention:
@@ -90,13 +103,18 @@ class LinearizedAttention:
     linear_attention_observer: Callable[..., None] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the stock forward with the state layer of the cache as an additional argument of the attention function.
+        """Call the stock forward with two more arguments for the attention function, which it passes on.
+
+        They are the state layer of the cache, and the gates of a mechanism that computes them from the hidden states.
 
         Raises:
             NotImplementedError: under continuous batching.
             ValueError: if the layer computes softmax and the cache holds a linear state.
         """
         cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+        is_observed = self.linear_attention_observer is not None
+        if self.linear_attention.needs_gates and (self.linear_attention_enabled or is_observed):
+            kwargs["gates"] = self._gates(args[0] if args else kwargs.get("hidden_states"), is_observed)
         if not self.linear_attention_enabled:
             self._refuse_linear_cache(cache)
             return super().forward(*args, **kwargs)
@@ -107,6 +125,22 @@ class LinearizedAttention:
         if self.linear_attention_skips_bias:
             kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
         return super().forward(*args, **kwargs)
+
+    def _gates(self, hidden_states: Any, is_observed: bool) -> torch.Tensor:
+        """The gates of the mechanism, outside of autocast; observed ones have gradients, as observed outputs do."""
+        size = self.linear_attention.shape.hidden_size
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.ndim != 3 or hidden_states.shape[2] != size:
+            found = tuple(hidden_states.shape) if isinstance(hidden_states, torch.Tensor) else hidden_states
+            raise ValueError(
+                f"{type(self).__name__} got `hidden_states` of shape {found}; {type(self.linear_attention).__name__} "
+                f"computes gates from hidden states of shape (rows, tokens, {size})."
+            )
+        is_mixed = is_autocast(hidden_states)
+        with (
+            torch.autocast(hidden_states.device.type, enabled=False) if is_mixed else nullcontext(),
+            torch.enable_grad() if is_observed else nullcontext(),
+        ):
+            return self.linear_attention.gates(hidden_states)
 
     def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
         """The state layer of `cache` for this attention layer."""
@@ -155,14 +189,12 @@ class LinearizedAttention:
             state_layer.refuse_other_rows(query.shape[0])
             state_layer.is_claimed = False  # cross-attention calls `update` only once
             seen = state_layer.get_seq_length()
-        query, key, *masks_and_mode = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
-        device = query.device.type
-        is_autocast = torch.is_autocast_enabled(device)
+        inputs = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
         # Autocast is disabled, because the sums must stay float32; entering its context costs as much as a layer norm.
-        with torch.autocast(device_type=device, enabled=False) if is_autocast else nullcontext():
+        with torch.autocast(query.device.type, enabled=False) if is_autocast(query) else nullcontext():
             if self._wants_weights(kwargs):
-                return self._attend_with_weights(query, key, value, *masks_and_mode, state_layer)
-            return self._attend(query, key, value, *masks_and_mode, state_layer), None
+                return self._attend_with_weights(inputs, value, state_layer)
+            return self._attend(inputs, value, state_layer), None
 
     def mechanism_inputs(
         self,
@@ -174,6 +206,7 @@ class LinearizedAttention:
         scaling: float | None = None,
         is_causal: bool | None = None,
         position_ids: torch.Tensor | None = None,
+        gates: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> MechanismInputs:
         """Convert the arguments of a stock attention function to the inputs of the mechanism.
@@ -193,7 +226,7 @@ class LinearizedAttention:
             # Moonshine passes False if a mask hides the future, or if there is no future to hide.
             is_causal = self.linear_attention_is_causal
         key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
-        return MechanismInputs(query, key, key_mask, segments, scaling, is_causal, positions)
+        return MechanismInputs(query, key, key_mask, segments, scaling, is_causal, positions, gates)
 
     def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
         """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
@@ -227,17 +260,9 @@ class LinearizedAttention:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_mask: torch.Tensor | None,
-        segments: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        positions: torch.Tensor | None,
-        state_layer: LinearAttentionStateLayer | None,
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
     ) -> torch.Tensor:
+        query, key, key_mask, segments, scaling, is_causal, *_ = inputs
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
         if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
@@ -262,47 +287,47 @@ class LinearizedAttention:
                 options |= {"scaling": scaling, "is_causal": is_causal, "state": None}
                 return self.linear_attention(query, key, value, attention_mask=mask, **options)[0]
 
-            output = attend_packed(attend, query, key, value, key_mask, segments, positions)
+            output = attend_packed(attend, query, key, value, key_mask, segments, **inputs.per_token)
             if state_layer is not None:
-                self._keep_last_sequence(key, value, segments, scaling, positions, state_layer)
+                self._keep_last_sequence(inputs, value, state_layer)
             return output
         state = self._current_state(state_layer, scaling)
-        options = {} if positions is None else {"positions": positions}
-        output, state = self.linear_attention(
-            query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=is_causal, state=state, **options
-        )
+        options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "state": state, **inputs.per_token}
+        output, state = self.linear_attention(query, key, value, attention_mask=key_mask, **options)
         if state_layer is not None:
-            state_layer.record(key, value, key_mask, positions)
+            state_layer.record(self._tokens(inputs, value, key_mask))
             state_layer.extend(state, key.shape[2])
         return output
 
+    def _tokens(self, inputs: MechanismInputs, value: torch.Tensor, mask: torch.Tensor | None) -> Tokens:
+        """What the cache keeps of these tokens for a rollback."""
+        query = inputs.query if self.linear_attention.absorbs_queries else None
+        return Tokens(inputs.key, value, mask, inputs.positions, inputs.gates, query)
+
     def _keep_last_sequence(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: torch.Tensor,
-        scaling: float,
-        positions: torch.Tensor | None,
-        state_layer: LinearAttentionStateLayer,
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer
     ) -> None:
         """Store the state of the last packed sequence of each row, because later tokens continue that sequence."""
-        if self._current_state(state_layer, scaling) is not None:
+        if self._current_state(state_layer, inputs.scaling) is not None:
             raise ValueError(
                 "Got packed sequences after cached tokens; linear attention accepts them only with an empty cache."
             )
-        last = segments == segments.amax(dim=1, keepdim=True)
-        options = {"attention_mask": last, "scaling": scaling, "positions": positions}
-        state = self.linear_attention.absorb(key, value, state=None, **options)
-        state_layer.record(key, value, last, positions)
-        state_layer.extend(state, key.shape[2])
+        segments: Any = inputs.segments
+        tokens = self._tokens(inputs, value, segments == segments.amax(dim=1, keepdim=True))
+        state = self._absorb(tokens, inputs.scaling, None)
+        state_layer.record(tokens)
+        state_layer.extend(state, value.shape[2])
+
+    def _absorb(self, tokens: Tokens, scaling: float, state: State | None) -> State:
+        key, value, mask, *_ = tokens
+        options = {"attention_mask": mask, "scaling": scaling, "state": state}
+        return self.linear_attention.absorb(key, value, **options, **tokens.further)
 
     def _current_state(self, state_layer: LinearAttentionStateLayer | None, scaling: float) -> State | None:
         if state_layer is None:
             return None
         if state_layer.pending is not None:
-            key, value, mask, positions = state_layer.pending
-            options = {"attention_mask": mask, "scaling": scaling, "positions": positions}
-            state_layer.absorbed(self.linear_attention.absorb(key, value, state=state_layer.state_at_crop, **options))
+            state_layer.absorbed(self._absorb(state_layer.pending, scaling, state_layer.state_at_crop))
         return state_layer.state
 
     def _wants_weights(self, kwargs: Mapping[str, Any]) -> bool:
@@ -323,16 +348,7 @@ class LinearizedAttention:
             )
 
     def _attend_with_weights(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_mask: torch.Tensor | None,
-        segments: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        positions: torch.Tensor | None,
-        state_layer: LinearAttentionStateLayer | None,
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the weights `[B, H, N, S]` over the keys of this call; a state has no weights to show."""
         if not self.linear_attention.supports("weights", self.linear_attention.settings):
@@ -341,10 +357,9 @@ class LinearizedAttention:
                 "`output_attentions`."
             )
         is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
-        given = (key_mask, segments, scaling, is_causal, positions)
-        output = self._attend(query, key, value, *given, state_layer)
+        output, key = self._attend(inputs, value, state_layer), inputs.key
         identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
-        weights = self._attend(query, key, identity, *given, None).transpose(1, 2)
+        weights = self._attend(inputs, identity, None).transpose(1, 2)
         if is_all:  # computed from the weights, so that these get gradients
             groups = weights.shape[1] // value.shape[1]
             output = (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2)
@@ -402,18 +417,10 @@ class LinearizedCrossAttention(LinearizedAttention):
         return visible, None
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_mask: torch.Tensor | None,
-        segments: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        positions: torch.Tensor | None,
-        state_layer: LinearAttentionStateLayer | None,
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
     ) -> torch.Tensor:
         """Attend; new keys, if any, are the whole other sequence, from which the state is made anew."""
+        query, key, key_mask, _, scaling, *_ = inputs
         num_keys = key.shape[2]
         state = None if num_keys or state_layer is None else state_layer.state
         if num_keys == 0:  # some mechanisms accept no empty sequence, so one hidden key is added

@@ -46,8 +46,7 @@ class ObservedAttention:
     def output(self) -> Tensor:
         """The output of the mechanism, `[B, N, H, D]`, with gradients for whatever requires them."""
         with torch.autocast(device_type=self.value.device.type, enabled=False):
-            query, key, *masks_and_mode = self.inputs
-            return self.module._attend(query, key, self.value, *masks_and_mode, None)
+            return self.module._attend(self.inputs, self.value, None)
 
     def weights(self) -> Tensor:
         """The attention weights of the mechanism, `[B, H, N, S]`, with gradients like `output`.
@@ -62,14 +61,13 @@ class ObservedAttention:
                 "(attention_transfer_weight) instead."
             )
         with torch.autocast(device_type=self.value.device.type, enabled=False):
-            options = {} if inputs.positions is None else {"positions": inputs.positions}
             return mechanism.attention_weights(
                 inputs.query,
                 inputs.key,
                 attention_mask=inputs.key_mask,
                 scaling=inputs.scaling,
                 is_causal=inputs.is_causal,
-                **options,
+                **inputs.per_token,
             )
 
 
@@ -99,13 +97,20 @@ def observe_attention(
 
 
 def _observed_forward(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    gates: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that layers call inside `observe_attention`."""
     name = attention_implementation(module.model_config)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_function(module))
     output, weights = attend(module, query, key, value, attention_mask, **{**kwargs, "dropout": 0.0})
-    inputs = module.mechanism_inputs(query, key, attention_mask, **kwargs)
+    inputs = module.mechanism_inputs(query, key, attention_mask, gates=gates, **kwargs)
     module.linear_attention_observer(ObservedAttention(module, inputs, value, output, weights))
     return output, weights
 

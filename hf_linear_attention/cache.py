@@ -33,6 +33,14 @@ class Tokens(NamedTuple):
     value: torch.Tensor  # [B, Hkv, S, D]
     attention_mask: torch.Tensor | None = None  # bool [B, S]
     positions: torch.Tensor | None = None  # int32 [B, S], where the mechanism needs them
+    gates: torch.Tensor | None = None  # float32 [B, S, C], where the mechanism needs them
+    query: torch.Tensor | None = None  # [B, H, S, D], where the state depends on them
+
+    @property
+    def further(self) -> dict[str, torch.Tensor]:
+        """What `absorb` takes beside keys, values and their mask."""
+        given = {"positions": self.positions, "gates": self.gates, "query": self.query}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -66,6 +74,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.state: State | None = None
         self.signature: str | None = None  # identifies the mechanism that made the state
         self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
+        self.gate_layout: tuple[Any, ...] | None = None  # C and dtype of the gates, if there are any
+        self.query_layout: tuple[Any, ...] | None = None  # heads, size and dtype of queries that a rollback needs
         self.is_claimed = False
         self.state_at_crop: State | None = None
         self.recorded: list[Tokens] = []
@@ -180,8 +190,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
                 for tensor in self.state:
                     torch._dynamo.mark_static_address(tensor)
 
-    def restore(self, state: State, pending: tuple[torch.Tensor, ...], num_tokens: int) -> None:
-        """Restore a saved layer: `state` or `pending` may be empty, and `pending` may lack its mask."""
+    def restore(self, state: State, pending: tuple[torch.Tensor | None, ...], num_tokens: int) -> None:
+        """Restore a saved layer: `state` or `pending`, whose tensors are those of `Tokens`, may be empty."""
         self.lazy_initialization((state or pending)[0], None)
         self.cumulative_length = num_tokens
         if state:
@@ -200,16 +210,14 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.state_at_crop = self.state
         self.record_past = True
 
-    def record(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        positions: torch.Tensor | None = None,
-    ) -> None:
-        """Store `key` and `value` `[B, Hkv, S, D]`, their mask and their positions `[B, S]` while recording."""
+    def record(self, tokens: Tokens) -> None:
+        """Store the new tokens while recording."""
+        if tokens.gates is not None and self.gate_layout is None:
+            self.gate_layout = (tokens.gates.shape[2], tokens.gates.dtype)
+        if tokens.query is not None and self.query_layout is None:
+            self.query_layout = (tokens.query.shape[1], tokens.query.shape[3], tokens.query.dtype)
         if self.record_past:
-            self.recorded.append(Tokens(key, value, attention_mask, positions))
+            self.recorded.append(tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; `crop(0)` only clears the record.
@@ -274,7 +282,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """Forget all tokens."""
         LinearAttentionLayer.reset(self)
         self.state = self.state_at_crop = self.pending = self.keys = self.values = None
-        self.signature = self.layout = None
+        self.signature = self.layout = self.gate_layout = self.query_layout = None
         self.is_claimed = False
         self.recorded = []
         if self.static:
@@ -357,8 +365,8 @@ def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
     """The first `length` recorded tokens as one entry, or None if there are none; with positions it has a mask."""
     if length == 0:
         return None
-    keys, values, masks, positions = zip(*entries)
-    mask = place = None
+    keys, values, masks, positions, gates, queries = zip(*entries)
+    mask = place = gate = query = None
     if any(entry is not None for entry in (*masks, *positions)):
         real = (
             torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if entry is None else entry
@@ -367,7 +375,12 @@ def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
         mask = torch.cat(list(real), dim=1)[:, :length]
     if positions[0] is not None:
         place = torch.cat(positions, dim=1)[:, :length]
-    return Tokens(torch.cat(keys, dim=2)[:, :, :length], torch.cat(values, dim=2)[:, :, :length], mask, place)
+    if gates[0] is not None:
+        gate = torch.cat(gates, dim=1)[:, :length]
+    if queries[0] is not None:
+        query = torch.cat(queries, dim=2)[:, :, :length]
+    key, value = (torch.cat(parts, dim=2)[:, :, :length] for parts in (keys, values))
+    return Tokens(key, value, mask, place, gate, query)
 
 
 def state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer:

@@ -273,6 +273,7 @@ def attend_packed(
     key_mask: torch.Tensor | None,
     segments: torch.Tensor,
     positions: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within each packed sequence, by calling `attend(query, key, value, key_mask)` on a padded batch of them.
 
@@ -286,6 +287,7 @@ def attend_packed(
         key_mask: bool `[B, N]`, False for keys to ignore, or None.
         segments: `[B, N]`, runs of equal numbers, 0 at padding.
         positions: `[B, N]`, passed to `attend` as an argument of that name, or None.
+        gates: `[B, N, C]`, likewise.
 
     Returns:
         `[B, N, H, D]`, 0 at padding.
@@ -299,6 +301,8 @@ def attend_packed(
     starts, lengths = starts[real], lengths[real]
     output = query.new_zeros(batch * length, heads, value.shape[-1])
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    given = {"positions": positions, "gates": gates}
+    per_token = {name: tensor.flatten(0, 1) for name, tensor in given.items() if tensor is not None}
     sizes = [1 << max(0, math.ceil(math.log2(n))) for n in lengths.tolist()]
     for size in sorted(set(sizes)):
         chosen = [index for index, other in enumerate(sizes) if other == size]
@@ -308,8 +312,7 @@ def attend_packed(
         if key_mask is not None:
             inside = inside & key_mask.flatten()[index]
         rows = [tensor[index].transpose(1, 2) for tensor in flat]
-        options = {} if positions is None else {"positions": positions.flatten()[index]}
-        result = attend(*rows, inside, **options)
+        result = attend(*rows, inside, **{name: tensor[index] for name, tensor in per_token.items()})
         keep = position < lengths[chosen, None]
         output = output.index_put((index[keep],), result[keep].to(output.dtype))
     return output.unflatten(0, (batch, length))

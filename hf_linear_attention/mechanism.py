@@ -76,6 +76,7 @@ class LayerShape:
     `layer` counts the attention layers of the model from 0. `max_length` is the longest input of the model in tokens or
     patches, or None if the architecture sets no limit. `alibi_slopes` has one slope per key/value head, or is None
     without ALiBi. `rotary` says how the layer rotates queries and keys, or is None where that is not known.
+    `hidden_size` is E, the size of the hidden states that the layer projects to queries, keys and values.
     """
 
     num_heads: int
@@ -85,6 +86,7 @@ class LayerShape:
     max_length: int | None = None
     alibi_slopes: tuple[float, ...] | None = None
     rotary: Rotary | None = None
+    hidden_size: int | None = None
 
 
 class AttentionMechanism(nn.Module):
@@ -109,6 +111,10 @@ class AttentionMechanism(nn.Module):
 
     # Whether `prepare` has to know where queries and keys stand.
     needs_positions = False
+    # Whether `forward` takes what `gates` computes from the hidden states of the layer.
+    needs_gates = False
+    # Whether the state depends on the queries, so that `absorb` takes them.
+    absorbs_queries = False
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
@@ -174,11 +180,18 @@ class AttentionMechanism(nn.Module):
         return False
 
     def calibrate(
-        self, query: torch.Tensor, key: torch.Tensor, *, attention_mask: torch.Tensor | None, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **per_token: torch.Tensor,
     ) -> None:
         """Fit constants (persistent buffers) to real queries and keys, once; most mechanisms have none.
 
-        The shapes are those of `forward`; `attention_mask` is bool `[B, S]` or None.
+        The shapes are those of `forward`; `attention_mask` is bool `[B, S]` or None; `per_token` has the `gates`, if
+        the mechanism needs them.
         """
 
     def prepare(
@@ -191,6 +204,20 @@ class AttentionMechanism(nn.Module):
         `positions` `[B, N]` (int32) are the `position_ids` of the tokens, or None unless `needs_positions`.
         """
         return query, key, None
+
+    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Numbers for each token that depend on the hidden state from which the layer makes queries, keys and values.
+
+        Only called if `needs_gates`. `forward`, `absorb` and `attention_weights` then take the result as an argument
+        of that name, with the tokens of the keys; it is part of what a rollback has to keep.
+
+        Args:
+            hidden_states: `[B, N, E]`, in the dtype of the model.
+
+        Returns:
+            `[B, N, C]`, any C, in float32 (float64 for float64 inputs).
+        """
+        raise NotImplementedError
 
     def generator(self, draw: int = 0) -> torch.Generator:
         """A CPU generator seeded by `seed`, the layer and the draw, so every process draws the same projections."""
@@ -233,13 +260,19 @@ class AttentionMechanism(nn.Module):
         attention_mask: torch.Tensor | None,
         scaling: float,
         state: State | None,
-        positions: torch.Tensor | None = None,
+        query: torch.Tensor | None = None,
+        **per_token: torch.Tensor,
     ) -> State | None:
-        """The state after these keys, without an output."""
-        query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
-        options = {} if positions is None else {"positions": positions}
+        """The state after these keys, without an output.
+
+        Args:
+            query: given if `absorbs_queries`.
+            per_token: the `positions` and `gates` of the keys, as in `forward`.
+        """
+        if query is None:
+            query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
         _, state = self(
-            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state, **options
+            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state, **per_token
         )
         return state
 
@@ -251,7 +284,7 @@ class AttentionMechanism(nn.Module):
         attention_mask: torch.Tensor | None,
         scaling: float,
         is_causal: bool,
-        positions: torch.Tensor | None = None,
+        **per_token: torch.Tensor,
     ) -> torch.Tensor:
         """The matrix `[B, H, N, S]`, which the mechanism never forms itself, for inspection.
 
@@ -261,7 +294,5 @@ class AttentionMechanism(nn.Module):
         batch, num_kv_heads, length, _ = key.shape
         identity = torch.eye(length, dtype=query.dtype, device=key.device).expand(batch, num_kv_heads, -1, -1)
         options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
-        if positions is not None:
-            options["positions"] = positions
-        output, _ = self(query, key, identity, state=None, **options)
+        output, _ = self(query, key, identity, state=None, **options, **per_token)
         return output.transpose(1, 2)

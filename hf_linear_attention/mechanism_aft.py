@@ -146,7 +146,7 @@ class AftAttention(AttentionMechanism):
         attention_mask: torch.Tensor | None,
         scaling: float,
         is_causal: bool,
-        positions: torch.Tensor | None = None,
+        **per_token: torch.Tensor,
     ) -> torch.Tensor:
         """Raise NotImplementedError, because the weights differ between channels."""
         raise NotImplementedError("`aft` weighs every channel separately, so it has no matrix of weights per head.")

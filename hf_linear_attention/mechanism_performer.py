@@ -83,7 +83,13 @@ class PerformerAttention(LinearAttention):
         return settings["features"] == "favor++"
 
     def calibrate(
-        self, query: torch.Tensor, key: torch.Tensor, *, attention_mask: torch.Tensor | None, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **per_token: torch.Tensor,
     ) -> None:
         """Fit A of FAVOR++ to these queries and keys; the other features have no constants."""
         self.feature_map.calibrate(query, key, scaling, attention_mask)
@@ -112,7 +118,8 @@ class PerformerAttention(LinearAttention):
         attention_mask: torch.Tensor | None,
         scaling: float,
         state: State | None,
-        positions: torch.Tensor | None = None,
+        query: torch.Tensor | None = None,
+        **per_token: torch.Tensor,
     ) -> State | None:
         """The state after these keys; their sequence was already counted, so this is no new forward pass."""
         query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from .configuration_linear_attention import entries_of
 from .mechanism import AttentionMechanism
 from .mechanism_aft import AftAttention
+from .mechanism_gated_delta import GatedDeltaAttention
 from .mechanism_hybrid import HybridAttention
 from .mechanism_latent import LatentAttention
 from .mechanism_linear import LinearAttention
@@ -29,6 +30,7 @@ from .mechanism_window import WindowAttention
 
 MECHANISMS: dict[str, type[AttentionMechanism]] = {
     "aft": AftAttention,
+    "gated_delta": GatedDeltaAttention,
     "hybrid": HybridAttention,
     "latent": LatentAttention,
     "linear": LinearAttention,

@@ -32,6 +32,7 @@ from .architectures import is_causal_attention
 from .architectures import layer_shape
 from .architectures import layer_type
 from .architectures import refuse_features
+from .architectures import refuse_without_hidden_states
 from .architectures import skips_position_bias
 from .mechanism import LayerShape
 from .mechanism import Rotary
@@ -230,6 +231,8 @@ def _convert_layers(
         needed = "cross" if layer >= num_self_attention else needed
         _refuse_shape(module, shape, needed, settings)
         child = MECHANISMS[settings["mechanism"]](settings, shape)
+        if child.needs_gates:
+            refuse_without_hidden_states(module, layer, needed, settings["mechanism"])
         if first is not None:
             child.share_with(first)
         first = first or child

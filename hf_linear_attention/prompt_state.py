@@ -199,7 +199,10 @@ def _choices(layer: Any) -> list[list[str]]:
         return [[name for name, _ in _tensors(layer)]]
     state = [f"state.{place}" for place in range(len(layer.state))]
     pending = [f"pending.{place}" for place in range(4)]
-    return [[*state, *pending[:count]] for count in (0, 2, 3, 4)] + [pending[:2], pending[:3], pending]
+    beside = {"pending.4": layer.gate_layout, "pending.5": layer.query_layout}
+    always = [name for name, layout in beside.items() if layout is not None]
+    after_rollback = [[*pending[:count], *always] for count in (2, 3, 4)]
+    return [state, *([*state, *names] for names in after_rollback), *after_rollback]
 
 
 def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], torch.dtype]]:
@@ -212,11 +215,15 @@ def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, in
         }
     num_heads, key_size, value_size, key_dtype, value_dtype = layer.layout
     tokens = (1, num_tokens)
+    gate_size, gate_dtype = layer.gate_layout or (0, torch.float32)
+    num_queries, query_size, query_dtype = layer.query_layout or (0, 0, key_dtype)
     return {
         "pending.0": ([_only(num_heads), tokens, _only(key_size)], key_dtype),
         "pending.1": ([_only(num_heads), tokens, _only(value_size)], value_dtype),
         "pending.2": ([tokens], torch.bool),
         "pending.3": ([tokens], torch.int32),
+        "pending.4": ([tokens, _only(gate_size)], gate_dtype),
+        "pending.5": ([_only(num_queries), tokens, _only(query_size)], query_dtype),
     } | {
         f"state.{place}": ([_only(size) for size in tensor.shape[1:]], tensor.dtype)
         for place, tensor in enumerate(layer.state)
@@ -265,9 +272,10 @@ def _fill(cache: DynamicCache, number: int, named: dict[str, torch.Tensor], made
         layer.signature, layer.layout = made.signature, made.layout
 
 
-def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor, ...]:
-    count = sum(name.startswith(f"{part}.") for name in named)
-    return tuple(named[f"{part}.{place}"] for place in range(count))
+def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a part in their places; None in a place whose tensor is missing."""
+    places = [int(name.split(".")[1]) for name in named if name.startswith(f"{part}.")]
+    return tuple(named.get(f"{part}.{place}") for place in range(max(places, default=-1) + 1))
 
 
 def _about(model: Any) -> dict[str, Any]:

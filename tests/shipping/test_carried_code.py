@@ -20,6 +20,7 @@ from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_c
 # A converted MiniLM (`linear`, encoder) has 20.
 MOST_FILES = {
     "aft": (20, 21),
+    "gated_delta": (None, 23),
     "hybrid": (25, 26),
     "latent": (20, None),
     "linear": (20, 21),

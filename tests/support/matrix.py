@@ -48,6 +48,11 @@ MECHANISM_ROWS = {
         "feature_map": "hedgehog",
         "normalization": "window_maximum",
     },
+    "gated_delta": {"mechanism": "gated_delta"},
+    "gated_delta-features": {"mechanism": "gated_delta", "num_features": 12, "decay": "none"},
+    "gated_delta-channel": {"mechanism": "gated_delta", "num_features": 6, "decay": "channel"},
+    "gated_delta-no-erasing": {"mechanism": "gated_delta", "activation": "identity", "erase": False},
+    "gated_delta-conv": {"mechanism": "gated_delta", "conv_size": 3},
     "window": {"mechanism": "window", "window_size": 6, "num_sinks": 2},
     "window-alibi": {"mechanism": "window", "window_size": 5, "num_sinks": 0},
     "linear-alibi": {"mechanism": "linear", "feature_map": "elu1"},
@@ -108,21 +113,37 @@ def supports(row: str, capability: str) -> bool:
 
 
 def build_mechanism(row: str, num_heads=4, num_key_value_heads=2, head_dim=8, max_length=97, dtype=torch.float32):
-    """An initialised mechanism whose learned parameters are moved off their starting values."""
+    """An initialised mechanism whose learned parameters are moved off their starting values.
+
+    If it needs gates, it computes them itself, from keys in place of hidden states.
+    """
     settings = MECHANISM_ROWS[row]
     slopes = tuple(0.5**head for head in range(1, num_key_value_heads + 1)) if row in ALIBI_ROWS else None
-    shape = LayerShape(num_heads, num_key_value_heads, head_dim, 0, max_length, slopes)
+    hidden_size = num_key_value_heads * head_dim
+    shape = LayerShape(num_heads, num_key_value_heads, head_dim, 0, max_length, slopes, hidden_size=hidden_size)
     mechanism = MECHANISMS[settings["mechanism"]](LinearAttentionSettings(settings, max_length=max_length), shape)
     mechanism.reset_parameters()
     with torch.no_grad():
         for parameter in mechanism.parameters():
             size = parameter.abs().mean()  # those that start at 0 must move too, or they are not tested
             parameter += 0.1 * torch.where(size > 0, size, 1.0) * torch.randn_like(parameter)
+    if mechanism.needs_gates:
+        mechanism.register_forward_pre_hook(add_gates, with_kwargs=True)
     generator = torch.Generator().manual_seed(5)
     query = torch.randn(1, num_heads, 32, head_dim, generator=generator)
     key = torch.randn(1, num_key_value_heads, 32, head_dim, generator=generator)
     mechanism.calibrate(query, key, attention_mask=None, scaling=head_dim**-0.5)
     return mechanism.to(dtype)
+
+
+def hidden_states_of(key):
+    """What takes the place of hidden states `[B, N, E]`: keys `[B, Hkv, N, D]`, which every token has."""
+    return key.transpose(1, 2).flatten(2)
+
+
+def add_gates(mechanism, args, kwargs):
+    key = args[1] if len(args) > 1 else kwargs["key"]
+    return args, {"gates": mechanism.gates(hidden_states_of(key)), **kwargs}
 
 
 _TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}

@@ -10,6 +10,7 @@ from functools import partial
 
 import reference
 import torch
+from matrix import hidden_states_of
 
 
 def linear(mechanism, query, key, value, mask, is_causal, scaling):
@@ -230,6 +231,48 @@ def aft_bias(mechanism, length: int):
     return bias[:, row.expand_as(offset), offset.clamp(0, bias.shape[2] - 1)] * inside
 
 
+def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
+    """Row by row without its padding; the gates are those of `matrix.add_gates`."""
+    p = {name: parameter.double() for name, parameter in mechanism.named_parameters()}
+    hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
+    beta = (hidden @ p["gate.beta_projection"].T + p["gate.beta_bias"]).sigmoid().transpose(1, 2)
+    if (kind := mechanism.settings["decay"]) == "none":
+        alpha = torch.ones_like(beta)
+    else:
+        hidden = hidden @ p["gate.decay_input"].T if kind == "channel" else hidden
+        rate = hidden @ p["gate.decay_projection"].T + p["gate.rate"]
+        alpha = (1 / (1 + rate.exp())).unflatten(2, (beta.shape[1], -1)).transpose(1, 2)  # exp(-softplus(rate))
+    size = mechanism.features.key_projection.shape[2]
+    alpha = alpha.reshape(*beta.shape, -1).expand(*beta.shape, size)
+
+    def features(x, side):
+        x = x * math.sqrt(scaling) @ p[f"features.{side}_projection"] + p[f"features.{side}_bias"]
+        x = x * x.sigmoid() if mechanism.settings["activation"] == "silu" else x
+        return x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
+    rows = []
+    for row in range(query.shape[0]):
+        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
+        parts = [x[row : row + 1].index_select(2, real).double() for x in (query, key, value, alpha, beta)]
+        for place in range(3 if mechanism.conv_size else 0):
+            parts[place] = convolved(parts[place], p[f"convolutions.{place}.weight"])
+        q, k = features(parts[0], "query"), features(parts[1], "key")
+        value, decay, beta = parts[2:]
+        result = reference.gated_delta(q, k, value, decay.log(), beta, erases=mechanism.erases)[0] * p["output_scale"]
+        rows.append(output[row : row + 1].index_copy(2, real, result))
+    return torch.cat(rows)
+
+
+def convolved(x, weight):
+    """The causal convolution of `x [B, heads, N, D]` with `weight [W, heads, 1, D or 1]`, the newest token's first."""
+    size, length = weight.shape[0], x.shape[2]
+    kernel = weight.flip(0).expand(size, *x.shape[1:2], 1, x.shape[3]).permute(1, 3, 2, 0).flatten(0, 1)  # [h D, 1, W]
+    line = x.transpose(2, 3).flatten(1, 2)
+    line = torch.nn.functional.conv1d(line, kernel, padding=size - 1, groups=kernel.shape[0])[..., :length]
+    return line.unflatten(1, (x.shape[1], -1)).transpose(2, 3)
+
+
 # The features' logarithms: the features themselves would underflow where an oracle must not.
 FEATURES = {
     "elu1": elu1,
@@ -257,6 +300,7 @@ RANDOM_FEATURES = {
 ORACLES = {
     "aft": aft,
     "linear": linear,
+    "gated_delta": gated_delta,
     "hybrid": hybrid,
     "performer": performer,
     "linformer": linformer,

@@ -13,6 +13,7 @@ CONVERTED = {
     "gpt_neox": ("gpt_neox", "AutoModelForCausalLM", ("--feature_map", "elu1")),
     "hybrid": ("llama", "AutoModelForCausalLM", ("--attention", "hybrid", "--window_size", 4, "--num_sinks", 2)),
     "aft": ("llama", "AutoModelForCausalLM", ("--attention", "aft", "--variant", "local", "--window_size", 4)),
+    "gated_delta": ("llama", "AutoModelForCausalLM", ("--attention", "gated_delta", "--conv_size", 3)),
     "nystrom": ("bert", "AutoModelForMaskedLM", ("--attention", "nystrom", "--num_landmarks", 4)),
     "latent": ("bert", "AutoModelForMaskedLM", ("--attention", "latent", "--num_latents", 4)),
     "linformer_linear": ("bert", "AutoModelForMaskedLM", ("--attention", "linformer_linear", "--projection_size", 8)),

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gated_delta`: a state that erases what it holds at a key before it stores the key's new value.
+
+    S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - (exp(g_t) S_(t-1))^T k_t)^T      o_t = S_t^T q_t
+
+    decay     erase   what it is
+    none      yes     DeltaNet (Schlag 2021, "Linear Transformers Are Secretly Fast Weight Programmers")
+    head      yes     Gated DeltaNet (Yang 2024), the linear layers of Qwen3-Next
+    channel   yes     Kimi Delta Attention (Kimi Linear 2025)
+    head      no      gated linear attention (Yang 2023) with one decay per head, as in Mamba-2
+
+The features of q and k have length 1, so that beta = 1 replaces what the state holds at k. There is no denominator. The
+gates beta and g depend on the hidden state h from which the layer makes queries, keys and values: beta =
+sigmoid(w h + b) and g = -softplus(u h + r), per key/value head, in float32. At the start w and u are 0, beta is 1/2,
+and g is a half-life of `trained_length` tokens. q and k come after rotary embedding (see the option `rope`).
+
+Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, E hidden size, F features, W `conv_size`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .features import orthogonal_random_matrix
+from .kernels_delta import gated_delta
+from .kernels_torch import accumulated
+from .kernels_torch import accumulation_dtype
+from .kernels_torch import with_dtype
+from .mechanism import AttentionMechanism
+from .mechanism import LayerShape
+from .mechanism import Option
+from .mechanism import State
+from .positions import INITIAL_HALF_LIFE
+from .positions import ROPE_OPTIONS
+from .positions import taken_back
+from .segments import gather_tokens
+from .segments import inverse_order
+from .segments import real_first
+
+
+# Added to the square of a length before the division by it, as in flash-linear-attention's `l2norm`.
+EPSILON = 1e-6
+
+
+class NormalizedFeatures(nn.Module):
+    """phi(x) = silu(x A + b) / |silu(x A + b)| per head, x scaled by sqrt(scaling); A starts as the identity, b as 0.
+
+    Query heads of a group have their own A and b. Without `is_activated`, silu is left out. With more features than
+    channels, A starts with further random columns.
+    """
+
+    def __init__(self, shape: LayerShape, num_features: int, is_activated: bool) -> None:
+        super().__init__()
+        self.is_activated = is_activated
+        heads, kv_heads, size = shape.num_heads, shape.num_key_value_heads, shape.head_dim
+        self.query_projection = nn.Parameter(torch.empty(heads, size, num_features))
+        self.query_bias = nn.Parameter(torch.empty(heads, 1, num_features))
+        self.key_projection = nn.Parameter(torch.empty(kv_heads, size, num_features))
+        self.key_bias = nn.Parameter(torch.empty(kv_heads, 1, num_features))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Start with A = identity and b = 0."""
+        size, num_features = self.key_projection.shape[1:]
+        start = torch.eye(size, num_features)
+        if num_features > size:  # columns that start equal would stay equal
+            extra = orthogonal_random_matrix(num_features - size, size, generator).T
+            start[:, size:] = extra / extra.norm(dim=0)
+        for projection, bias in (
+            (self.query_projection, self.query_bias),
+            (self.key_projection, self.key_bias),
+        ):
+            init.copy_(projection, start.expand_as(projection))
+            init.zeros_(bias)
+
+    def queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The features `[B, H, N, F]` of queries `[B, H, N, D]`."""
+        return self._features(query, self.query_projection, self.query_bias, scaling)
+
+    def keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The features `[B, Hkv, N, F]` of keys `[B, Hkv, N, D]`."""
+        return self._features(key, self.key_projection, self.key_bias, scaling)
+
+    def _features(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
+        dtype = accumulation_dtype(x)
+        x = (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(weight, dtype) + with_dtype(bias, dtype)
+        x = F.silu(x) if self.is_activated else x
+        return x * (x.square().sum(dim=-1, keepdim=True) + EPSILON).rsqrt()
+
+
+class ShortConvolution(nn.Module):
+    """y_t = sum_j w_j x_(t - j) over the W newest tokens of a sequence, one w per head and channel; it starts as y = x.
+
+    With one channel, all channels of a head share w.
+    """
+
+    def __init__(self, num_heads: int, channels: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, num_heads, 1, channels))
+
+    def reset_parameters(self) -> None:
+        """Start with y = x."""
+        init.zeros_(self.weight)
+        init.ones_(self.weight[0])
+
+    def forward(self, line: torch.Tensor, is_together: list[torch.Tensor] | None) -> torch.Tensor:
+        """`line [B, heads, W - 1 + N, D]`, W - 1 earlier tokens first, to `[B, heads, N, D]`.
+
+        `is_together[j]`, bool `[B, N]`, says whether the token j places before belongs to the same sequence.
+        """
+        size, (weight, dtype) = self.weight.shape[0], (self.weight, line.dtype)
+        length = line.shape[2] - size + 1
+        output = line[:, :, size - 1 :] * with_dtype(weight[0], dtype)
+        for distance in range(1, size):
+            start = size - 1 - distance
+            term = line[:, :, start : start + length] * with_dtype(weight[distance], dtype)
+            output = output + (term if is_together is None else term * is_together[distance][:, None, :, None])
+        return output
+
+
+class Gates(nn.Module):
+    """beta `[B, N, Hkv]` and the log-decay of every token from its hidden state `[B, N, E]`.
+
+    Hidden states are divided by sqrt(E), so that one learning rate suits every width. The decay per channel has a
+    projection of rank D (Kimi Linear 2025, section 3).
+    """
+
+    def __init__(self, shape: LayerShape, num_features: int, decay: str, half_life: float) -> None:
+        super().__init__()
+        heads, size = shape.num_key_value_heads, shape.hidden_size
+        if size is None:
+            raise ValueError("`gated_delta` computes gates from hidden states; give the layer's `hidden_size`.")
+        self.scale, self.half_life = size**-0.5, half_life
+        self.beta_projection = nn.Parameter(torch.empty(heads, size))
+        self.beta_bias = nn.Parameter(torch.empty(heads))
+        outputs = {"none": 0, "head": heads, "channel": heads * num_features}[decay]
+        inputs = shape.head_dim if decay == "channel" else size
+        self.decay_input = nn.Parameter(torch.empty(inputs, size)) if decay == "channel" else None
+        self.decay_projection = nn.Parameter(torch.empty(outputs, inputs)) if outputs else None
+        self.rate = nn.Parameter(torch.empty(outputs)) if outputs else None
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Start with beta = 1/2 and the initial half-life for every token."""
+        init.zeros_(self.beta_projection)
+        init.zeros_(self.beta_bias)
+        if self.decay_input is not None:
+            init.copy_(self.decay_input, orthogonal_random_matrix(*self.decay_input.shape, generator))
+        if self.decay_projection is not None and self.rate is not None:
+            init.zeros_(self.decay_projection)
+            init.constant_(self.rate, math.log(math.expm1(math.log(2) / self.half_life)))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """beta and the log-decay side by side, `[B, N, C]` in the accumulation dtype."""
+        hidden = accumulated(hidden_states) * self.scale
+        beta = F.linear(
+            hidden, *(with_dtype(x, hidden.dtype) for x in (self.beta_projection, self.beta_bias))
+        ).sigmoid()
+        if self.decay_projection is None or self.rate is None:
+            return beta
+        if self.decay_input is not None:
+            hidden = self._linear(hidden, self.decay_input)
+        rate = self._linear(hidden, self.decay_projection, self.rate)
+        return torch.cat((beta, -F.softplus(rate)), dim=-1)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, with_dtype(weight, x.dtype), None if bias is None else with_dtype(bias, x.dtype))
+
+
+class GatedDeltaAttention(AttentionMechanism):
+    """Gated delta rule (DeltaNet, Gated DeltaNet, Kimi Delta Attention): the state erases at a key before it writes."""
+
+    options: ClassVar[dict[str, Option]] = {
+        "activation": Option(
+            str,
+            "silu",
+            "what follows the affine map of queries and keys, before they get length 1",
+            choices=("silu", "identity"),
+        ),
+        "num_features": Option(int, None, "features per head; by default head_dim", minimum=1),
+        "decay": Option(
+            str,
+            "head",
+            "what forgets over time, depending on the token: nothing, the state of each head by one factor, or each of "
+            "its features by its own",
+            choices=("none", "head", "channel"),
+        ),
+        "erase": Option(bool, True, "erase what the state holds at a key before the key's new value is stored"),
+        "conv_size": Option(
+            int,
+            0,
+            "the number of newest tokens in a short causal convolution over queries, keys and values, at least 2; 0 is "
+            "none",
+            minimum=0,
+        ),
+        **ROPE_OPTIONS,
+    }
+    supports_causal = supports_padding = supports_state = supports_gqa = True
+    needs_gates = True
+
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
+        super().__init__(settings, shape)
+        num_features = settings["num_features"] or shape.head_dim
+        self.features = NormalizedFeatures(shape, num_features, settings["activation"] == "silu")
+        half_life = settings["trained_length"] or INITIAL_HALF_LIFE
+        self.gate = Gates(shape, num_features, settings["decay"], half_life)
+        self.output_scale = nn.Parameter(torch.empty(shape.num_heads, 1, 1))
+        self.erases, self.conv_size = settings["erase"], settings["conv_size"]
+        self.convolutions = nn.ModuleList()
+        if self.conv_size:
+            # The values of a head share their weights, so that a query still weighs values and not their channels.
+            sizes = (shape.num_heads, shape.head_dim), (shape.num_key_value_heads, shape.head_dim)
+            for heads, channels in (*sizes, (shape.num_key_value_heads, 1)):
+                self.convolutions.append(ShortConvolution(heads, channels, self.conv_size))
+        self.absorbs_queries = bool(self.conv_size)
+        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.needs_positions = self.shift is not None
+
+    @classmethod
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """A convolution has at least two tokens."""
+        return ["`conv_size` = 1 would see no earlier token; use 0 or at least 2"] if settings["conv_size"] == 1 else []
+
+    def reset_parameters(self) -> None:
+        """Initialise the features, the gates, the output scale and the convolutions."""
+        generator = self.generator()
+        self.features.reset_parameters(generator)
+        self.gate.reset_parameters(generator)
+        init.ones_(self.output_scale)
+        for convolution in self.convolutions:
+            convolution.reset_parameters()
+
+    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """beta and the log-decay of every token, see `Gates`."""
+        return self.gate(hidden_states)
+
+    def prepare(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Take back the rotary frequencies that the feature map must not see."""
+        if self.shift is None or positions is None:
+            return query, key, None
+        return self.shift(query, -positions), self.shift(key, -positions), None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+        gates: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """The gated delta rule; see `AttentionMechanism.forward`, and `gates` for the last argument.
+
+        The state is S `[B, Hkv, F, D]` and, with convolutions, the W - 1 newest queries, keys and values.
+
+        Raises:
+            ValueError: without gates, or in the bidirectional form.
+        """
+        if gates is None or not is_causal:
+            raise ValueError("`gated_delta` is causal and needs `gates`; compute them with the method of that name.")
+        sums, *tails = state or (None,)
+        dtype = query.dtype
+        if self.conv_size:
+            (query, key, value), tails = self._convolved((query, key, value), tails, attention_mask)
+        beta, log_decay = self._split(gates)
+        # The scale of the output is one of the queries, because the output is linear in them.
+        query_features = self.features.queries(query, scaling)
+        output, sums = gated_delta(
+            query_features * with_dtype(self.output_scale, query_features.dtype),
+            self.features.keys(key, scaling),
+            value,
+            log_decay,
+            beta,
+            erases=self.erases,
+            key_mask=attention_mask,
+            state=sums,
+        )
+        return with_dtype(output.transpose(1, 2), dtype), (sums, *tails)
+
+    def _split(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """beta `[B, Hkv, N]`, and the log-decay `[B, Hkv, N]` or `[B, Hkv, N, F]`."""
+        heads = self.shape.num_key_value_heads
+        beta, log_decay = gates.tensor_split((heads,), dim=-1)
+        beta = beta.transpose(1, 2)
+        if self.settings["decay"] == "none":
+            return beta, torch.zeros_like(beta)
+        log_decay = log_decay.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return beta, log_decay if self.settings["decay"] == "channel" else log_decay.squeeze(-1)
+
+    def _convolved(
+        self, tensors: tuple[torch.Tensor, ...], tails: list[torch.Tensor], mask: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Queries, keys and values after the convolutions, over real tokens only, and the new tails."""
+        past = self.conv_size - 1
+        tensors = tuple(accumulated(x) for x in tensors)
+        tails = tails or [x.new_zeros(*x.shape[:2], past, x.shape[3]) for x in tensors]
+        lines = [torch.cat(pair, dim=2) for pair in zip(tails, tensors)]
+        if mask is None:
+            outputs = [convolve(line, None) for convolve, line in zip(self.convolutions, lines)]
+            return outputs, [line[:, :, line.shape[2] - past :] for line in lines]
+        order = real_first(F.pad(mask, (past, 0), value=1) == 0)  # padding to the left
+        lines = [gather_tokens(line, order) for line in lines]
+        together = None
+        if mask.dtype != torch.bool:  # the earlier tokens belong to the first sequence
+            first = torch.where(mask > 0, mask, torch.iinfo(mask.dtype).max).amin(dim=1, keepdim=True)
+            numbers = torch.cat((first.expand(-1, past), mask), dim=1).gather(1, order)
+            length = mask.shape[1]
+            own = numbers[:, past:]
+            together = [own == numbers[:, past - distance : past - distance + length] for distance in range(past + 1)]
+            is_last = (numbers[:, length:] == numbers[:, -1:])[:, None, :, None]
+        places = (inverse_order(order)[:, past:] - past).clamp(min=0)
+        outputs = [gather_tokens(convolve(line, together), places) for convolve, line in zip(self.convolutions, lines)]
+        tails = [line[:, :, line.shape[2] - past :] for line in lines]
+        return outputs, tails if together is None else [tail * is_last for tail in tails]

@@ -1,0 +1,162 @@
+"""What only `gated_delta` has: what its state recalls, its start, its convolution; and the rule as in Qwen3-Next."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from matrix import build_mechanism, stock_config, stock_model
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from hf_linear_attention import convert
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.conversion.state_budget import state_bytes
+from hf_linear_attention.conversion_api import convert_config
+from hf_linear_attention.kernels_delta import gated_delta
+from hf_linear_attention.mechanism import LayerShape, Rotary
+from hf_linear_attention.mechanism_gated_delta import GatedDeltaAttention
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+HIDDEN = 24
+
+
+def build(max_length=None, rotary=None, head_dim=8, **settings):
+    filled = LinearAttentionSettings({"mechanism": "gated_delta", **settings}, is_causal=True, model_type="test")
+    shape = LayerShape(4, 2, head_dim, 0, max_length, rotary=rotary, hidden_size=HIDDEN)
+    mechanism = GatedDeltaAttention(filled, shape)
+    mechanism.reset_parameters()
+    return mechanism
+
+
+def sample(length, head_dim=8):
+    return [torch.randn(2, heads, length, head_dim) for heads in (4, 2, 2)]
+
+
+def run(mechanism, query, key, value, gates, mask=None, state=None):
+    options = {"attention_mask": mask, "scaling": 0.3, "is_causal": True, "state": state, "gates": gates}
+    return mechanism(query, key, value, **options)
+
+
+def test_it_is_the_rule_of_qwen3_next():
+    """Of transformers' own fallback, which also takes keys of length 1 and scales queries."""
+    query, key, value = (torch.randn(2, 4, 33, 16) for _ in range(3))
+    log_decay, beta = -torch.rand(2, 4, 33), torch.rand(2, 4, 33)
+    state = torch.randn(2, 4, 16, 16)
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    theirs = [x.transpose(1, 2) for x in (query, key, value, log_decay, beta)]
+    expected = torch_recurrent_gated_delta_rule(*theirs, initial_state=state, output_final_state=True)
+    actual = gated_delta(query / 4, key, value, log_decay, beta, state=state)
+    # float32 sums in another order
+    torch.testing.assert_close(actual[0].transpose(1, 2), expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("erase", [True, False])
+def test_the_state_recalls_the_newest_value_of_a_key_or_the_sum_of_all(erase):
+    """With beta = 1, no decay and orthogonal keys, of which each comes twice."""
+    mechanism = build(decay="none", activation="identity", erase=erase)
+    key = torch.eye(8)[[*range(8), *range(8)]].expand(2, 2, -1, -1) * 3
+    value, query = torch.randn(2, 2, 16, 8), key[:, :1].expand(-1, 4, -1, -1)
+    output, _ = run(mechanism, query, key, value, torch.ones(2, 16, 2))
+    first, second = value[:, :, :8], value[:, :, 8:]
+    expected = torch.cat((first, second if erase else first + second), dim=2).repeat_interleave(2, dim=1)
+    torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)  # lengths have an epsilon
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_the_start_does_not_depend_on_the_hidden_states(decay):
+    mechanism = build(decay=decay, trained_length=100)
+    gates = mechanism.gates(torch.randn(3, 7, HIDDEN))
+    width = {"none": 0, "head": 2, "channel": 16}[decay]
+    torch.testing.assert_close(gates[..., :2], torch.full((3, 7, 2), 0.5))
+    torch.testing.assert_close(gates[..., 2:], torch.full((3, 7, width), -math.log(2) / 100))
+    assert torch.equal(mechanism.features.key_projection, torch.eye(8).expand(2, -1, -1))
+
+
+def test_more_and_fewer_features_than_channels():
+    for num_features in (5, 20):
+        weight = build(num_features=num_features).features.query_projection
+        assert weight.shape == (4, 8, num_features)
+        assert torch.equal(weight[0, :, :8], torch.eye(8, num_features)[:, :8])
+        torch.testing.assert_close(weight[0].norm(dim=0), torch.ones(num_features))
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_frequencies_that_the_features_must_not_see_are_taken_back(is_interleaved):
+    rotary = Rotary((1.0, 0.3, 0.09, 0.01), is_interleaved)
+    positions = torch.stack((torch.arange(30), torch.arange(30) + 7)).int()
+    query, key, value = sample(30)
+    everything, partial = build(rotary=rotary, rope="none"), build(rotary=rotary, rope="partial", rope_frequencies=2)
+    gates = everything.gates(torch.randn(2, 30, HIDDEN))
+    rotated = [everything.shift(x, positions) for x in (query, key)]
+    *moved, place = everything.prepare(*rotated, positions)
+    assert place is None  # the state needs no positions
+    assert everything.needs_positions
+    torch.testing.assert_close(run(everything, *moved, value, gates), run(everything, query, key, value, gates))
+    fast = Rotary((1.0, 0.3, 0.0, 0.0), is_interleaved)
+    expected = [build(rotary=fast, rope="none").shift(x, positions) for x in (query, key)]
+    torch.testing.assert_close(partial.prepare(*rotated, positions)[:2], tuple(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_the_convolution_starts_as_the_identity_and_sees_only_its_tokens():
+    plain, mechanism = build(), build(conv_size=4)
+    query, key, value = sample(30)
+    gates = plain.gates(torch.randn(2, 30, HIDDEN))
+    torch.testing.assert_close(
+        run(mechanism, query, key, value, gates)[0], run(plain, query, key, value, gates)[0], rtol=0, atol=1e-6
+    )
+    with torch.no_grad():
+        for convolution in mechanism.convolutions:
+            convolution.weight.normal_()
+    _, state = run(mechanism, query, key, value, gates)
+    assert [tuple(x.shape) for x in state] == [(2, 2, 8, 8), (2, 4, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8)]
+    assert torch.equal(state[1], query[:, :, 27:])
+    # three tokens back a change of a key is in the state, four back it is not in the newest key
+    convolve = mechanism.convolutions[1]
+    line = torch.cat((torch.zeros(2, 2, 3, 8), key), dim=2)
+    changed = line.clone()
+    changed[:, :, 10] += 1
+    difference = (convolve(changed, None) - convolve(line, None)).abs().amax(dim=(0, 1, 3)) > 1e-6
+    assert difference.nonzero().flatten().tolist() == [7, 8, 9, 10]
+
+
+def test_its_state_is_as_large_as_a_conversion_says():
+    for settings in ({}, {"num_features": 12, "decay": "channel"}, {"conv_size": 3}):
+        model = convert(stock_model("llama"), mechanism="gated_delta", **settings)
+        with torch.no_grad():
+            cache = model(torch.randint(3, 64, (1, 20)), use_cache=True).past_key_values
+        modules = linear_attention_modules(model).values()
+        assert [layer.state_bytes() for layer in cache.layers] == [state_bytes(module) for module in modules]
+        floats = 2 * settings.get("num_features", 8) * 8 + (settings.get("conv_size", 1) - 1) * 8 * (4 + 2 + 2)
+        assert cache.layers[0].state_bytes() == 4 * floats
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="`gated_delta` has no bidirectional form"):
+        convert_config(stock_config("bert"), mechanism="gated_delta")
+    with pytest.raises(ValueError, match="`conv_size` = 1 would see no earlier token; use 0 or at least 2"):
+        build(conv_size=1)
+    with pytest.raises(ValueError, match="give the layer's `hidden_size`"):
+        GatedDeltaAttention(LinearAttentionSettings({"mechanism": "gated_delta"}), LayerShape(4, 2, 8, 0))
+    with pytest.raises(ValueError, match="needs `gates`; compute them with the method of that name"):
+        run(build(), *sample(3), None)
+
+
+def test_decoding_a_convolution_with_padding_between_and_before_tokens():
+    mechanism, (query, key, value) = build_mechanism("gated_delta-conv", dtype=torch.float64), sample(12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :5] = mask[1, 3:6] = mask[1, 7] = False
+    options = {"scaling": 0.3, "is_causal": True}
+    query, key, value = (x.double() for x in (query, key, value))
+    state = None
+    for token in range(12):
+        parts = [x[:, :, token : token + 1] for x in (query, key, value)]
+        output, state = mechanism(*parts, attention_mask=mask[:, token : token + 1], state=state, **options)
+    for row in range(2):
+        parts = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
+        whole, final = mechanism(*parts, attention_mask=None, state=None, **options)
+        torch.testing.assert_close(output[row, 0], whole[0, -1], rtol=1e-10, atol=1e-10)
+        for actual, expected in zip(state, final):
+            torch.testing.assert_close(actual[row], expected[0], rtol=1e-10, atol=1e-10)
