@@ -13,6 +13,7 @@ from .kernels import is_eager
 from .kernels import kernel_attention
 from .kernels import makes_features
 from .kernels import map_attention
+from .kernels_torch import EXP
 from .kernels_torch import KernelMap
 from .kernels_torch import read_state
 from .kernels_torch import with_dtype
@@ -22,10 +23,15 @@ from .mechanism import Option
 from .mechanism import State
 from .features import FEATURE_MAPS
 from .features import FeatureMap
-from .positions import DECAY_OPTION
 from .positions import ROPE_OPTIONS
 from .positions import decay_of
 from .positions import taken_back
+from .token_gates import GATED_DECAY_OPTION
+from .token_gates import INPUT_GATE_OPTION
+from .token_gates import TOKENS_PER_PART
+from .token_gates import faded
+from .token_gates import gates_of
+from .token_gates import with_key_exponents
 
 # The number of features per step on a CPU: 4 MB in float32.
 FEATURES_IN_CACHE = 1 << 20
@@ -37,7 +43,8 @@ class LinearAttention(AttentionMechanism):
     options: ClassVar[dict[str, Option]] = {
         "feature_map": Option(str, "exp", "phi of queries and keys", choices=tuple(FEATURE_MAPS)),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
-        "decay": DECAY_OPTION,
+        "decay": GATED_DECAY_OPTION,
+        "input_gate": INPUT_GATE_OPTION,
         **ROPE_OPTIONS,
     }
     supports_causal = supports_bidirectional = supports_cross = supports_padding = supports_state = True
@@ -48,6 +55,8 @@ class LinearAttention(AttentionMechanism):
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = self.build_feature_map(sizes, settings)
         self.decay = decay_of(settings, shape)
+        self.gate = gates_of(settings, shape)
+        self.needs_gates = self.gate is not None
         self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.shift is not None
 
@@ -65,16 +74,22 @@ class LinearAttention(AttentionMechanism):
         """`t2r` does not keep constants, and a learned decay is for causal attention only."""
         if capability == "constants" and settings.get("feature_map") == "t2r":
             return "with `feature_map` = `t2r` returns 0 for a query whose features are all 0"
-        if capability in ("bidirectional", "cross") and settings.get("decay") == "learned":
-            return f"with `decay` = `learned` has no {capability} form"
+        if capability in ("bidirectional", "cross") and settings.get("decay") in ("learned", "gated"):
+            return f"with `decay` = `{settings['decay']}` has no {capability} form"
+        if capability == "cross" and settings.get("input_gate"):
+            return "with `input_gate` has no cross form"
         return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
-        """`num_features` must suit the feature map."""
+        """`num_features` must suit the feature map, and gates need one whose features are exponents."""
+        feature_map = cls.feature_map_class(settings)
+        if not feature_map.log_features and (settings.get("decay") == "gated" or settings.get("input_gate")):
+            what = "`decay` = `gated`" if settings.get("decay") == "gated" else "`input_gate`"
+            allowed = " or ".join(f"`{name}`" for name, other in FEATURE_MAPS.items() if other.log_features)
+            return [f"{what} is impossible with `feature_map` = `{settings['feature_map']}`; choose {allowed}"]
         if settings["num_features"] is None:
             return []
-        feature_map = cls.feature_map_class(settings)
         if not feature_map.has_num_features:
             sized = " or ".join(f"`{name}`" for name, other in FEATURE_MAPS.items() if other.has_num_features)
             return [
@@ -85,10 +100,15 @@ class LinearAttention(AttentionMechanism):
         return [f"`num_features` = {settings['num_features']} {problem}"] if problem else []
 
     def reset_parameters(self) -> None:
-        """Initialise the feature map and the decay."""
+        """Initialise the feature map, the decay and the gates."""
         self.feature_map.reset_parameters(self.generator())
-        if self.decay is not None:
-            self.decay.reset_parameters()
+        for part in (self.decay, self.gate):
+            if part is not None:
+                part.reset_parameters()
+
+    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The gates of every token, see `TokenGates`."""
+        return self.gate(hidden_states)
 
     def prepare(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
@@ -108,9 +128,17 @@ class LinearAttention(AttentionMechanism):
         scaling: float,
         is_causal: bool,
         state: State | None,
+        gates: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State | None]:
-        """phi(q)·S / phi(q)·Z by the fastest kernel for these arguments; see `AttentionMechanism.forward`."""
+        """phi(q)·S / phi(q)·Z by the fastest kernel for these arguments; see `AttentionMechanism.forward`.
+
+        Raises:
+            ValueError: without the `gates` that the settings ask for.
+        """
         old: Any = state[0] if state else None
+        if self.gate is not None:
+            output, old = self._gated(query, key, value, gates, attention_mask, scaling, is_causal, old)
+            return with_dtype(output, query.dtype), (old,)
         is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
         if is_step:
             output, old = self._kernel(query, key, value, None, scaling, True, old)
@@ -140,6 +168,67 @@ class LinearAttention(AttentionMechanism):
             ]
         output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         return with_dtype(output, query.dtype), (old,)
+
+    def _gated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gates: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output `[B, N, H, W]` and the state, with exponents from the gates added to those of the keys."""
+        if gates is None or self.gate is None:
+            raise ValueError("These settings need `gates`; compute them with the method of that name.")
+        weight, log_decay = self.gate.split(gates, mask)
+        if log_decay is None:
+            return self._weighed(query, key, value, weight, mask, scaling, is_causal, state)
+        outputs = []
+        for tokens in (slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)):
+            exponents = -log_decay[:, :, tokens].cumsum(dim=2)
+            exponents = exponents if weight is None else weight[:, :, tokens] + exponents
+            part: Any = (x[:, :, tokens] for x in (query, key, value))
+            part_mask = None if mask is None else mask[:, tokens]
+            output, state = self._weighed(*part, exponents, part_mask, scaling, is_causal, state)
+            state = faded(state, log_decay[:, :, tokens].sum(dim=2))
+            outputs.append(output)
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
+
+    def _weighed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        exponents: Any,
+        mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention with `exponents [B, Hkv, S]` added to those of the keys."""
+        is_step = state is not None and mask is None and query.shape[2] == key.shape[2] == 1
+        kernel_map = None
+        if not is_step and makes_features(query, key, value, mask, self.feature_map.num_features):
+            kernel_map = self.feature_map.kernel_map(scaling)
+        if kernel_map is not None and kernel_map.function == EXP and kernel_map.key is not None:
+            kernel_map, query, key = with_key_exponents(kernel_map, query, key, exponents)
+            output, (state,) = self._with_map(kernel_map, query, key, value, mask, is_causal, state)
+            return output, state
+        features = self.feature_map.forward_visible_keys(key, scaling, mask)
+        output, state = kernel_attention(
+            self.feature_map.forward_queries(query, scaling),
+            features + exponents.unsqueeze(-1).to(features.dtype),
+            value,
+            log_features=True,
+            is_causal=is_causal,
+            key_mask=mask,
+            state=state,
+            log_decay=self.decay() if self.decay is not None else None,
+        )
+        return output.transpose(1, 2), state
 
     def _with_map(
         self,

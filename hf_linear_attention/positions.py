@@ -40,7 +40,7 @@ TRAINED_LENGTH_OPTION = Option(
     None,
     "the input length, in tokens, that the softmax model was trained on (by default from its config): sinks appear no "
     "farther away than this, `rope` = `partial` keeps the frequencies that make a full turn within it, and `decay` = "
-    "`learned` starts with this half-life",
+    "other than `none` starts with this half-life",
     minimum=1,
 )
 ROPE_OPTIONS: dict[str, Option] = {
@@ -148,20 +148,12 @@ class AlibiDecay(nn.Module):
 
 
 class LearnedDecay(nn.Module):
-    """`log_decay [Hkv]` = -softplus(rate), below 0: `kernel_attention` multiplies weights by its exp per token.
+    """`log_decay [Hkv]` = -softplus(rate), below 0: `kernel_attention` multiplies weights by its exp per token."""
 
-    It starts from the slopes of a model with ALiBi, and in any other model with a half-life of `half_life` tokens.
-    """
-
-    def __init__(
-        self,
-        num_key_value_heads: int,
-        slopes: tuple[float, ...] | None = None,
-        half_life: float = INITIAL_HALF_LIFE,
-    ) -> None:
+    def __init__(self, slopes: tuple[float, ...]) -> None:
         super().__init__()
-        self.slopes = slopes or (math.log(2) / half_life,) * num_key_value_heads
-        self.rate = nn.Parameter(torch.empty(num_key_value_heads))
+        self.slopes = slopes
+        self.rate = nn.Parameter(torch.empty(len(slopes)))
 
     def reset_parameters(self) -> None:
         """Choose the rates that give the initial slopes."""
@@ -172,12 +164,17 @@ class LearnedDecay(nn.Module):
         return -F.softplus(self.rate.float() if self.rate.dtype != torch.float64 else self.rate)
 
 
+def initial_slopes(settings: Mapping[str, Any], shape: LayerShape) -> tuple[float, ...]:
+    """The slopes from which a decay is learned: those of ALiBi, or else a half-life of the trained length."""
+    half_life = settings.get("trained_length") or INITIAL_HALF_LIFE
+    return shape.alibi_slopes or (math.log(2) / half_life,) * shape.num_key_value_heads
+
+
 def decay_of(settings: Mapping[str, Any], shape: LayerShape) -> LearnedDecay | AlibiDecay | None:
-    """The decay that the setting `decay` asks for, or else the model's own (ALiBi), or None."""
+    """The decay per head that the setting `decay` asks for, or else the model's own (ALiBi), or None."""
     if settings.get("decay") == "learned":
-        half_life = settings.get("trained_length") or INITIAL_HALF_LIFE
-        return LearnedDecay(shape.num_key_value_heads, shape.alibi_slopes, half_life)
-    return alibi_of(shape)
+        return LearnedDecay(initial_slopes(settings, shape))
+    return None if settings.get("decay") == "gated" else alibi_of(shape)
 
 
 def alibi_of(shape: LayerShape) -> AlibiDecay | None:

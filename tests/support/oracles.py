@@ -18,7 +18,7 @@ def linear(mechanism, query, key, value, mask, is_causal, scaling):
         return reference.attend_weights(weights(mechanism.feature_map, query, key, scaling), value, mask, is_causal)
     features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     options = {"key_mask": mask, "is_causal": is_causal, "log_decay": log_decay(mechanism)}
-    return reference.kernel_attention(*features, value, **options)
+    return reference.kernel_attention(*features, value, **options, log_gates=log_gates(mechanism, key, mask))
 
 
 def elu1(feature_map, query, key, scaling):
@@ -131,6 +131,27 @@ def log_decay(mechanism, name: str = "decay"):
         return None
     groups = mechanism.shape.num_heads // mechanism.shape.num_key_value_heads
     return decay().double().repeat_interleave(groups)
+
+
+def log_gates(mechanism, key, mask):
+    """What the gates of `matrix.add_gates` add to the logarithms of the weights: `[B, H, N, S]`, or 0 without gates.
+
+    It is a_j, and g of every real token after j up to i.
+    """
+    if mechanism.gate is None:
+        return 0.0
+    p = {name: parameter.double() for name, parameter in mechanism.gate.named_parameters()}
+    hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
+    total = torch.zeros(*key.shape[:3], key.shape[2], dtype=torch.float64)
+    if "input_projection" in p:
+        total = total + (hidden @ p["input_projection"].T).transpose(1, 2).unsqueeze(2)
+    if "rate" in p:
+        rate = hidden @ p["forget_projection"].T + p["rate"]
+        forget = -(1 + rate.exp()).log()
+        forget = forget if mask is None else forget * mask.unsqueeze(-1)
+        until = forget.cumsum(dim=1).transpose(1, 2)
+        total = total + until.unsqueeze(3) - until.unsqueeze(2)
+    return reference.repeat_heads(total, mechanism.shape.num_heads)
 
 
 def hybrid(mechanism, query, key, value, mask, is_causal, scaling):

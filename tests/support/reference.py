@@ -40,11 +40,20 @@ def attend_weights(weights: torch.Tensor, value: torch.Tensor, key_mask=None, is
 
 
 def kernel_attention(
-    query_features, key_features, value, *, log_features=True, key_mask=None, is_causal=False, log_decay=None
+    query_features,
+    key_features,
+    value,
+    *,
+    log_features=True,
+    key_mask=None,
+    is_causal=False,
+    log_decay=None,
+    log_gates=0.0,
 ):
     """Katharopoulos 2020, equation 4: weights phi(q_i)·phi(k_j), from features or their logarithms.
 
     With `log_decay [H]` the logarithm of a weight changes by that much for every real token between key and query.
+    `log_gates [B, H, N, S]` are added to the logarithms of the weights.
     """
     query_features = query_features.double()
     key_features = repeat_heads(key_features.double(), query_features.shape[1])
@@ -56,7 +65,7 @@ def kernel_attention(
         length = logs.shape[-1]
         count = torch.arange(length)[None] if key_mask is None else key_mask.cumsum(dim=1)
         logs = logs + (count[:, None, :, None] - count[:, None, None, :]) * log_decay[:, None, None]
-    return attend(logs, value, key_mask, is_causal)
+    return attend(logs + log_gates, value, key_mask, is_causal)
 
 
 def elu1(x: torch.Tensor) -> torch.Tensor:

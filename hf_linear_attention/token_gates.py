@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates of linear attention: per token, how much its key weighs, and how fast earlier keys fade.
+
+Query i weighs key j by phi(q_i)·phi(k_j) exp(a_j + g_(j+1) + ... + g_i), where a (the input gate) and g <= 0 (the
+forget gate) depend on the hidden states from which the layer makes queries, keys and values. These are the gates of
+mLSTM (Beck 2024, "xLSTM"), with the same running maximum against overflow; g alone is the decay of Mamba-2 and, with
+other features, of gated linear attention (Yang 2023).
+
+Where features are exponents, both gates are numbers added to the exponents of the keys: a_j - (g_1 + ... + g_j). What
+is common to all keys of a query cancels, and a state counts from its last token because its maximum fades.
+
+Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, E hidden size, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .kernels_torch import Affine
+from .kernels_torch import KernelMap
+from .kernels_torch import accumulated
+from .kernels_torch import with_dtype
+from .mechanism import LayerShape
+from .mechanism import Option
+from .positions import DECAY_OPTION
+from .positions import initial_slopes
+
+
+GATED_DECAY_OPTION = replace(
+    DECAY_OPTION,
+    choices=("none", "learned", "gated"),
+    help="what the weight of a key shrinks by with every token after it; learned: a factor per head; gated: a factor "
+    "per head that follows from the hidden state of that token, for `feature_map` = `exp` or `hedgehog`; decoders only",
+)
+INPUT_GATE_OPTION = Option(
+    bool,
+    False,
+    "weigh every key by a factor that follows from the hidden state of its token, for `feature_map` = `exp` or "
+    "`hedgehog`",
+)
+# Exponents count from the start of a part, so that float32 keeps their digits however long the input is.
+TOKENS_PER_PART = 4096
+
+
+class TokenGates(nn.Module):
+    """a = u·h and g = -softplus(w·h + r) for every token and key/value head, side by side: `[B, N, C]`.
+
+    Hidden states are divided by sqrt(E), so that one learning rate suits every width. u and w start as 0, and r as in
+    `LearnedDecay`. `has_input` and `has_forget` say which of the two gates there are.
+    """
+
+    def __init__(self, shape: LayerShape, slopes: tuple[float, ...], *, has_input: bool, has_forget: bool) -> None:
+        super().__init__()
+        heads, size = shape.num_key_value_heads, shape.hidden_size
+        if size is None:
+            raise ValueError("Gates are computed from hidden states; give the layer's `hidden_size`.")
+        self.num_heads, self.scale, self.slopes = heads, size**-0.5, slopes
+        self.input_projection = nn.Parameter(torch.empty(heads, size)) if has_input else None
+        self.forget_projection = nn.Parameter(torch.empty(heads, size)) if has_forget else None
+        self.rate = nn.Parameter(torch.empty(heads)) if has_forget else None
+
+    def reset_parameters(self) -> None:
+        """Start with equal weights, and with the initial slopes for every token."""
+        if self.input_projection is not None:
+            init.zeros_(self.input_projection)
+        if self.forget_projection is not None and self.rate is not None:
+            init.zeros_(self.forget_projection)
+            init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The gates `[B, N, C]` of hidden states `[B, N, E]`, in the accumulation dtype."""
+        hidden = accumulated(hidden_states) * self.scale
+        gates = []
+        if self.input_projection is not None:
+            gates.append(F.linear(hidden, with_dtype(self.input_projection, hidden.dtype)))
+        if self.forget_projection is not None and self.rate is not None:
+            rate = F.linear(hidden, *(with_dtype(x, hidden.dtype) for x in (self.forget_projection, self.rate)))
+            # Softplus; the backward pass of `F.softplus` has other strides in a graph than outside (torch 2.13).
+            gates.append(-torch.logaddexp(rate, torch.zeros_like(rate)))
+        return torch.cat(gates, dim=-1)
+
+    def split(self, gates: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The exponents a and the log-decays g, both `[B, Hkv, N]` or None; 0 where the mask `[B, N]` is."""
+        gates = gates.transpose(1, 2)
+        if mask is not None:
+            gates = gates.masked_fill((mask <= 0)[:, None], 0.0)
+        if self.input_projection is None:
+            return None, gates
+        return gates[:, : self.num_heads], gates[:, self.num_heads :] if self.rate is not None else None
+
+
+def gates_of(settings: Mapping[str, Any], shape: LayerShape) -> TokenGates | None:
+    """The gates that the settings `decay` = `gated` and `input_gate` ask for, or None."""
+    has_forget, has_input = settings.get("decay") == "gated", bool(settings.get("input_gate"))
+    if not has_forget and not has_input:
+        return None
+    return TokenGates(shape, initial_slopes(settings, shape), has_input=has_input, has_forget=has_forget)
+
+
+def with_key_exponents(
+    feature_map: KernelMap, query: torch.Tensor, key: torch.Tensor, exponents: torch.Tensor
+) -> tuple[KernelMap, torch.Tensor, torch.Tensor]:
+    """The map, queries and keys for which `exponents [B, Hkv, S]` are added to those of the keys.
+
+    They become one more channel of the keys, whose weight is 1 for every feature. The norm term goes there too, because
+    it would count that channel.
+
+    Args:
+        feature_map: an affine map of function `EXP`.
+    """
+    query_map, key_map = feature_map.query, feature_map.key
+    if query_map is None or key_map is None:
+        raise ValueError("Exponents can be added to an affine map only.")
+    query, key = accumulated(query), accumulated(key)
+    if key_map.norm is not None:
+        norm = with_dtype(key_map.norm, key.dtype).view(1, -1, 1)
+        exponents = exponents - norm / 2 * key.square().sum(dim=-1)
+    ones, zeros = torch.ones_like(key_map.weight[:, :1]), torch.zeros_like(query_map.weight[:, :1])
+    key_map = Affine(torch.cat((key_map.weight, ones), dim=1), key_map.bias)
+    query_map = Affine(torch.cat((query_map.weight, zeros), dim=1))
+    key = torch.cat((key, exponents.to(key.dtype).unsqueeze(-1)), dim=-1)
+    return KernelMap(feature_map.function, query_map, key_map), F.pad(query, (0, 1)), key
+
+
+def faded(state: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """`state [B, Hkv, F, W + 2]` after a decay by `log_decay [B, Hkv]`, which its maximum takes in."""
+    maximum = state[..., -1:] + log_decay[:, :, None, None].to(state.dtype)
+    return torch.cat((state[..., :-1], maximum), dim=-1)
