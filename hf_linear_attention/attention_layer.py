@@ -343,8 +343,9 @@ class LinearizedAttention:
         if any(parameter.shape[:1] == (total,) for parameter in self.linear_attention.parameters()):
             raise NotImplementedError(
                 f"{type(self.linear_attention).__name__} has parameters for {total} heads and got {num_heads} heads. "
-                "Tensor parallelism (`tp_plan`) works only for mechanisms without parameters per head (`performer`, or "
-                "`linear` with `feature_map` = `elu1` or `relu`). Shard this model by layer instead (FSDP2)."
+                "Tensor parallelism (`tp_plan`) works only for mechanisms without parameters per head (`performer` "
+                "with `geometry` = `fixed`, `linear` with `feature_map` = `elu1` or `relu`). Shard this model by layer "
+                "instead (FSDP2)."
             )
 
     def _attend_with_weights(

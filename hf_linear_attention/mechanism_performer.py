@@ -14,9 +14,12 @@ from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
 from .mechanism_linear import LinearAttention
+from .positions import DECAY_OPTION
 from .positions import ROPE_OPTIONS
 from .features_random import RANDOM_FEATURES
 from .features_random import RandomFeatureMap
+from .geometry import LearnedGeometry
+from .kernels_torch import with_dtype
 
 
 class PerformerAttention(LinearAttention):
@@ -27,6 +30,10 @@ class PerformerAttention(LinearAttention):
     `seed`, the layer and k, so all ranks agree; the count and the projection are buffers, so a resumed run draws the
     same projections as an uninterrupted one. With `uniform_mixing` = w the output is (1 - w) times the attention plus w
     times the mean of the visible values; reference implementations hide this shrinkage as an epsilon in every feature.
+
+    With `geometry` = `learned`, a trained affine map per head changes queries and keys first, from q, k to q', k', and
+    the features estimate exp(q'·k') without bias. A redrawn projection leaves the maps as they are: they are trained
+    for all projections, and not for one of them.
     """
 
     options: ClassVar[dict[str, Option]] = {
@@ -40,6 +47,13 @@ class PerformerAttention(LinearAttention):
         "orthogonal": Option(bool, True, "projections in orthogonal blocks; false draws every row by itself"),
         "redraw_interval": Option(int, 0, "training forwards between new projections; 0 never redraws", minimum=0),
         "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0, below=1),
+        "geometry": Option(
+            str,
+            "fixed",
+            "learned: an affine map per head of queries and of keys before the features, which training fits",
+            choices=("fixed", "learned"),
+        ),
+        "decay": DECAY_OPTION,
         **ROPE_OPTIONS,
         "seed": Option(int, 0, "seed of the random projection", minimum=0),
     }
@@ -49,6 +63,8 @@ class PerformerAttention(LinearAttention):
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
         self.uniform_mixing, self.redraw_interval = settings["uniform_mixing"], settings["redraw_interval"]
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
+        self.geometry = LearnedGeometry(*sizes) if settings["geometry"] == "learned" else None
         if self.redraw_interval:
             self.register_buffer("num_forwards", torch.zeros((), dtype=torch.long))
 
@@ -72,8 +88,10 @@ class PerformerAttention(LinearAttention):
         return super().obstacle(capability, settings)
 
     def reset_parameters(self) -> None:
-        """Draw the projection and reset the count of forward passes."""
+        """Draw the projection, start with the geometry of FAVOR+, and reset the count of forward passes."""
         super().reset_parameters()
+        if self.geometry is not None:
+            self.geometry.reset_parameters()
         if self.redraw_interval:
             init.zeros_(self.num_forwards)
 
@@ -92,6 +110,8 @@ class PerformerAttention(LinearAttention):
         **per_token: torch.Tensor,
     ) -> None:
         """Fit A of FAVOR++ to these queries and keys; the other features have no constants."""
+        if self.geometry is not None:
+            query, key = self.geometry(query, key)
         self.feature_map.calibrate(query, key, scaling, attention_mask)
 
     def forward(
@@ -135,7 +155,9 @@ class PerformerAttention(LinearAttention):
         is_causal: bool,
         state: State | None,
     ) -> tuple[torch.Tensor, State | None]:
-        has_state = self.supports("state", self.settings)
+        has_state, dtype = self.supports("state", self.settings), query.dtype
+        if self.geometry is not None:
+            query, key = self.geometry(query, key)
         output, new_state = super().forward(
             query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=state
         )
@@ -151,7 +173,7 @@ class PerformerAttention(LinearAttention):
             )
             mean = mean.transpose(1, 2).to(output.dtype)
             output, new_state = torch.lerp(output, mean, self.uniform_mixing), (*(new_state or ()), mean_state)
-        return output, new_state if has_state else None
+        return with_dtype(output, dtype), new_state if has_state else None
 
     @torch.compiler.disable
     def _count_forward(self) -> None:

@@ -60,6 +60,11 @@ def exp(feature_map, query, key, scaling):
 def performer(mechanism, query, key, value, mask, is_causal, scaling):
     features = mechanism.settings["features"]
     oracle = RANDOM_FEATURES[features]
+    if mechanism.geometry is not None:
+        query, key = (
+            reference.head_maps(x, maps.weight, maps.log_scale, maps.bias)
+            for x, maps in ((query, mechanism.geometry.query), (key, mechanism.geometry.key))
+        )
     inputs = [x.double() * math.sqrt(scaling) for x in (query, reference.repeat_heads(key, query.shape[1]))]
     arguments = [mechanism.feature_map.projection]
     if features == "favor++":

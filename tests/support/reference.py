@@ -110,6 +110,12 @@ def favor(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     return x @ projection.T - x.square().sum(-1, keepdim=True) / 2 - math.log(projection.shape[0]) / 2
 
 
+def head_maps(x: torch.Tensor, weight: torch.Tensor, log_scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """exp(t) x A + b per head; x `[B, heads, N, D]`, A `[heads, D, D]`, t `[heads, 1, 1]`, b `[heads, 1, D]`."""
+    mapped = torch.einsum("bhnd,hde->bhne", x.double(), weight.double())
+    return log_scale.double().exp() * mapped + bias.double()
+
+
 def favor_cosh(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """Logarithms of the hyperbolic features (Performer 2020, Lemma 1): FAVOR+ with W and -W."""
     return favor(x, torch.cat((projection, -projection)))

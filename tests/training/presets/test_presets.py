@@ -14,7 +14,7 @@ import yaml
 from processes import finetune as finetune_process
 from processes import finish, start
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
+from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassification, BertModel, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
@@ -23,6 +23,13 @@ from hf_linear_attention.training.presets import preset as presets
 from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe_parser import parse_preset
+
+
+CLASSES = {
+    "masked_lm": BertForMaskedLM,
+    "embedding": BertModel,
+    "sequence_classification": BertForSequenceClassification,
+}
 
 
 @pytest.fixture
@@ -96,6 +103,33 @@ def test_the_linformer_preset_runs(finetune, masked_teacher: str, files: Path, t
     finetune("--preset", "cald-linformer", *models, "--task", "masked_lm", *data)
     (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     assert run["training"]["hidden_state_layers"] == "all"
+
+
+@pytest.mark.parametrize("task", ["masked_lm", "embedding", "sequence_classification"])
+def test_the_performer_preset_learns_the_geometry_of_encoders(
+    task: str, finetune, masked_teacher: str, files: Path, tmp_path: Path
+) -> None:
+    """Both stages are run, and the first changes the geometry alone."""
+    teacher, kind = masked_teacher, "jsonl"
+    if task == "sequence_classification":
+        teacher, kind = str(tmp_path / "teacher"), "tsv"
+        BertForSequenceClassification.from_pretrained(
+            masked_teacher, id2label={0: "long", 1: "short"}, label2id={"long": 0, "short": 1}
+        ).save_pretrained(teacher)
+        AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(teacher)
+    model = convert(CLASSES[task].from_pretrained(teacher), **load_preset("performer").settings["bidirectional"])
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(tmp_path / "student")
+    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", teacher]
+    # Several steps, because the first of a schedule has the rate 0.
+    data = ["--train_file", files / f"train.{kind}", "--max_length", 32, "--max_train_tokens", 4000]
+    finetune("--preset", "performer", *models, "--task", task, *data)
+    runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert [run["training"].get("attention_transfer_weight") for run in runs] == [1.0, None]
+    before = load_file(tmp_path / "student" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "stages" / "1-transfer" / "model.safetensors")
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".geometry." in name}
 
 
 def test_a_killed_run_goes_on_with_the_stage_it_was_in(
