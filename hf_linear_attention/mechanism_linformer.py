@@ -64,7 +64,7 @@ class LinformerAttention(AttentionMechanism):
         "projection": Option(
             str,
             "learned",
-            "what E and F are; mean-pool needs no training and takes any length; stretched starts as mean-pool and learns",
+            "what E and F are; mean-pool needs no training and takes any length, and stretched is mean-pool that learns",
             choices=("learned", "mean-pool", "stretched", "conv", "random"),
         ),
         "projection_size": Option(
@@ -274,17 +274,16 @@ def stretched(projection: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     divided in proportion, so the sum of each slot's weights is the same for every c. A row of at most k tokens gets 0.
     """
     slots, columns = projection.shape[1:]
-    count = mask.sum(dim=1, keepdim=True)
+    count = mask.sum(dim=1, keepdim=True).clamp(min=1)
     rank = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    sums = F.pad(projection.cumsum(dim=2), (1, 1))  # the last column is only multiplied by 0
+    sums = F.pad(projection.cumsum(dim=2), (1, 1))  # the column added at the end is only multiplied by 0
 
     def sum_before(token: torch.Tensor) -> torch.Tensor:
-        column = (token * columns).div(count.clamp(min=1), rounding_mode="floor")
-        part = token * columns - column * count
-        part = (part / count.clamp(min=1)).to(projection.dtype)
+        whole = (token * columns).div(count, rounding_mode="floor")
+        part = (token * columns - whole * count).to(projection.dtype) / count
         below, above = (
             sums.index_select(2, index.flatten()).unflatten(2, index.shape).movedim(2, 0)
-            for index in (column, column + 1)
+            for index in (whole, whole + 1)
         )
         return below.lerp(above, part[:, None, None, :])
 
