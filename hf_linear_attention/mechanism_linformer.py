@@ -64,7 +64,7 @@ class LinformerAttention(AttentionMechanism):
         "projection": Option(
             str,
             "learned",
-            "what E and F are; mean-pool needs no training and takes any length, and stretched is mean-pool that learns",
+            "what E and F are; mean-pool needs no training and takes any length; stretched is mean-pool that learns",
             choices=("learned", "mean-pool", "stretched", "conv", "random"),
         ),
         "projection_size": Option(
