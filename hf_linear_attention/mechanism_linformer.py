@@ -11,6 +11,7 @@ E =  [ k/n k/n  0   0   0   0  ]   k slots   positions; random E is unusable on 
 The option `projection` chooses E and F (section 4 of the paper, "general projections"):
 
     learned     any matrix, started as the means
+    stretched   the means over the row's own length plus a learned matrix stretched to that length, started as 0
     mean-pool   the means over the row's own length, nothing to learn: the best of the four without training
     conv        one learned kernel of ceil(n / k) positions that moves by its own width, started as the mean
     random      fixed Gaussian of variance 1 / k, as in the paper's proof (theorem 2): to study, not to use
@@ -44,7 +45,7 @@ from .kernels_slots import slot_attention
 
 
 # What mean-pool lacks.
-WITH_MATRICES = {"projection": ("learned", "conv", "random")}
+WITH_MATRICES = {"projection": ("learned", "stretched", "conv", "random")}
 
 
 class LinformerAttention(AttentionMechanism):
@@ -54,14 +55,17 @@ class LinformerAttention(AttentionMechanism):
     share of its absolute weight that falls on real tokens, so a partly filled segment remains a mean. A slot takes no
     part in the softmax if its weight on real tokens is less than half of one token's share of E. Padding is moved to
     the end first, so it may be anywhere.
+
+    With `projection` = `mean-pool` or `stretched`, E and F fit the length of each row instead: a row of at most
+    `projection_size` tokens is not compressed, and its attention is exact.
     """
 
     options: ClassVar[dict[str, Option]] = {
         "projection": Option(
             str,
             "learned",
-            "what E and F are; mean-pool needs no training and takes any length",
-            choices=("learned", "mean-pool", "conv", "random"),
+            "what E and F are; mean-pool needs no training and takes any length; stretched is mean-pool that learns",
+            choices=("learned", "mean-pool", "stretched", "conv", "random"),
         ),
         "projection_size": Option(
             int, 128, "k, the number of compressed keys and values", minimum=1, is_per_layer=True
@@ -250,6 +254,43 @@ def _columns(projection: torch.Tensor, mask: torch.Tensor | None, length: int) -
     return columns * mask[:, None, None, :]
 
 
+def stretch(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compress` by the means of segments of each row plus `projection`, stretched to the row's number of tokens.
+
+    A row of at most k tokens has one token per slot, and `projection` is not used.
+    """
+    slots, length = projection.shape[1], x.shape[2]
+    if mask is None:
+        mask = torch.ones(1, length, dtype=torch.bool, device=x.device)
+    means = segment_mean_weights(mask, slots, accumulation_dtype(x)).unsqueeze(1)  # [1 or B, 1, k, n]
+    weights = means + stretched(projection.to(means.dtype), mask)
+    return weigh_tokens(weights.to(x.dtype), x), means.sum(dim=3) == 0
+
+
+def stretched(projection: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The columns of `projection [1 or Hkv, k, n]`, shared out among the tokens of each row, `[B, 1 or Hkv, k, N]`.
+
+    With c tokens in the row, token r gets the columns from r n / c to (r + 1) n / c; a column that two tokens share is
+    divided in proportion, so the sum of each slot's weights is the same for every c. A row of at most k tokens gets 0.
+    """
+    slots, columns = projection.shape[1:]
+    count = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    rank = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    sums = F.pad(projection.cumsum(dim=2), (1, 1))  # the column added at the end is only multiplied by 0
+
+    def sum_before(token: torch.Tensor) -> torch.Tensor:
+        whole = (token * columns).div(count, rounding_mode="floor")
+        part = (token * columns - whole * count).to(projection.dtype) / count
+        below, above = (
+            sums.index_select(2, index.flatten()).unflatten(2, index.shape).movedim(2, 0)
+            for index in (whole, whole + 1)
+        )
+        return below.lerp(above, part[:, None, None, :])
+
+    change = sum_before(rank + 1) - sum_before(rank)
+    return torch.where((mask & (count > slots))[:, None, None, :], change, 0.0)
+
+
 def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`compress` by the E whose row s holds `kernel [1 or Hkv, w]` at the positions s w .. (s + 1) w - 1."""
     width, length = kernel.shape[1], x.shape[2]
@@ -291,6 +332,12 @@ PROJECTIONS: dict[str, Projection | None] = {
         lambda slots, length: (slots, length),
         lambda size, slots, generator: mean_pool_matrix(*size[1:]).expand(size),
         compress,
+    ),
+    "stretched": Projection(
+        True,
+        lambda slots, length: (slots, length),
+        lambda size, slots, generator: torch.zeros(size),
+        stretch,
     ),
     "mean-pool": None,
     "conv": Projection(

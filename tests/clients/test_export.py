@@ -19,6 +19,7 @@ ENCODERS = {
     "linear": {"mechanism": "linear", "num_features": 16},
     "performer": {"mechanism": "performer", "num_features": 16},
     "linformer": {"mechanism": "linformer", "projection_size": 8},
+    "linformer-stretched": {"mechanism": "linformer", "projection_size": 8, "projection": "stretched"},
     "nystrom": {"mechanism": "nystrom", "num_landmarks": 8},
     # Blocks of its window depend on the length: one graph a length.
     "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16},

@@ -9,7 +9,7 @@ from matrix import build_mechanism, stock_model
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism_linformer import LinformerAttention, mean_pool_matrix
+from hf_linear_attention.mechanism_linformer import LinformerAttention, mean_pool_matrix, stretched
 
 
 ROWS = ("linformer-none", "linformer-headwise", "linformer-key-value", "linformer-layerwise")
@@ -77,12 +77,65 @@ def run(mechanism, query, key, value, mask=None):
     return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
 
 
+@pytest.mark.parametrize("row", ["linformer-mean-pool", "linformer-stretched"])
 @pytest.mark.parametrize("length", [1, 5, 9])
-def test_mean_pooling_of_few_tokens_is_exact(length):
+def test_few_tokens_are_not_compressed(length, row):
     query, key, value = tokens(length)
     logits = 0.3 * query.double() @ reference.repeat_heads(key.double(), 4).transpose(-1, -2)
     expected = reference.attend(logits, value).transpose(1, 2).float()
-    torch.testing.assert_close(run(build_mechanism("linformer-mean-pool"), query, key, value), expected)
+    mechanism = build_mechanism(row)
+    torch.testing.assert_close(run(mechanism, query, key, value), expected)
+    longer = torch.ones(1, 40, dtype=torch.bool)
+    longer[:, length:] = False  # a row of another batch: padding does not count
+    keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 40 - length), value=7.0) for x in (key, value))
+    torch.testing.assert_close(run(mechanism, query, keys, values, longer), expected)
+
+
+def test_a_stretched_projection_at_full_length_is_the_formula_of_the_paper():
+    """E is the means plus the parameter, and so is F; values and gradients."""
+    mechanism = build_mechanism("linformer-stretched-none", max_length=24, dtype=torch.float64)
+    leaves = [x.double().requires_grad_() for x in tokens(24, batch=2)] + list(mechanism.parameters())
+    actual = run(mechanism, *leaves[:3])
+    pool = mean_pool_matrix(7, 24).double()
+    expected = reference.linformer(*leaves[:3], *(pool + leaf for leaf in leaves[3:]), 0.3).transpose(1, 2)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # `mean_pool_matrix` is float32
+    direction = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad((actual * direction).sum(), leaves),
+        torch.autograd.grad((expected * direction).sum(), leaves),
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [10, 11, 37, 48, 96, 97])
+def test_a_stretched_matrix_keeps_its_sums_and_is_itself_at_full_length(length):
+    """The weights of the tokens are the columns shared out by overlap, wherever padding is."""
+    generator = torch.Generator().manual_seed(length)
+    change = torch.randn(2, 9, 97, generator=generator, dtype=torch.float64)
+    mask = torch.zeros(3, 97, dtype=torch.bool)
+    for row in mask:
+        row[torch.randperm(97, generator=generator)[:length]] = True
+    columns = stretched(change, mask)
+    mean = reference.stretched(torch.zeros_like(change), length)
+    for row, real in zip(columns, mask):
+        assert not row[..., ~real].any()
+        torch.testing.assert_close(row[..., real], reference.stretched(change, length) - mean)
+    torch.testing.assert_close(columns.sum(-1), change.sum(-1).expand(3, -1, -1))
+    if length == 97:
+        torch.testing.assert_close(columns[0], change)
+
+
+def test_a_stretched_projection_is_saved_and_loaded(tmp_path):
+    model = convert(stock_model("bert"), mechanism="linformer", projection="stretched", projection_size=5).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_projection" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    ids, mask = torch.randint(3, 60, (3, 31)), torch.ones(3, 31, dtype=torch.long)
+    mask[0, :20], mask[1, 3:] = 0, 0
+    assert torch.equal(again(ids, mask).logits, model(ids, mask).logits)
 
 
 def test_mean_pooling_takes_any_length_and_has_nothing_to_store():
@@ -99,14 +152,14 @@ def test_mean_pooling_takes_any_length_and_has_nothing_to_store():
 def test_every_projection_but_the_random_one_starts_as_the_means():
     query, key, value = tokens(96)
     outputs = []
-    for kind in ("learned", "mean-pool", "conv"):
+    for kind in ("learned", "stretched", "mean-pool", "conv"):
         settings = {"mechanism": "linformer", "projection": kind, "projection_size": 8}
         shape = build_mechanism("linformer-none", max_length=96).shape
         mechanism = LinformerAttention(LinearAttentionSettings(settings, max_length=96), shape)
         mechanism.reset_parameters()
         outputs.append(run(mechanism, query, key, value))
-    torch.testing.assert_close(outputs[0], outputs[1])
-    torch.testing.assert_close(outputs[0], outputs[2])
+    for other in outputs[1:]:
+        torch.testing.assert_close(outputs[0], other)
 
 
 def test_random_projections_are_gaussian_of_variance_1_over_k_and_stored():
@@ -119,7 +172,7 @@ def test_random_projections_are_gaussian_of_variance_1_over_k_and_stored():
     assert abs((state["key_projection"] * state["value_projection"]).mean().item()) * 9 < 0.03
 
 
-@pytest.mark.parametrize("row", ["linformer-mean-pool", "linformer-conv", "linformer-headwise"])
+@pytest.mark.parametrize("row", ["linformer-mean-pool", "linformer-conv", "linformer-headwise", "linformer-stretched"])
 def test_an_empty_row_has_finite_gradients(row):
     leaves, mask = [x.requires_grad_() for x in tokens(20, batch=2)], torch.ones(2, 20, dtype=torch.bool)
     mask[0] = False
@@ -141,6 +194,8 @@ def test_each_layer_may_have_its_own_size():
         ({"projection": "mean-pool", "projection_sharing": "none"}, "`projection_sharing` = `none` has no effect"),
         ({"projection": "mean-pool", "max_length": 64}, "`max_length` = `64` has no effect"),
         ({"projection": "mean-pool", "seed": 1}, "`seed` = `1` has no effect with `projection` = `mean-pool`"),
+        ({"projection": "stretched", "seed": 1}, "`seed` = `1` has no effect with `projection` = `stretched`"),
+        ({"projection": "stretched", "projection_size": 65}, "larger than the longest input, 64"),
         ({"projection": "conv", "seed": 1}, "`seed` = `1` has no effect with `projection` = `conv`"),
         ({"projection": "max-pool"}, "must be one of `learned`, `mean-pool`"),
         ({"projection_size": [7, 5]}, "has 2 values, but the model has 3 layers"),

@@ -88,6 +88,13 @@ MECHANISM_ROWS = {
     "linformer-key-value": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "key-value"},
     "linformer-layerwise": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "layerwise"},
     "linformer-mean-pool": {"mechanism": "linformer", "projection_size": 9, "projection": "mean-pool"},
+    "linformer-stretched": {"mechanism": "linformer", "projection_size": 9, "projection": "stretched"},
+    "linformer-stretched-none": {
+        "mechanism": "linformer",
+        "projection_size": 7,
+        "projection": "stretched",
+        "projection_sharing": "none",
+    },
     "linformer-conv": {"mechanism": "linformer", "projection_size": 9, "projection": "conv"},
     "linformer-conv-none": {
         "mechanism": "linformer",

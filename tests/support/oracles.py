@@ -117,6 +117,8 @@ def linformer_matrices(mechanism, length: int):
         pool = torch.nn.functional.one_hot(torch.arange(length) * used // length, used).T.double()
         return [(pool / pool.sum(1, keepdim=True))[None]] * 2, ()
     projections, max_length = [projection.double() for projection in mechanism._projections], mechanism.max_length
+    if kind == "stretched":
+        return [reference.stretched(projection, length) for projection in projections], ()
     if kind == "random":
         return [projection[..., :length] for projection in projections], ()
     if kind == "conv":

@@ -281,6 +281,25 @@ def aft(query, key, value, bias) -> torch.Tensor:
     return query.double().sigmoid() * (weights * value.unsqueeze(2)).sum(dim=3)
 
 
+def stretched(change, length: int):
+    """E `[1 or Hkv, min(k, length), length]`: means of segments plus `change [1 or Hkv, k, n]`, shared out by overlap.
+
+    Column c of `change` is the interval [c, c + 1), and token r is [r n / length, (r + 1) n / length). With at most k
+    tokens, E is the identity.
+    """
+    change = change.double()
+    slots, columns = change.shape[1:]
+    if length <= slots:
+        return torch.eye(length, dtype=torch.float64).expand(change.shape[0], -1, -1)
+    pool = torch.nn.functional.one_hot(torch.arange(length) * slots // length, slots).T.double()
+    overlap = torch.zeros(columns, length, dtype=torch.float64)
+    for column in range(columns):
+        for token in range(length):
+            start, end = token * columns / length, (token + 1) * columns / length
+            overlap[column, token] = max(0.0, min(end, column + 1) - max(start, column))
+    return pool / pool.sum(1, keepdim=True) + change @ overlap
+
+
 def linformer_linear(query_features, key_features, value, key_projection, value_projection):
     """Phi(Q)[(E Phi(K))^T (F V)] / Phi(Q)[(E Phi(K))^T (F 1)] from logarithms of the features, weights `[N, S]` formed.
 

@@ -93,16 +93,48 @@ def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data:
     assert len(runs) == len(load_preset(name).stages["causal_lm"])
 
 
-def test_the_linformer_preset_runs(finetune, masked_teacher: str, files: Path, tmp_path: Path) -> None:
-    settings = load_preset("cald-linformer").settings["bidirectional"]
-    model = convert(BertForMaskedLM.from_pretrained(masked_teacher), **settings, projection_size=16)
-    model.save_pretrained(tmp_path / "student")
-    AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(tmp_path / "student")
-    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", masked_teacher]
-    data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_tokens", 800]
-    finetune("--preset", "cald-linformer", *models, "--task", "masked_lm", *data)
-    (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
-    assert run["training"]["hidden_state_layers"] == "all"
+def run_linformer(
+    finetune, name: str, model_class: type, task: str, teacher: str, data: list[Any], folder: Path
+) -> Any:
+    """The model after the stages of a preset, and the figures of each stage; its rows are longer than the slots."""
+    settings = load_preset(name).settings["bidirectional"]
+    model = convert(model_class.from_pretrained(teacher), **settings, projection_size=4)
+    model.save_pretrained(folder / "student")
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(folder / "student")
+    models = ["--model_name_or_path", folder / "student", "--teacher_name_or_path", teacher]
+    finetune("--preset", name, *models, "--task", task, *data, "--max_length", 32, "--max_train_tokens", 800)
+    runs = json.loads((folder / "out" / "training_report.json").read_text())["runs"]
+    assert len(runs) == len(load_preset(name).stages[task])
+    return model, [run["training"] for run in runs]
+
+
+def test_the_published_linformer_preset_runs(finetune, masked_teacher: str, files: Path, tmp_path: Path) -> None:
+    data = ["--train_file", files / "train.jsonl"]
+    _, (run,) = run_linformer(finetune, "cald-linformer", BertForMaskedLM, "masked_lm", masked_teacher, data, tmp_path)
+    assert run["hidden_state_layers"] == "all"
+
+
+@pytest.mark.parametrize(("task", "model_class"), [("masked_lm", BertForMaskedLM), ("embedding", BertModel)])
+def test_the_linformer_preset_trains_e_and_f_and_then_everything(
+    finetune, task: str, model_class: type, masked_teacher: str, files: Path, tmp_path: Path
+) -> None:
+    data = ["--train_file", files / "train.jsonl"]
+    model, runs = run_linformer(finetune, "linformer", model_class, task, masked_teacher, data, tmp_path)
+    assert [run.get("attention_transfer_weight") for run in runs] == [1.0, None]
+    before = model.state_dict()
+    middle, after = (load_file(tmp_path / "out" / part / "model.safetensors") for part in ("stages/1-transfer", "."))
+    for number in range(model.config.num_hidden_layers):
+        layer = f"{model.base_model_prefix}." if task == "masked_lm" else ""
+        layer += f"encoder.layer.{number}.attention.self."
+        for name in ("key_projection", "value_projection"):
+            start, transferred, last = (state[f"{layer}linear_attention.{name}"] for state in (before, middle, after))
+            assert not start.any()
+            assert transferred.isfinite().all()
+            assert transferred.any()
+            assert not torch.equal(transferred, last)
+        query = f"{layer}query.weight"
+        assert torch.equal(before[query], middle[query])
+        assert not torch.equal(middle[query], after[query])
 
 
 @pytest.mark.parametrize("task", ["masked_lm", "embedding", "sequence_classification"])
