@@ -61,12 +61,12 @@ class Form:
 
     Attributes:
         settings: those of `linear_attention` without the size; empty for those of the preset.
-        size: the option that is made as large as the bytes allow.
+        size: the option that is made as large as the bytes allow; None where there is none.
         window_share: the share of the bytes that goes to the window of `hybrid`, before `size` gets the others.
     """
 
     settings: Mapping[str, Any]
-    size: str = "num_features"
+    size: str | None = "num_features"
     window_share: float = 0.0
     preset: str = "default"
 
@@ -83,7 +83,7 @@ FORMS = {
     "linear exp": Form({"mechanism": "linear", "feature_map": "exp", **FAR}),
     "linear hedgehog": Form({"mechanism": "linear", "feature_map": "hedgehog"}),
     "performer": Form({"mechanism": "performer"}),
-    "aft conv": Form({"mechanism": "aft", "variant": "conv"}, "window_size"),
+    "aft simple": Form({"mechanism": "aft"}, None),
     "hybrid, 1/4 window": Form({"mechanism": "hybrid", "num_sinks": 0, **FAR}, window_share=1 / 4),
     "preset default": Form({}),
     "gated_delta": Form({"mechanism": "gated_delta"}),
@@ -132,6 +132,8 @@ def sized(teacher: Any, form: Form, budget: int) -> dict[str, Any] | None:
         if window is None:
             return None
         settings["window_size"] = window["window_size"]
+    if form.size is None:
+        return settings if bytes_of(teacher, settings) <= budget else None
     return largest(teacher, settings, form.size, budget)
 
 
@@ -341,7 +343,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments.documents = MOST_DOCUMENTS
     if arguments.quick:
         arguments.length, arguments.width, arguments.teacher_steps, arguments.documents = 33, 32, 20, LEAST_DOCUMENTS
-        arguments.tokens, arguments.tokens_per_step = 264, 132
+        arguments.tokens, arguments.tokens_per_step = 528, 132
         arguments.shares, arguments.lengths = arguments.shares[-1:], arguments.lengths[:2]
     logging.basicConfig(level=logging.WARNING)
     disable_progress_bar()

@@ -120,15 +120,16 @@ def test_accuracy_counts_the_answers_alone(tasks):
     assert tasks.accuracy(model, (tokens, counts), tokens_at_once=70) == 0.5
 
 
-def test_a_teacher_learns(tasks):
-    """From chance (1 of 64 values) to most answers of two pairs, in seconds."""
+def test_a_teacher_learns(tasks, monkeypatch):
+    """From chance (1 of 64 values) to more than a third of the answers of two pairs, in seconds."""
+    monkeypatch.setattr(tasks, "STEP_TOKENS", 1152)
     torch.manual_seed(0)
     model = tasks.new_teacher(9, 64, 2, 2)
     documents = tasks.mqar(200, 9, torch.Generator().manual_seed(1))
     before = tasks.accuracy(model, documents)
     facts = tasks.train_teacher(model, "mqar", 0, most_steps=150)
     assert before < 0.1
-    assert tasks.accuracy(model, documents) > 0.4  # half can be had by copying any value that was stored
+    assert tasks.accuracy(model, documents) > 1 / 3  # to copy any value that was stored gives half
     assert facts["steps"] <= 150
 
 
@@ -147,8 +148,9 @@ def test_every_form_uses_the_bytes(benchmark, tasks, share):
     assert len(available) >= 7
     for name, form in available.items():
         settings = benchmark.sized(teacher, form, budget)
-        assert 0.95 * budget < benchmark.bytes_of(teacher, settings) <= budget, name
-        if form.settings:
+        least = 0 if form.size is None else 0.95 * budget
+        assert least < benchmark.bytes_of(teacher, settings) <= budget, name
+        if form.settings and form.size is not None:
             larger = {**settings, form.size: settings[form.size] + 2}
             assert benchmark.bytes_of(teacher, larger) > budget, name
 
