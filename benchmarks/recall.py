@@ -169,7 +169,8 @@ def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, task:
     folder = converted.with_name(f"{converted.name}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}")
     data = teacher.with_name(f"{task}-{arguments.tokens}.jsonl")
     if not data.is_file():
-        write_documents(data, task, arguments.length, arguments.tokens, seed + 1)
+        write_documents(data.with_suffix(".tmp"), task, arguments.length, arguments.tokens, seed + 1)
+        data.with_suffix(".tmp").replace(data)
     steps = max(1, arguments.tokens // arguments.tokens_per_step)
     given = {
         "task": "causal_lm",
@@ -214,14 +215,13 @@ def measure(arguments: Namespace, name: str, share: float, task: str, seed: int)
     if settings is None:
         return None
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    converted, start = folder.with_name(f"{settings['mechanism']}-{digest}"), time.process_time()
+    converted = folder.with_name(f"{settings['mechanism']}-{digest}")
     if not converted.is_dir():
         torch.manual_seed(seed)
         with staging(converted) as unfinished:
             convert(teacher, **settings).save_pretrained(unfinished)
             tokenizer().save_pretrained(unfinished)
     healed = heal(arguments, form, folder, converted, task, seed)
-    minutes = (time.process_time() - start) / 60
     return {
         "form": name,
         "share": share,
@@ -230,7 +230,6 @@ def measure(arguments: Namespace, name: str, share: float, task: str, seed: int)
         "settings": settings,
         "untrained": by_length(arguments, converted, task) if name == WINDOW else None,
         "healed": by_length(arguments, healed, task),
-        "minutes": minutes,
     }
 
 
@@ -244,10 +243,12 @@ def run_task(arguments: Namespace, task: str) -> dict[str, Any]:
         write(f"{task}, seed {seed}: teacher {teachers[-1]['accuracy']} in {facts['minutes']:.1f} minutes")
         for share in arguments.shares:
             for name in arguments.forms:
+                start = time.process_time()
                 row = measure(arguments, name, share, task, seed)
                 if row is not None:
                     rows.append(row)
-                    write(f"{task}, seed {seed}, {share:.3g}, {name}: {row['healed']} in {row['minutes']:.2f} minutes")
+                    minutes = (time.process_time() - start) / 60  # hardly any where it was finished before
+                    write(f"{task}, seed {seed}, {share:.3g}, {name}: {row['healed']} in {minutes:.2f} minutes")
     return {"cache_bytes": cache_bytes(teacher), "teachers": teachers, "rows": rows}
 
 
