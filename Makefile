@@ -68,6 +68,10 @@ $(VENV)/.bench: $(VENV)/.installed
 bench-papers: $(VENV)/.bench ## The papers' results, into outputs/benchmarks (about 45 minutes on one free core)
 	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
+.PHONY: bench-recall
+bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchmarks (about 20 minutes on one free core)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recall.py
+
 .PHONY: bench
 bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (about 20 minutes on one free core)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -19,6 +19,7 @@ SCRIPTS = (
     "linformer_plus_linear",
     "peers",
     "performer_error",
+    "recall",
     "training_free_swap",
 )
 
