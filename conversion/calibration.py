@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import calibrate
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import is_automatic, ranking_file
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms import MECHANISMS, mechanisms_of
 
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,9 @@ CALIBRATION_TOKENS = 4096
 
 
 def needs_calibration(plan: Plan) -> bool:
-    """Whether the mechanism of the layers to convert has constants to fit."""
-    settings = plan.settings
-    return bool(plan.layers) and MECHANISMS[settings["mechanism"]].needs_calibration(settings)
+    """Whether a mechanism of the layers to convert has constants to fit."""
+    entries = entries_of(plan.settings)
+    return bool(plan.layers) and any(MECHANISMS[entry["mechanism"]].needs_calibration(entry) for entry in entries)
 
 
 def check_options(arguments: ConversionArguments, plan: Plan) -> None:
@@ -36,18 +37,19 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
     """
     is_used, tokens = needs_calibration(plan), arguments.calibration_tokens
     problems = []
+    has, be = ("has", "is") if len(mechanisms_of(plan.settings)) == 1 else ("have", "are")
     is_used = is_used or is_automatic(arguments)
     if arguments.calibration_file is not None and not (is_used or arguments.spectrum):
         problems.append(
-            f"`--calibration_file` is given, but `{plan.settings['mechanism']}` with these settings has nothing to "
-            "calibrate; leave it out, or add `--spectrum` to analyse the attention on it"
+            f"`--calibration_file` is given, but {plan.mechanisms} with these settings {has} nothing to calibrate; "
+            "leave it out, or add `--spectrum` to analyse the attention on it"
         )
     file = ranking_file(arguments) if is_automatic(arguments) else arguments.calibration_file
     if tokens is not None and not (is_used and file is not None):
-        reason = "has nothing to calibrate" if not is_used else "is calibrated on all built-in sentences"
+        reason = f"{has} nothing to calibrate" if not is_used else f"{be} calibrated on all built-in sentences"
         problems.append(
-            f"`--calibration_tokens` is given, but `{plan.settings['mechanism']}` with these settings {reason}; leave "
-            "it out" + ("" if not is_used else ", or give a `--calibration_file`")
+            f"`--calibration_tokens` is given, but {plan.mechanisms} with these settings {reason}; leave it out"
+            + ("" if not is_used else ", or give a `--calibration_file`")
         )
     if arguments.spectrum and not plan.layers:
         problems.append("`--spectrum` analyses the layers to convert, but `--layers` selects none; give some layers")
@@ -74,6 +76,6 @@ def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: 
     try:
         tokens = calibrate(model, inputs.batches(max_tokens or CALIBRATION_TOKENS))
     except NotImplementedError as error:
-        settings = model.config.linear_attention
-        raise UsageError(f"`{settings['mechanism']}` with these settings needs calibration, but {error}") from error
+        names = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(model.config.linear_attention)))
+        raise UsageError(f"{names} with these settings needs calibration, but {error}") from error
     return {"inputs": inputs.name, "tokens": tokens}

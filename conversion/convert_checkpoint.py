@@ -10,6 +10,11 @@ FAVOR+ random features in some of the layers; the others stay softmax:
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
         --attention performer --layers 0,2,4-7
 
+A hybrid in the first four layers, `linear` in the others, with a longer window in the first two:
+
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+        --attention 0-3:hybrid,4-:linear --window_size 0-1:64,2-3:16 --num_features 32
+
 An encoder (BERT, ViT, sentence-transformers ...) with Linformer:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
@@ -104,7 +109,7 @@ def _answer(request: Request) -> str:
         lines += describe_stages(conversion.training)
     if request.arguments.spectrum:
         diagnosis = calibrate_and_diagnose(conversion, load_converted(conversion))["diagnosis"]
-        lines += ["", describe_diagnosis(diagnosis, conversion.plan.settings["mechanism"]), ""]
+        lines += ["", describe_diagnosis(diagnosis, conversion.plan.mechanisms), ""]
     reason = "--dry_run" if request.arguments.dry_run else "no --output_dir"
     return "\n".join([*lines, f"Nothing was written ({reason})."])
 

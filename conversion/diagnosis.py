@@ -125,8 +125,11 @@ def diagnose_on(model: PreTrainedModel, inputs: RealInputs) -> dict[str, Any]:
     }
 
 
-def describe_diagnosis(diagnosis: Mapping[str, Any], mechanism: str) -> str:
-    """The table that the command prints, with means over heads and the error of the worst head."""
+def describe_diagnosis(diagnosis: Mapping[str, Any], mechanisms: str) -> str:
+    """The table that the command prints, with means over heads and the error of the worst head.
+
+    `mechanisms` is `Plan.mechanisms`.
+    """
     count, ranks = diagnosis["num_inputs"], diagnosis["ranks"]
     columns = [[statistics.fmean(layer["spectrum"][str(rank)]) for layer in diagnosis["layers"]] for rank in ranks]
     columns.append([statistics.fmean(layer["error"]) for layer in diagnosis["layers"]])
@@ -134,7 +137,7 @@ def describe_diagnosis(diagnosis: Mapping[str, Any], mechanism: str) -> str:
     lines = [
         f"Attention on {count} input{'s' * (count > 1)} of {diagnosis['length']} tokens ({diagnosis['inputs']}), "
         "mean over heads: the share of the",
-        f"largest singular values in their sum, and the error of the heads' outputs with untrained `{mechanism}`",
+        f"largest singular values in their sum, and the error of the heads' outputs with untrained {mechanisms}",
         "",
         _row("layer", [*(f"largest {rank}" for rank in ranks), "error", "worst head"]),
     ]

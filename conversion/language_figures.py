@@ -100,7 +100,7 @@ def compute(_: str, what: Callable[[], Tensor]) -> Tensor:
 def trained_length_of(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> int:
     """The trained length in the student's settings, or else the longest input of the teacher or of the text."""
     known = [entry.get("trained_length") for entry in entries_of(student.config.linear_attention)]
-    return int(known[0] or max_length_of(teacher.config) or text.max_length)
+    return int(next(filter(None, known), None) or max_length_of(teacher.config) or text.max_length)
 
 
 def window_length(teacher: PreTrainedModel, trained_length: int, text: HeldOutText) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from hf_linear_attention.conversion.cast import cast_weights
 from hf_linear_attention.conversion.companions import copy_sentence_files, save_processors, save_tokenizer
 from hf_linear_attention.conversion.diagnosis import diagnose_on
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
-from hf_linear_attention.conversion.plan import Plan, make_plan
+from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
     check_training_options,
-    healed_frequencies,
     plan_training,
     preset_settings,
+    with_healed_frequencies,
 )
 from hf_linear_attention.conversion.report import build_report
 from hf_linear_attention.conversion.request import ConversionArguments, Request
@@ -107,18 +108,24 @@ def _plan(request: Request, source: Source) -> Plan:
     """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
     arguments = request.arguments
     options = (arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+
+    def spread(given: Mapping[str, Any]) -> Any:
+        return spread_over_layers(given, source, *options[:2])
+
     if arguments.preset is None:
-        return make_plan(source, request.settings, *options)
-    settings = request.settings_over(preset_settings(arguments.preset, source, arguments.trust_remote_code))
+        return make_plan(source, request.settings_over({}, spread), *options)
+    preset = preset_settings(arguments.preset, source, arguments.trust_remote_code)
+    settings = request.settings_over(preset, spread)
     try:
         plan = make_plan(source, settings, *options)
-        kept = healed_frequencies(plan, arguments.preset)
-        return plan if kept is None else make_plan(source, {**settings, "rope_frequencies": kept}, *options)
+        healed = with_healed_frequencies(settings, plan, arguments.preset)
+        return plan if healed == settings else make_plan(source, healed, *options)
     except UsageError as error:
         if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
             raise
         logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
-        return make_plan(source, {**settings, "rope": "before_map"}, *options)
+        settings = changed(settings, lambda entry: {**entry, "rope": "before_map"} if "rope" in entry else {**entry})
+        return make_plan(source, settings, *options)
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -14,12 +14,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, head_of
 from hf_linear_attention.architectures import attention_modules, converted_features
-from hf_linear_attention.configuration_linear_attention import model_heads
+from hf_linear_attention.configuration_linear_attention import entries_of, model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import state_bytes, with_budget
 from hf_linear_attention.conversion_api import convert_config, stock_model_class
+from hf_linear_attention.layer_ranges import layers_text, spread
 from hf_linear_attention.mechanism import AttentionMechanism
+from hf_linear_attention.mechanisms import mechanisms_of
 from hf_linear_attention.modeling_linear_attention import (
     linear_attention_modules,
     linear_model_class,
@@ -42,6 +44,7 @@ class LayerPlan:
         module: its name in the model.
         stock_class: its class before the conversion.
         linear_class: its class after the conversion.
+        mechanism: the name of its mechanism.
         state_bytes: the size of its state per sequence of any length; None for mechanisms without a state.
         cache_bytes_per_token: the size per token that its keys and values had in the softmax model.
     """
@@ -50,6 +53,7 @@ class LayerPlan:
     module: str
     stock_class: str
     linear_class: str
+    mechanism: str
     state_bytes: int | None
     cache_bytes_per_token: int
 
@@ -99,9 +103,18 @@ class Plan:
         return head_of(self.stock_class.__name__, is_vision=self.stock_class.main_input_name != "input_ids")
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The entries of `config.linear_attention` that are options."""
-        return {name: value for name, value in self.config.linear_attention.items() if name not in NOT_CHOSEN}
+    def settings(self) -> Any:
+        """The entries of `config.linear_attention` that are options; a list if layers have different settings."""
+        entries = [
+            {name: value for name, value in entry.items() if name not in NOT_CHOSEN}
+            for entry in entries_of(self.config.linear_attention)
+        ]
+        return entries[0] if isinstance(self.config.linear_attention, Mapping) else entries
+
+    @property
+    def mechanisms(self) -> str:
+        """The names of the mechanisms, as part of a sentence."""
+        return " and ".join(f"`{name}`" for name in sorted(mechanisms_of(self.config.linear_attention)))
 
     @property
     def new_base(self) -> list[TensorPlan]:
@@ -121,6 +134,12 @@ class Plan:
         return sum(size for size in sizes if size is not None) if any(sizes) else None
 
     @property
+    def state_sizes(self) -> dict[str, int | None]:
+        """The size of the state per layer, for each group of layers with the same size: `{"layers 0-3": 2048}`."""
+        sizes = dict.fromkeys(layer.state_bytes for layer in self.layers)
+        return {layers_text([e.layer for e in self.layers if e.state_bytes == size]): size for size in sizes}
+
+    @property
     def figures(self) -> dict[str, Any]:
         """The figures in conversion_report.json and the model card."""
         return {
@@ -128,7 +147,12 @@ class Plan:
             "weights": self.weights["total"],
             "new weights": self.weights["new"],
             "state bytes per sequence": self.state_bytes,
+            **(self._state_figures if len(self.state_sizes) > 1 else {}),
         }
+
+    @property
+    def _state_figures(self) -> dict[str, int | None]:
+        return {f"state bytes per layer and sequence, {layers}": size for layers, size in self.state_sizes.items()}
 
     def confirm(self, missing: set[str]) -> None:
         """Correct the plan by the names that the loader missed; it may have merged a new tensor from several others."""
@@ -157,7 +181,7 @@ class Plan:
 
 def make_plan(
     source: Source,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     model_class: str | None = None,
     trust_remote_code: bool = False,
     dtype: str = "auto",
@@ -165,7 +189,7 @@ def make_plan(
     """Work out the conversion of a checkpoint.
 
     Args:
-        settings: `mechanism`, `layers` and the options given.
+        settings: `mechanism`, `layers` and the options given, or a list of these for layers with different settings.
         model_class: the stock class (or Auto class) to use instead of the one that the checkpoint names.
         dtype: the dtype of the result; `auto` is that of the checkpoint.
 
@@ -176,10 +200,11 @@ def make_plan(
     _refuse_quantized(source, stock)
     kept_dtype = _dtype_of(dtype, source)
     try:
-        config = convert_config(stock, **{name: value for name, value in settings.items() if name != "state_bytes"})
+        config = convert_config(stock, changed(settings, _without_budget))
         stock_class = _stock_class(stock, model_class)
-        if "state_bytes" in settings:
-            config = convert_config(stock, **with_budget(settings, stock_class, stock, kept_dtype))
+        if any("state_bytes" in entry for entry in entries_of(settings)):
+            sized = changed(settings, lambda entry: with_budget(entry, stock_class, stock, kept_dtype))
+            config = convert_config(stock, sized)
         with torch.device("meta"):
             model = linear_model_class(stock_class)(config)
     except UsageError:
@@ -189,7 +214,7 @@ def make_plan(
     converted = linear_attention_modules(model)
     tensors = _tensor_plans(source, model)
     names = list(self_attention_modules(model))
-    if config.linear_attention["cross_attention"]:
+    if any(entry["cross_attention"] for entry in entries_of(config.linear_attention)):
         names += attention_modules(model, cross=True)
     costs = [cost_settings(cast(AttentionMechanism, module.linear_attention)) for module in converted.values()]
     return Plan(
@@ -204,6 +229,33 @@ def make_plan(
         dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
     )
+
+
+def spread_over_layers(
+    settings: Mapping[str, Any], source: Source, model_class: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Settings without values by layer (`layer_ranges.py`), for the model that `make_plan` would convert.
+
+    Raises:
+        UsageError: if the values do not fit the layers, or the checkpoint cannot be converted.
+    """
+    stock = stock_config(source, trust_remote_code)
+    try:
+        return spread(settings, _stock_class(stock, model_class), stock)
+    except UsageError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UsageError(_one_line(error)) from error
+
+
+def changed(settings: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+    """`change` of the settings, or of each entry of a list of settings."""
+    entries = [change(entry) for entry in entries_of(settings)]
+    return entries[0] if isinstance(settings, Mapping) else entries
+
+
+def _without_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "state_bytes"}
 
 
 def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
@@ -251,9 +303,10 @@ def _stock_name(module: nn.Module) -> str:
 
 
 def _layer_plan(layer: int, name: str, module: nn.Module, dtype: torch.dtype) -> LayerPlan:
-    shape = cast(AttentionMechanism, module.linear_attention).shape
+    mechanism = cast(AttentionMechanism, module.linear_attention)
+    shape, kind = mechanism.shape, mechanism.settings["mechanism"]
     cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
-    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, state_bytes(module, dtype), cache)
+    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, kind, state_bytes(module, dtype), cache)
 
 
 def _dtype_of(dtype: str, source: Source) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import without_needs
-from hf_linear_attention.configuration_linear_attention import is_causal_config
+from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options, parse_tokens
@@ -97,14 +98,25 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
     return settings[direction]
 
 
-def healed_frequencies(plan: Plan, preset: str) -> list[int] | None:
-    """With `rope` = `partial`, the `rope_frequencies` that make a full turn within the longest sequence of the stages.
+def with_healed_frequencies(settings: Any, plan: Plan, preset: str) -> Any:
+    """The settings, of which those with `rope` = `partial` get the `rope_frequencies` that the stages can train.
 
-    None if the plan need not change, because this sequence is at least as long as the trained length.
+    These make a full turn within the longest sequence of the stages. Settings do not change if this sequence is at
+    least as long as the trained length.
+
+    Args:
+        settings: the settings from which the plan was made, a dict or a list of dicts.
     """
-    settings = plan.config.linear_attention
     stages = load_preset(preset).stages.get(str(plan.head.task), [])
     longest = max((stage.options.get("max_length", DEFAULT_MAX_LENGTH) for stage in stages), default=None)
+    result = []
+    for entry, complete in zip(entries_of(settings), entries_of(plan.config.linear_attention), strict=True):
+        kept = _healed_frequencies(complete, longest)
+        result.append({**entry} if kept is None else {**entry, "rope_frequencies": kept})
+    return result[0] if isinstance(settings, Mapping) else result
+
+
+def _healed_frequencies(settings: Mapping[str, Any], longest: int | None) -> list[int] | None:
     trained = settings.get("trained_length")
     if settings.get("rope") != "partial" or longest is None or trained is None or trained <= longest:
         return None

@@ -99,6 +99,8 @@ def _as_known(before: Any, now: Any) -> Any:
     """The value `now`, reduced to the settings in `before`, which an earlier version may have written."""
     if isinstance(before, dict) and isinstance(now, dict):
         return {name: now[name] for name in now if name in before}
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):  # settings by layer
+        return [_as_known(old, new) for old, new in zip(before, now)]
     return now
 
 

@@ -16,6 +16,7 @@ from hf_linear_attention.conversion.diagnosis import describe_diagnosis
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
 from hf_linear_attention.conversion.softmax_layers import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.layer_ranges import layers_text
 
 
 MAX_LISTED = 8
@@ -52,18 +53,10 @@ def _calibration(facts: Mapping[str, Any] | None) -> str | None:
 
 def describe(plan: Plan, source: Source) -> str:
     """What the conversion does, in a few lines."""
-    settings = {name: value for name, value in plan.settings.items() if name not in ("mechanism", "layers")}
-    # Settings that every mechanism has are shown only if they differ from their defaults.
-    shown = {name: value for name, value in settings.items() if value != COMMON_SETTINGS.get(name)}
-    chosen = ", ".join(f"{name}={value}" for name, value in shown.items())
-    mechanism = plan.settings["mechanism"] + (f" ({chosen})" if chosen else "")
-    layers = (
-        f"in {_ranges([layer.layer for layer in plan.layers])} of {plan.num_layers}" if plan.layers else "in no layer"
-    )
     lines = [
         f"{source.name}",
         _line("class", f"{plan.stock_class.__name__} -> {plan.linear_class.__name__}"),
-        _line("attention", f"{mechanism} {layers}"),
+        *(_line("attention", text) for text in _attention_lines(plan)),
         _line("tensors", _tensor_line(plan)),
         _line("weights", f"{plan.weights['total']:,}, of which {plan.weights['new']:,} are new"),
     ]
@@ -81,10 +74,28 @@ def describe(plan: Plan, source: Source) -> str:
     return "\n".join(lines)
 
 
+def _attention_lines(plan: Plan) -> list[str]:
+    """One line for the settings of each group of layers."""
+    if not isinstance(plan.settings, list):
+        return [_attention_line(plan.settings, [layer.layer for layer in plan.layers], plan.num_layers)]
+    return [_attention_line(entry, entry["layers"], plan.num_layers) for entry in plan.settings]
+
+
+def _attention_line(settings: Mapping[str, Any], layers: Sequence[int], num_layers: int) -> str:
+    options = {name: value for name, value in settings.items() if name not in ("mechanism", "layers")}
+    # Settings that every mechanism has are shown only if they differ from their defaults.
+    shown = {name: value for name, value in options.items() if value != COMMON_SETTINGS.get(name)}
+    chosen = ", ".join(f"{name}={value}" for name, value in shown.items())
+    mechanism = settings["mechanism"] + (f" ({chosen})" if chosen else "")
+    return f"{mechanism} in " + (f"{layers_text(layers)} of {num_layers}" if layers else "no layer")
+
+
 def describe_tensors(plan: Plan) -> str:
     """All layers and tensors, one per line, as `--dry_run` adds them."""
     lines = [
-        f"  layer {layer.layer:<4} {layer.module}: {layer.stock_class} -> {layer.linear_class}" for layer in plan.layers
+        f"  layer {layer.layer:<4} {layer.module}: {layer.stock_class} -> {layer.linear_class}, {layer.mechanism}"
+        + (f", {layer.state_bytes:,} bytes of state" if layer.state_bytes else "")
+        for layer in plan.layers
     ]
     for kind in ("mapped", "tied", "new", "dropped"):
         lines += [
@@ -110,7 +121,7 @@ def describe_result(
     elif plan.layers and (command := _healing_command(plan, source, output_dir)):
         lines += ["", "The new attention is untrained. Train it with the original as teacher:", command]
     if report["diagnosis"]:
-        lines += ["", describe_diagnosis(report["diagnosis"], plan.settings["mechanism"])]
+        lines += ["", describe_diagnosis(report["diagnosis"], plan.mechanisms)]
     return "\n".join(lines)
 
 
@@ -124,10 +135,15 @@ def _tensor_line(plan: Plan) -> str:
 
 
 def _state_line(plan: Plan) -> str:
-    layer = next(layer for layer in plan.layers if layer.state_bytes)  # an encoder's have none
-    text = f"{layer.state_bytes:,} bytes per layer, {plan.state_bytes:,} in all, per sequence of any length"
-    if plan.head.task == "causal_lm" and layer.state_bytes:
-        text += f" (the size of a key-value cache of {layer.state_bytes // layer.cache_bytes_per_token} tokens)"
+    sizes = {layers: size for layers, size in plan.state_sizes.items() if size}  # an encoder's layers have none
+    if len(sizes) == 1:
+        text = f"{next(iter(sizes.values())):,} bytes per layer"
+    else:
+        text = "bytes per layer: " + "; ".join(f"{size:,} in {layers}" for layers, size in sizes.items())
+    text += f"{',' if len(sizes) == 1 else ';'} {plan.state_bytes:,} in all, per sequence of any length"
+    if plan.head.task == "causal_lm" and plan.state_bytes:
+        cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
+        text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens)"
     return text
 
 
@@ -186,15 +202,3 @@ def _tensor_name(tensor: TensorPlan) -> str:
 def _names(names: list[str | None]) -> str:
     shown = ", ".join(str(name) for name in names[:MAX_LISTED])
     return shown if len(names) <= MAX_LISTED else f"{shown} and {len(names) - MAX_LISTED} more"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`[0, 2, 4, 5, 6]` -> `layers 0, 2, 4-6`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer{'s' if len(numbers) > 1 else ''} {text}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import COUNT, Bounds, OnResume, facts_of, option, out_of_bounds
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
+from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer
 from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 
@@ -29,7 +30,10 @@ class ConversionArguments:
         "the folder to write; may be left out with --dry_run or --spectrum", None, for_evaluation=True, is_path=True
     )
     attention: str | None = option(
-        "the mechanism that replaces softmax (default: linear, or that of --preset)", None, choices=sorted(MECHANISMS)
+        f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISMS))} (default: linear, or that of --preset); "
+        "or mechanisms by layer, such as 0-3:hybrid,4-:linear, with every layer to convert in one range. Other options "
+        "are then for the mechanisms that have them",
+        None,
     )
     layers: str | None = option(
         "the attention layers to convert: all (default), full_attention, none, or a list such as 0,2,4-7", None
@@ -175,7 +179,10 @@ def changed_options(arguments: ConversionArguments) -> set[str]:
 
 
 def mechanism_arguments() -> type:
-    """A dataclass with the options of all mechanisms, each None unless given; the settings check which of them fit."""
+    """A dataclass with the options of all mechanisms, each None unless given; the settings check which of them fit.
+
+    All options are texts, except for those that are true or false.
+    """
     options: dict[str, dict[str, Option]] = {}
     for mechanism, attention in MECHANISMS.items():
         for name, entry in attention.options.items():
@@ -185,7 +192,8 @@ def mechanism_arguments() -> type:
         if name in CONVERSION_FACTS:
             continue
         entry = next(iter(users.values()))
-        generated.append((name, (str if entry.is_per_layer else entry.kind) | None, option(_help(users), None)))
+        # The values of other options can differ by layer, and `_settings_of` reads them.
+        generated.append((name, (bool if entry.kind is bool else str) | None, option(_help(users), None)))
     return make_dataclass("MechanismArguments", generated)
 
 
@@ -208,14 +216,36 @@ class Request:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings without a preset."""
+        """The settings without a preset, if none of them differs by layer."""
         return self.settings_over({})
 
-    def settings_over(self, preset: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings, completed by those of a preset unless another mechanism is given."""
-        defaults = preset if self.given.get("mechanism") in (None, preset.get("mechanism")) else {}
+    def settings_over(self, preset: Mapping[str, Any], spread: Callable[[Mapping[str, Any]], Any] = dict) -> Any:
+        """The settings, completed by those of a preset in all layers for which no other mechanism is given.
+
+        Args:
+            preset: the settings of the preset; empty without one.
+            spread: what turns settings with values by layer into one dict for each group of layers; needed only if
+                there are such values.
+
+        Raises:
+            UsageError: if `--state_bytes` is to be divided between layers with different settings.
+        """
+        given: Any = self.given
+        if is_by_layer(given):
+            given = spread({"mechanism": preset.get("mechanism", "linear"), **given})
+        if isinstance(given, Mapping):
+            return self._completed(given, preset)
+        if self.arguments.state_bytes is not None:
+            raise UsageError(
+                "`--state_bytes` is for layers with equal settings; give the sizes of these layers instead, such as "
+                "`--window_size 0-3:64,4-:16`"
+            )
+        return [self._completed(entry, preset) for entry in given]
+
+    def _completed(self, given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+        defaults = preset if given.get("mechanism") in (None, preset.get("mechanism")) else {}
         defaults = self._without_replaced(defaults)
-        settings = {"mechanism": "linear", "layers": "all", **defaults, **self.given}
+        settings = {"mechanism": "linear", "layers": "all", **defaults, **given}
         if self.arguments.state_bytes is not None:
             settings["state_bytes"] = self.arguments.state_bytes
         mechanism = MECHANISMS[settings["mechanism"]]
@@ -257,10 +287,9 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
 
 
 def _settings_of(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
-    given = {name: value for name, value in vars(mechanism).items() if value is not None}
-    given |= {name: parse_per_layer(name, text) for name, text in given.items() if _is_per_layer(name)}
+    given = {name: _read(name, value) for name, value in vars(mechanism).items() if value is not None}
     if arguments.attention is not None:
-        given["mechanism"] = arguments.attention
+        given["mechanism"] = _parse_attention(arguments.attention)
     if arguments.layers is not None:
         given["layers"] = _parse_layers(arguments.layers)
     if arguments.drop is not None:
@@ -277,22 +306,41 @@ def _parse_layers(text: str) -> str | list[int]:
         raise UsageError(str(error)) from error
 
 
-def _is_per_layer(name: str) -> bool:
-    return any(name in mechanism.options and mechanism.options[name].is_per_layer for mechanism in MECHANISMS.values())
+def _parse_attention(text: str) -> str | dict[str, str]:
+    by_layer = _parse_by_layer("attention", text) if ":" in text else {}
+    if unknown := sorted({*(by_layer.values() if by_layer else [text])} - set(MECHANISMS)):
+        names = ", ".join(map(repr, unknown))
+        raise UsageError(f"`--attention {text}`: {names} must be one of {', '.join(sorted(MECHANISMS))}")
+    return by_layer or text
 
 
-def parse_per_layer(name: str, text: str) -> int | list[int]:
-    """`128` -> 128 for every layer; `128,96,64` -> one number per layer.
+def _parse_by_layer(name: str, text: str) -> dict[str, str]:
+    try:
+        return parse_by_layer(text)
+    except ValueError as error:
+        raise UsageError(f"`--{name} {text}`: {error}") from error
+
+
+def _read(name: str, text: Any) -> Any:
+    """The value of a mechanism's option: `128`, one per layer such as `128,96,64`, or by layer such as `0-3:64,4-:16`.
 
     Raises:
-        UsageError: if the text has neither form.
+        UsageError: if the text has none of these forms, or a number is not of the type of the option.
     """
+    options = [mechanism.options[name] for mechanism in MECHANISMS.values() if name in mechanism.options]
+    kind, is_per_layer = options[0].kind, any(entry.is_per_layer for entry in options)
+    if kind is bool:
+        return text
     try:
-        values = [int(part) for part in text.split(",")]
+        if ":" in text:
+            return {layers: kind(value) for layers, value in _parse_by_layer(name, text).items()}
+        return [kind(part) for part in text.split(",")] if is_per_layer and "," in text else kind(text)
     except ValueError as error:
-        message = f"`--{name} {text}`: give a whole number, or one per layer such as 128,96,64"
-        raise UsageError(message) from error
-    return values if "," in text else values[0]
+        number = {int: "a whole number", float: "a number"}[kind]
+        several = ", or one per layer such as 128,96,64" if is_per_layer else ""
+        raise UsageError(
+            f"`--{name} {text}`: give {number}{several}, or values by layer such as 0-3:64,4-:16"
+        ) from error
 
 
 def parse_tokens(text: str) -> int:

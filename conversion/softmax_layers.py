@@ -115,8 +115,16 @@ def listed_layers(text: str, plan: Plan) -> list[int]:
 def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, layers: list[int]) -> Plan:
     """The plan in which `layers` stay softmax."""
     left = [layer.layer for layer in plan.layers if layer.layer not in layers]
-    settings = {**plan.settings, "layers": left or "none"}
+    settings = _for_layers(plan.settings, left)
     return make_plan(source, settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+
+
+def _for_layers(settings: Any, layers: list[int]) -> Any:
+    """The settings of a model of which only `layers` remain converted."""
+    if isinstance(settings, Mapping):
+        return {**settings, "layers": layers or "none"}
+    entries = [{**entry, "layers": [layer for layer in entry["layers"] if layer in layers]} for entry in settings]
+    return [entry for entry in entries if entry["layers"]] or {**entries[0], "layers": "none"}
 
 
 def rank(
@@ -241,11 +249,7 @@ def with_softmax_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTra
         raise ValueError(f"Cannot restore softmax in layers {wrong}, which are not converted; choose from {converted}.")
     config = copy.deepcopy(model.config)
     left = [layer for layer in converted if layer not in set(layers)]
-    if isinstance(config.linear_attention, list):
-        for entry in config.linear_attention:
-            entry["layers"] = [layer for layer in entry["layers"] if layer in left]
-    else:
-        config.linear_attention = {**config.linear_attention, "layers": left}
+    config.linear_attention = _for_layers(config.linear_attention, left)
     with torch.random.fork_rng(devices=[]):
         result: Any = type(model)(config)
     result = result.to(dtype=model.dtype)

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -89,9 +89,9 @@ class LinearAttentionSettings(dict):
 
         given = {"mechanism": "linear", **copy.deepcopy(COMMON_SETTINGS), **(settings or {})}
         check_format_version(given.pop("format_version", 1), FORMAT_VERSION, "these `linear_attention` settings")
-        mechanism = MECHANISMS.get(given["mechanism"])
+        mechanism = MECHANISMS.get(given["mechanism"]) if isinstance(given["mechanism"], str) else None
         if mechanism is None:
-            raise _settings_error([unknown_mechanism(given["mechanism"])])
+            raise SettingsError([unknown_mechanism(given["mechanism"])])
         filled = mechanism.filled(given)
         problems = _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
@@ -106,7 +106,7 @@ class LinearAttentionSettings(dict):
                 f"`mechanism` = `{given['mechanism']}` {obstacle}, which `{model_type}` needs; use one of {able}"
             )
         if problems:
-            raise _settings_error(problems)
+            raise SettingsError(problems)
         common = {name: given[name] for name in COMMON_SETTINGS}
         super().__init__(mechanism=given["mechanism"], **filled, **common, format_version=FORMAT_VERSION)
 
@@ -126,14 +126,22 @@ def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict
         ValueError: as `LinearAttentionSettings` does; and if an entry of a list does not give its layers by number, or
             shares a layer with another entry.
     """
-    entries = entries_of(settings)
-    if isinstance(settings, (list, tuple)) and (problems := _entry_problems(entries)):
-        raise _settings_error(problems)
-    filled = [dict(LinearAttentionSettings(entry, **checks)) for entry in entries]
-    return filled if isinstance(settings, (list, tuple)) else filled[0]
+    if not isinstance(settings, (list, tuple)):
+        return dict(LinearAttentionSettings(settings, **checks))
+    if problems := _entry_problems(settings):
+        raise SettingsError(problems)
+    filled = []
+    for entry in settings:
+        try:
+            filled.append(dict(LinearAttentionSettings(entry, **checks)))
+        except SettingsError as error:
+            problems += [f"{problem} (in the settings of layers {entry['layers']})" for problem in error.problems]
+    if problems:
+        raise SettingsError(problems)
+    return filled
 
 
-def _entry_problems(entries: list[Any]) -> list[str]:
+def _entry_problems(entries: Sequence[Any]) -> list[str]:
     if not entries or not all(isinstance(entry, Mapping) for entry in entries):
         return ["a list of settings must contain one dict for each group of layers"]
     problems: list[str] = []
@@ -175,8 +183,12 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def _settings_error(problems: list[str]) -> ValueError:
-    return ValueError("Invalid `linear_attention` settings:\n" + "\n".join(f"  - {problem}" for problem in problems))
+class SettingsError(ValueError):
+    """Settings that are impossible; `problems` has one sentence for each reason."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("Invalid `linear_attention` settings:\n" + "\n".join(f"  - {text}" for text in problems))
+        self.problems = problems
 
 
 def _option_problems(

@@ -19,6 +19,7 @@ from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import max_length_of
 from .attention_layer import LinearizedCrossAttention
+from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
 from .modeling_linear_attention import linear_attention_modules, linear_model_class
 from .transformers_internals import base_model_class
@@ -27,8 +28,16 @@ from .transformers_internals import base_model_class
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
-def convert_config(config: PreTrainedConfig, settings: Settings | None = None, **linear_attention: Any) -> Any:
+def convert_config(
+    config: PreTrainedConfig,
+    settings: Settings | None = None,
+    *,
+    model_class: type | None = None,
+    **linear_attention: Any,
+) -> Any:
     """The `Linear<X>Config` for a stock config; `settings` and `linear_attention` are those of `convert`.
+
+    For values by layer, the layers of `model_class` are counted, by default those of the class that the config names.
 
     Raises:
         TypeError: for both `settings` and `linear_attention`.
@@ -45,7 +54,9 @@ def convert_config(config: PreTrainedConfig, settings: Settings | None = None, *
     fields = copy.deepcopy(config.to_dict())
     for name in ("model_type", "transformers_version", "auto_map"):
         fields.pop(name, None)
-    given = linear_attention if settings is None else settings
+    given: Any = linear_attention if settings is None else settings
+    if isinstance(given, Mapping) and is_by_layer(given):
+        given = spread(given, model_class or stock_model_class(config), config)
     filled = [_with_trained_length(entry, config) for entry in entries_of(given)]
     is_one = isinstance(given, Mapping)
     return linear_config_class(model_type)(**fields, linear_attention=filled[0] if is_one else filled)
@@ -96,7 +107,9 @@ def convert(
         from_pretrained: further arguments of `from_pretrained` when `model` is a folder or name.
         settings: a dict to use instead of `linear_attention`; or, for layers with different settings, a list of dicts,
             each with the numbers of its `layers`.
-        **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`.
+        **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
+            mechanism and its options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
+            `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
 
     Returns:
         A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs.
@@ -115,7 +128,7 @@ def convert(
         )
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     if isinstance(model, PreTrainedModel):
-        config = convert_config(model.config, settings, **linear_attention)
+        config = convert_config(model.config, settings, model_class=model_class or type(model), **linear_attention)
         with torch.random.fork_rng(devices=[]):
             converted: Any = linear_model_class(model_class or type(model))(config)
         _leave_out(model, converted)
@@ -127,10 +140,9 @@ def convert(
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
     stock = AutoConfig.from_pretrained(model, **hub)
-    config = convert_config(stock, settings, **linear_attention)
-    return linear_model_class(model_class or stock_model_class(stock)).from_pretrained(
-        model, config=config, **arguments
-    )
+    stock_class = model_class or stock_model_class(stock)
+    config = convert_config(stock, settings, model_class=stock_class, **linear_attention)
+    return linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
 
 
 def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -40,6 +40,7 @@ from .cache import state_layer
 from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import model_heads
+from .configuration_linear_attention import num_attention_layers
 from .attention_layer import LinearizedCrossAttention
 from .attention_layer import cross_state_layer
 from .attention_layer import CACHE_ARGUMENTS
@@ -105,9 +106,12 @@ class LinearAttentionModelMixin(ModelHooks):
 
     def default_attention_implementation(self) -> str | None:
         """Ours by default, with masks that are linear in the length; None if a softmax layer needs square masks."""
-        settings = entries_of(self.config.linear_attention)[0]  # if there are several, none is for all layers
+        entries = entries_of(self.config.linear_attention)
+        named = {layer for entry in entries if not isinstance(entry["layers"], str) for layer in entry["layers"]}
+        is_every_layer = entries[0]["layers"] == "all" or len(named) == num_attention_layers(self.config)
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
-        is_pure = settings["layers"] == "all" and (settings["cross_attention"] or not has_cross_attention)
+        is_crossed = any(entry["cross_attention"] for entry in entries)
+        is_pure = is_every_layer and (is_crossed or not has_cross_attention)
         return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
 
     def prepare_generation(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -261,7 +265,8 @@ def _with_rotary(
     }
     shapes = {layer: dataclasses.replace(shape, rotary=rotary.get(layer)) for layer, shape in shapes.items()}
     if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
-        settings["rope_frequencies"] = kept_frequencies(shapes, settings["trained_length"])
+        num_layers = num_attention_layers(model.config) or 0  # the settings are refused if the list is shorter
+        settings["rope_frequencies"] = kept_frequencies(shapes, settings["trained_length"], num_layers)
     _refuse_frequencies(settings.get("rope_frequencies"), shapes)
     return shapes
 

@@ -101,15 +101,17 @@ def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.
         return torch.tensor(frequencies, device=device)
 
 
-def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None) -> list[int]:
+def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None, num_layers: int = 0) -> list[int]:
     """The number of rotary frequencies per attention layer that make a full turn within `longest` tokens.
+
+    The list has at least `num_layers` numbers, which are 0 for layers that are not in `shapes`.
 
     Raises:
         ValueError: if the length is unknown, or the frequencies do not fall from one pair of channels to the next.
     """
     if longest is None:
         raise ValueError("`rope` = `partial` needs the length that the model was trained on; set `trained_length`.")
-    kept = [0] * (1 + max(shapes))
+    kept = [0] * max(1 + max(shapes), num_layers)
     for layer, shape in shapes.items():
         turns = [2 * math.pi <= abs(f) * longest for f in (shape.rotary.inverse_frequencies if shape.rotary else ())]
         kept[layer] = sum(turns)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.mechanisms import mechanisms_of
 from hf_linear_attention.training.adapters import ADAPTER
 from hf_linear_attention.training.distributed.sharding import load_whole
 from hf_linear_attention.training.recipe import Recipe
@@ -40,16 +41,17 @@ def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
     """
     if any(MECHANISM in name for name, _ in model.named_parameters()):
         return
-    mechanism = (getattr(model.config, "linear_attention", None) or {}).get("mechanism")
+    settings = getattr(model.config, "linear_attention", None)
+    mechanisms = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(settings))) if settings else None
     rate = recipe.optimization.mechanism_learning_rate
-    if recipe.model.trainable == "mechanism" or (rate is not None and mechanism is None):
+    if recipe.model.trainable == "mechanism" or (rate is not None and mechanisms is None):
         raise TrainingError(
             f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which `--mechanism_learning_rate` and "
             "`--trainable mechanism` need; convert it (conversion/convert_checkpoint.py) to a mechanism with learned "
             "parameters, or drop the option"
         )
     if rate is not None:
-        logger.info("`--mechanism_learning_rate` has no effect, because `%s` has no learned parameters", mechanism)
+        logger.info("`--mechanism_learning_rate` has no effect, because %s has no learned parameters", mechanisms)
 
 
 def _is_trained(name: str, trainable: str) -> bool:

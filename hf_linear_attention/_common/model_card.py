@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 
 from hf_linear_attention import model_cards
 from hf_linear_attention._common.heads import head_of
+from hf_linear_attention.layer_ranges import ranges_of
 
 
 TEMPLATE = Path(next(iter(model_cards.__path__))) / "template.md"
@@ -149,7 +150,7 @@ def _preprocessor(folder: Path) -> str | None:
 def _settings(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     """What somebody could have chosen; where layers differ, by the mechanism and its layers."""
     if isinstance(settings, Sequence):
-        names = [f"{entry['mechanism']} in layers {format_value(entry['layers'])}" for entry in settings]
+        names = [f"{entry['mechanism']} in layers {ranges_of(entry['layers'])}" for entry in settings]
         return {name: _settings(entry) for name, entry in zip(names, settings, strict=True)}
     return {name: value for name, value in (settings or {}).items() if name not in ("format_version", "rotary")}
 

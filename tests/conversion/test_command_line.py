@@ -27,7 +27,7 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--feature_mapp", "exp", "--foo=1"], ["`--feature_mapp`", "did you mean `feature_map`?", "`--foo`"]),
         (["--lay", "all"], ["`--lay` is not an option", "did you mean `layers`?"]),
         (["--attention", "flash"], ["'flash'", "linear", "linformer", "performer"]),
-        (["--num_features", "many"], ["--num_features", "'many'"]),
+        (["--num_features", "many"], ["`--num_features many`", "a whole number"]),
         (["--num_features", "0"], ["`num_features` = 0", "at least 1"]),
         (["--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
         (["--layers", "4-2"], ["'4-2'", "backwards"]),

@@ -7,7 +7,7 @@ import json
 from checkpoints import run, save_twin
 
 from hf_linear_attention.conversion.plan import make_plan
-from hf_linear_attention.conversion.preset_plan import healed_frequencies
+from hf_linear_attention.conversion.preset_plan import with_healed_frequencies
 from hf_linear_attention.conversion.source import open_source
 
 
@@ -38,7 +38,7 @@ def test_frequencies_turn_within_the_longest_sequence_of_the_training(tmp_path):
     layers = plan.num_layers
     # Wavelengths of 6.3, 63, 628 and 6,283 tokens: all turn within 100,000, two within the 512 of the training.
     assert plan.settings["rope_frequencies"] == [4] * layers
-    assert healed_frequencies(plan, "default") == [2] * layers
+    assert with_healed_frequencies({}, plan, "default") == {"rope_frequencies": [2] * layers}
     code, out, err = dry_run(tmp_path)
     assert code == 0, err
     assert f"rope_frequencies={[2] * layers}" in out
