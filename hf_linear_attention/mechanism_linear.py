@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -107,8 +107,8 @@ class LinearAttention(AttentionMechanism):
                 part.reset_parameters()
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The gates of every token, see `TokenGates`."""
-        return self.gate(hidden_states)
+        """The gates of every token, see `TokenGates`; only called if the settings ask for gates."""
+        return super().gates(hidden_states) if self.gate is None else self.gate(hidden_states)
 
     def prepare(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
@@ -190,12 +190,12 @@ class LinearAttention(AttentionMechanism):
         for tokens in (slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)):
             exponents = -log_decay[:, :, tokens].cumsum(dim=2)
             exponents = exponents if weight is None else weight[:, :, tokens] + exponents
-            part: Any = (x[:, :, tokens] for x in (query, key, value))
+            q, k, v = (x[:, :, tokens] for x in (query, key, value))
             part_mask = None if mask is None else mask[:, tokens]
-            output, state = self._weighed(*part, exponents, part_mask, scaling, is_causal, state)
-            state = faded(state, log_decay[:, :, tokens].sum(dim=2))
+            output, new = self._weighed(q, k, v, exponents, part_mask, scaling, is_causal, state)
+            state = faded(new, log_decay[:, :, tokens].sum(dim=2))
             outputs.append(output)
-        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], cast(torch.Tensor, state)
 
     def _weighed(
         self,
@@ -215,10 +215,10 @@ class LinearAttention(AttentionMechanism):
             kernel_map = self.feature_map.kernel_map(scaling)
         if kernel_map is not None and kernel_map.function == EXP and kernel_map.key is not None:
             kernel_map, query, key = with_key_exponents(kernel_map, query, key, exponents)
-            output, (state,) = self._with_map(kernel_map, query, key, value, mask, is_causal, state)
-            return output, state
+            output, (new,) = self._with_map(kernel_map, query, key, value, mask, is_causal, state)
+            return output, new
         features = self.feature_map.forward_visible_keys(key, scaling, mask)
-        output, state = kernel_attention(
+        output, new = kernel_attention(
             self.feature_map.forward_queries(query, scaling),
             features + exponents.unsqueeze(-1).to(features.dtype),
             value,
@@ -228,7 +228,7 @@ class LinearAttention(AttentionMechanism):
             state=state,
             log_decay=self.decay() if self.decay is not None else None,
         )
-        return output.transpose(1, 2), state
+        return output.transpose(1, 2), new
 
     def _with_map(
         self,

@@ -124,6 +124,7 @@ class PerformerAttention(LinearAttention):
         scaling: float,
         is_causal: bool,
         state: State | None,
+        gates: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State | None]:
         """Redraw the projection if it is due, and attend; see `AttentionMechanism.forward`."""
         if self.redraw_interval and self.training and state is None:

@@ -286,8 +286,8 @@ def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
         for place in range(3 if mechanism.conv_size else 0):
             parts[place] = convolved(parts[place], p[f"convolutions.{place}.weight"])
         q, k = features(parts[0], "query"), features(parts[1], "key")
-        value, decay, beta = parts[2:]
-        result = reference.gated_delta(q, k, value, decay.log(), beta, erases=mechanism.erases)[0] * p["output_scale"]
+        v, kept, write = parts[2:]
+        result = reference.gated_delta(q, k, v, kept.log(), write, erases=mechanism.erases)[0] * p["output_scale"]
         rows.append(output[row : row + 1].index_copy(2, real, result))
     return torch.cat(rows)
 
