@@ -53,7 +53,7 @@ def gated_delta(
     outputs = []
     for token in range(key.shape[2]):
         old = state
-        if number is not None:
+        if number is not None and key_mask is not None:
             here = key_mask[:, token]
             old = torch.where(_per_row((here == number) | (here == 0)), old, 0.0)
             number = torch.where(here == 0, number, here)
