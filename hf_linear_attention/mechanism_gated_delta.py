@@ -150,7 +150,8 @@ class Gates(nn.Module):
         init.zeros_(self.beta_projection)
         init.zeros_(self.beta_bias)
         if self.decay_input is not None:
-            init.copy_(self.decay_input, orthogonal_random_matrix(*self.decay_input.shape, generator))
+            rows, columns = self.decay_input.shape
+            init.copy_(self.decay_input, orthogonal_random_matrix(rows, columns, generator))
         if self.decay_projection is not None and self.rate is not None:
             init.zeros_(self.decay_projection)
             init.constant_(self.rate, math.log(math.expm1(math.log(2) / self.half_life)))
@@ -232,7 +233,8 @@ class GatedDeltaAttention(AttentionMechanism):
         self.features.reset_parameters(generator)
         self.gate.reset_parameters(generator)
         init.ones_(self.output_scale)
-        for convolution in self.convolutions:
+        convolutions: Any = self.convolutions
+        for convolution in convolutions:
             convolution.reset_parameters()
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
