@@ -23,6 +23,8 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
         "orthogonal": True,
         "redraw_interval": 0,
         "uniform_mixing": 0.0,
+        "geometry": "fixed",
+        "decay": "none",
         "rope": "before_map",
         "rope_frequencies": None,
         "trained_length": 64,

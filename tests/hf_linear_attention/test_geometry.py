@@ -8,11 +8,12 @@ import pytest
 import reference
 import torch
 from matrix import build_mechanism, sample_inputs, stock_model
+from oracles import ORACLES
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features_random import RANDOM_FEATURES, GeneralizedRandomFeatureMap
-from hf_linear_attention.mechanism import LayerShape
+from hf_linear_attention.mechanism import LayerShape, Rotary
 from hf_linear_attention.mechanism_performer import PerformerAttention
 
 
@@ -222,3 +223,36 @@ def test_the_fast_paths_map_too(monkeypatch):
     # float32 sums in another order
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(in_torch, expected, rtol=1e-4, atol=1e-5)
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, frequencies: list[float]) -> torch.Tensor:
+    """`x` `[B, heads, N, 8]` in float64 with the channel pairs (i, i + 4) turned by position times frequency."""
+    angle = positions[:, None, :, None] * torch.tensor(frequencies, dtype=torch.float64)
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1)
+
+
+@pytest.mark.parametrize("sizes", [[23], [9, 1, 1, 12]])
+def test_partial_rotary_with_geometry_and_decay_equals_the_oracle(sizes):
+    """The maps see the fast frequencies alone, with left padding, as one forward pass and as prefill and decoding."""
+    frequencies = [1.0, 0.3, 0.02, 0.001]
+    settings = {"num_features": 16, "geometry": "learned", "decay": "learned", "rope": "partial", "rope_frequencies": 2}
+    filled = LinearAttentionSettings({"mechanism": "performer", "trained_length": 32, **settings})
+    mechanism = PerformerAttention(filled, LayerShape(4, 2, 8, 1, rotary=Rotary(tuple(frequencies))))
+    mechanism.reset_parameters()
+    move(mechanism)
+    query, key, value = sample(23)
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[0, :5] = False
+    positions = (mask.cumsum(1) - 1).clamp(min=0).int()
+    whole = [rotated(x, positions, frequencies).float() for x in (query, key)]
+    seen = [rotated(x, positions, [*frequencies[:2], 0.0, 0.0]) for x in (query, key)]
+    expected = ORACLES["performer"](mechanism, *seen, value.double(), mask, True, 0.25).transpose(1, 2)
+    state, outputs = None, []
+    parts = [x.split(sizes, dim=2) for x in (*whole, value)] + [x.split(sizes, dim=1) for x in (mask, positions)]
+    for q, k, v, m, p in zip(*parts):
+        q, k, _ = mechanism.prepare(q, k, p)
+        output, state = attend(mechanism, (q, k, v), mask=m, state=state)
+        outputs.append(output)
+    # float32 rotates back and forth: 1e-7 of the queries, times exponents of about 10
+    torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=1e-4, atol=1e-5)
