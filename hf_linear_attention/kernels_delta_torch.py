@@ -58,6 +58,8 @@ def plain_delta(
     if not length:
         return query[..., :1] * value.new_zeros(width), state.clone()
     log_decay = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(3)
+    if length == 1:
+        return _step(query, key, value, log_decay, beta.unsqueeze(3), state, erases)
     size = 1
     while size < min(length, BLOCK_SIZE):
         size *= 2
@@ -69,6 +71,17 @@ def plain_delta(
         outputs.append(output)
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
     return output[:, :, :, :length].flatten(1, 2), state
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool
+) -> tuple[Tensor, Tensor]:
+    """One token in few operations, because at this size each operation costs more than its arithmetic."""
+    state = state * log_decay.exp().transpose(2, 3)
+    new = beta * (value - key @ state if erases else value)
+    state = torch.addcmul(state, key.transpose(2, 3), new)
+    rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, Hkv, G, F]
+    return (rows @ state).flatten(1, 2).unsqueeze(2), state
 
 
 def _piece(
