@@ -64,10 +64,11 @@ def plain_delta(
     while size < min(length, BLOCK_SIZE):
         size *= 2
     tensors = query.unflatten(1, (kv_heads, -1)), key, value, log_decay, beta.unsqueeze(3)
-    tensors = tuple(F.pad(x, (0, 0, 0, -length % size)) for x in tensors)  # a token of zeros changes nothing
+    padded = (F.pad(x, (0, 0, 0, -length % size)) for x in tensors)  # a token of zeros changes nothing
     outputs = []
-    for piece in zip(*(x.split(LONGEST_PIECE, dim=-2) for x in tensors)):
-        output, state = _piece(*(x.unflatten(-2, (-1, size)) for x in piece), state, erases)
+    for piece in zip(*(x.split(LONGEST_PIECE, dim=-2) for x in padded)):
+        q, k, v, g, b = (x.unflatten(-2, (-1, size)) for x in piece)
+        output, state = _piece(q, k, v, g, b, state, erases)
         outputs.append(output)
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
     return output[:, :, :, :length].flatten(1, 2), state
