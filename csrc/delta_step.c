@@ -2,7 +2,8 @@
 /* The gated delta rule for one token: the state is read twice, once for S^T k and S^T q and once to be written. */
 #include "matrices.h"
 
-#define STRIP 64 /* columns whose sums stay in registers */
+#define STRIP (8 * LANES) /* columns of which two rows of sums stay in registers */
+#define AHEAD 6                        /* rows that are fetched before they are needed */
 
 typedef struct {
     const float *fade, *key, *old; /* exp of the log decay per feature, the key, S from this column on */
@@ -10,21 +11,28 @@ typedef struct {
     int64_t features, width, columns;
 } strip;
 
-/* out[columns] = sum_j x_j fade_j S_j; what the compiler holds in registers if the number of columns is known */
-INLINE void read_columns(float *out, const strip *s, const float *x, int64_t columns) {
-    float sum[STRIP] = {0};
+/* out[columns] = sum_j x_j fade_j S_j, and the same of y; in registers if the number of columns is known */
+INLINE void read_columns(float *out, float *second, const strip *s, const float *x, const float *y, int64_t columns) {
+    float sum[STRIP] = {0}, sum_y[STRIP] = {0};
     for (int64_t j = 0; j < s->features; j++) {
-        float scale = s->fade[j] * x[j];
-        for (int64_t i = 0; i < columns; i++) sum[i] += scale * s->old[j * s->width + i];
+        float scale = s->fade[j] * x[j], scale_y = s->fade[j] * y[j];
+        for (int64_t i = 0; i < columns; i += 16) {
+            __builtin_prefetch(s->old + (j + AHEAD) * s->width + i, 0, 2);
+            __builtin_prefetch(s->new + (j + AHEAD) * s->width + i, 1, 2);
+        }
+        for (int64_t i = 0; i < columns; i++) {
+            sum[i] += scale * s->old[j * s->width + i];
+            sum_y[i] += scale_y * s->old[j * s->width + i];
+        }
     }
-    for (int64_t i = 0; i < columns; i++) out[i] = sum[i];
+    for (int64_t i = 0; i < columns; i++) out[i] = sum[i], second[i] = sum_y[i];
 }
 
-static void read_strip(float *out, const strip *s, const float *x) {
+static void read_strip(float *out, float *second, const strip *s, const float *x, const float *y) {
     if (s->columns == STRIP)
-        read_columns(out, s, x, STRIP);
+        read_columns(out, second, s, x, y, STRIP);
     else
-        read_columns(out, s, x, s->columns);
+        read_columns(out, second, s, x, y, s->columns);
 }
 
 static void write_strip(const strip *s, const float *change) {
@@ -50,14 +58,13 @@ void delta_step(const float *query, const float *key, const float *value, const 
         for (int64_t column = 0; column < width; column += STRIP) {
             int64_t first = head * features * width + column, left = width - column;
             strip s = {fade, k, state + first, new_state + first, features, width, left < STRIP ? left : STRIP};
-            memset(read, 0, sizeof(read));
-            if (erases) read_strip(read, &s, k);
-            for (int64_t i = 0; i < s.columns; i++)
-                change[i] = beta[head] * (value[head * width + column + i] - read[i]);
             for (int64_t g = head * groups; g < (head + 1) * groups; g++) {
                 float *out = output + g * width + column, own = dot(query + g * features, k, features);
-                read_strip(out, &s, query + g * features);
-                for (int64_t i = 0; i < s.columns; i++) out[i] += own * change[i];
+                read_strip(read, out, &s, k, query + g * features);
+                for (int64_t i = 0; i < s.columns; i++) {
+                    change[i] = beta[head] * (value[head * width + column + i] - (erases ? read[i] : 0));
+                    out[i] += own * change[i];
+                }
             }
             write_strip(&s, change);
         }

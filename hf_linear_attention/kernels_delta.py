@@ -90,8 +90,8 @@ def gated_delta(
         ValueError: if the shapes, dtypes or devices do not match.
     """
     if state is not None and key_mask is None and query.shape[-2:-1] == (1,) and takes_step(query, key, value, state):
-        given = (query, key, value, log_decay, beta, state, erases)
-        return without_dispatcher(OPERATORS.gated_delta_step, _delta_step)(*given)
+        step = (query, key, value, log_decay, beta, state, erases)
+        return without_dispatcher(OPERATORS.gated_delta_step, _delta_step)(*step)
     check_delta(query, key, value, log_decay, beta, state)
     check_mask(key_mask, key, query)
     if key_mask is not None:
@@ -268,7 +268,8 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
         None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), key.shape[1]),
         None if grad_state is None else with_rows(grad_state).unsqueeze(2),
     )
-    made = _arguments(*grads[:3], *in_float32, grads[5] if grads[5].numel() else None)
+    results: Any = (*grads[:3], *in_float32, grads[5] if grads[5].numel() else None)
+    made = _arguments(*results)
     arguments = _arguments(query, key, value, log_decay, beta, state)
     parts = _parts((*arguments, None, None, *incoming, *made), query, key, value)
     if len(parts) > 1:
@@ -321,8 +322,9 @@ def _gradients_in_torch(
 ) -> list[Tensor]:
     wanted = (True,) * 5 + (needed[5],)  # as C makes them
     leaves: Any = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, wanted)]
+    given: Any = (*leaves, erases)
     with torch.enable_grad():
-        outputs = _dense(in_torch(*leaves, erases))
+        outputs = _dense(in_torch(*given))
     return [grad.contiguous() for grad in gradients_of(outputs, incoming, leaves)]
 
 
@@ -337,7 +339,8 @@ def _differentiate_delta(ctx: Any, grad_output: Tensor | None, grad_state: Tenso
     if torch.is_grad_enabled():
 
         def plain(*leaves: Any) -> tuple[Tensor, Tensor]:
-            return _dense(plain_delta(*leaves, ctx.erases))
+            given: Any = (*leaves, ctx.erases)
+            return _dense(plain_delta(*given))
 
         return *gradients_with_graph(plain, inputs, (grad_output, grad_state)), None
     grads = OPERATORS.gated_delta_backward(grad_output, grad_state, *inputs, ctx.erases, needed)

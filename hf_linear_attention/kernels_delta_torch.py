@@ -58,17 +58,31 @@ def plain_delta(
     if not length:
         return query[..., :1] * value.new_zeros(width), state.clone()
     log_decay = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(3)
+    if length == 1:
+        return _step(query, key, value, log_decay, beta.unsqueeze(3), state, erases)
     size = 1
     while size < min(length, BLOCK_SIZE):
         size *= 2
     tensors = query.unflatten(1, (kv_heads, -1)), key, value, log_decay, beta.unsqueeze(3)
-    tensors = tuple(F.pad(x, (0, 0, 0, -length % size)) for x in tensors)  # a token of zeros changes nothing
+    padded = (F.pad(x, (0, 0, 0, -length % size)) for x in tensors)  # a token of zeros changes nothing
     outputs = []
-    for piece in zip(*(x.split(LONGEST_PIECE, dim=-2) for x in tensors)):
-        output, state = _piece(*(x.unflatten(-2, (-1, size)) for x in piece), state, erases)
+    for piece in zip(*(x.split(LONGEST_PIECE, dim=-2) for x in padded)):
+        q, k, v, g, b = (x.unflatten(-2, (-1, size)) for x in piece)
+        output, state = _piece(q, k, v, g, b, state, erases)
         outputs.append(output)
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
     return output[:, :, :, :length].flatten(1, 2), state
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool
+) -> tuple[Tensor, Tensor]:
+    """One token in few operations, because at this size each operation costs more than its arithmetic."""
+    state = state * log_decay.exp().transpose(2, 3)
+    new = beta * (value - key @ state if erases else value)
+    state = torch.addcmul(state, key.transpose(2, 3), new)
+    rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, Hkv, G, F]
+    return (rows @ state).flatten(1, 2).unsqueeze(2), state
 
 
 def _piece(

@@ -15,7 +15,7 @@ from hf_linear_attention.mechanisms import MECHANISMS
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     *("speed_break_even", "speed_conversion", "speed_decoding", "speed_kernels", "speed_models"),
-    "speed_without_kernels",
+    *("speed_without_kernels", "speed_delta"),
 )
 
 
@@ -37,7 +37,7 @@ def test_a_quick_run_prints_its_tables_and_writes_its_figures(name, tmp_path, ca
     assert result["benchmark"] == name
     assert result["environment"]["threads"] == 1
     printed = capsys.readouterr().out
-    assert any(word in printed for word in ("linear elu1", "sdpa", "conversion, no verification"))
+    assert any(word in printed for word in ("linear elu1", "sdpa", "conversion, no verification", "transformers / C"))
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
@@ -51,6 +51,20 @@ def test_every_form_of_the_kernel_is_what_its_column_says():
         torch.testing.assert_close(outputs["performer-pytorch"], outputs[script.OURS], rtol=1e-4, atol=1e-4)
     for name in ("exp", "decay", "hybrid"):
         assert (outputs[name] - outputs[script.OURS]).abs().max() > 1e-3, name
+
+
+@pytest.mark.parametrize("rule", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+def test_the_delta_rule_is_the_one_of_transformers(rule):
+    script = importlib.import_module("benchmarks.speed_delta")
+    calls, tensors = script.calls(rule), script.inputs(70)
+    state = torch.randn(1, script.HEADS, script.DIM, script.DIM)
+    exact = calls[script.PEER]({name: x.double() for name, x in tensors.items()}, state.double())
+    for name, call in calls.items():
+        if "feature" in name:  # the same decay for every feature
+            tensors["by feature"] = tensors["by head"].unsqueeze(3).expand_as(tensors["query"])
+        for a, e in zip(call(tensors, state), exact):
+            # float32 on both sides (transformers computes in it whatever it is given): sums of 128 terms, 70 times
+            assert (a.double() - e.double()).abs().max() <= 1e-5 * e.abs().max(), name
 
 
 def test_break_even_is_the_length_from_which_softmax_stays_slower():

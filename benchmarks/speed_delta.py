@@ -1,0 +1,168 @@
+"""Time of the gated delta rule against N, beside transformers' own torch code of Qwen3-Next (one thread, CPU time).
+
+    python benchmarks/speed_delta.py --output_dir outputs/benchmarks
+
+B = 1, 16 heads of 128 (features and values), float32, queries and keys of norm 1. `C` is the kernel that the
+installation built, `torch` the same without it, `C, by feature` and `torch, by feature` with a decay per feature (Kimi
+Delta Attention), which `transformers` has no torch code for. `transformers` is `torch_chunk_gated_delta_rule`, and in
+the table of a decoding step, which continues a state, `torch_recurrent_gated_delta_rule`. All take turns in every
+round; ratios are medians over rounds. The error is the largest difference from float64, over the largest output, of
+the first tokens. About five minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import argument_parser, median_ratio, save_results, table, write
+from benchmarks.speed_kernels import cpu_times, in_torch
+from hf_linear_attention.kernels_delta import gated_delta
+
+
+HEADS, DIM = 16, 128
+OURS, PEER = "C", "transformers"
+Call = Callable[..., torch.Tensor]
+# Beyond these lengths one round with the backward pass takes too long.
+LONGEST_BACKWARD = {PEER: 4096, "torch": 4096, "torch, by feature": 1024}
+CHECKED = 256  # tokens that float64 computes too
+
+
+def inputs(length: int) -> dict[str, torch.Tensor]:
+    """Tokens before heads, as models hold them; `gates` are log decays by head and by feature."""
+    torch.manual_seed(0)
+    query, key = (F.normalize(torch.randn(1, length, HEADS, DIM), dim=-1) for _ in range(2))
+    tensors = {"query": query, "key": key, "value": torch.randn(1, length, HEADS, DIM)}
+    gates = {"beta": torch.rand(1, length, HEADS), "by head": -torch.rand(1, length, HEADS) / 10}
+    return tensors | gates | {"by feature": -torch.rand(1, length, HEADS, DIM) / 10}
+
+
+def ours(decay: str) -> Call:
+    def call(tensors, state=None):
+        query, key, value, beta = (tensors[name].transpose(1, 2) for name in ("query", "key", "value", "beta"))
+        log_decay = tensors[decay].transpose(1, 2)
+        output, new_state = gated_delta(query * DIM**-0.5, key, value, log_decay, beta, state=state)
+        return output.transpose(1, 2), new_state
+
+    return call
+
+
+def transformers(name: str) -> Call:
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    rule = getattr(modeling_qwen3_next, name)
+
+    def call(tensors, state=None):
+        given = (tensors[name] for name in ("query", "key", "value", "by head", "beta"))
+        return rule(*given, initial_state=state, output_final_state=True)
+
+    return call
+
+
+def calls(rule: str) -> dict[str, Call]:
+    by_head, by_feature = ours("by head"), ours("by feature")
+    by_name = {OURS: by_head, "torch": in_torch(by_head), PEER: transformers(rule)}
+    return by_name | {"C, by feature": by_feature, "torch, by feature": in_torch(by_feature)}
+
+
+def run(
+    call: Call, tensors: dict[str, torch.Tensor], state: torch.Tensor | None, gradient: torch.Tensor | None
+) -> None:
+    if gradient is None:
+        with torch.no_grad():
+            call(tensors, state)
+        return
+    call({name: x.detach().requires_grad_() for name, x in tensors.items()}, state)[0].backward(gradient)
+
+
+def measure(
+    methods: dict[str, Call], length: int, with_backward: bool, rounds: int, with_state: bool
+) -> dict[str, Any]:
+    tensors = inputs(length)
+    gradient = torch.ones_like(tensors["value"]) if with_backward else None
+    state = torch.randn(1, HEADS, DIM, DIM) if with_state else None
+    chosen = [name for name in methods if not with_backward or length <= LONGEST_BACKWARD.get(name, length)]
+    times = cpu_times({name: lambda c=methods[name]: run(c, tensors, state, gradient) for name in chosen}, rounds)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    over = {name: median_ratio(values, times[OURS]) for name, values in times.items()}
+    return {"seconds": seconds, "over C": over}
+
+
+def errors(methods: dict[str, Call]) -> dict[str, float]:
+    """The largest error of the first tokens, as a share of the largest output."""
+    tensors, found = inputs(CHECKED), {}
+    for name, call in methods.items():
+        exact = ours("by feature" if "feature" in name else "by head")({n: x.double() for n, x in tensors.items()})
+        pairs = list(zip(call(tensors), exact))
+        found[name] = max(((a.double() - e).abs().max() / e.abs().max()).item() for a, e in pairs)
+    return found
+
+
+def report(figures: dict[str, Any]) -> str:
+    parts = []
+    for mode in ("forward", "forward and backward", "step"):
+        names = list(figures[mode][next(iter(figures[mode]))]["seconds"])
+        rows = [
+            [
+                f"{length:,}",
+                *(_milliseconds(result["seconds"].get(name)) for name in names),
+                *(_ratio(result["over C"].get(name)) for name in ("torch", PEER)),
+            ]
+            for length, result in figures[mode].items()
+        ]
+        header = ["N", *names, "torch / C", f"{PEER} / C"]
+        parts.append(f"{mode}, CPU milliseconds\n\n{table(header, rows)}")
+    rows = [[name, f"{error:.1e}"] for name, error in figures["errors"].items()]
+    return "\n\n".join([*parts, f"largest error over the largest output\n\n{table(['', 'error'], rows)}"])
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds * 1000:.2f}"
+
+
+def _ratio(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1f}x"
+
+
+def plot(plt, figures):
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
+    for axis, mode in zip(axes, ("forward", "forward and backward")):
+        for name in figures[mode][figures["lengths"][0]]["seconds"]:
+            points = [(n, figures[mode][n]["seconds"].get(name)) for n in figures["lengths"]]
+            points = [(n, value) for n, value in points if value is not None]
+            axis.plot(*zip(*points), marker="o", markersize=3, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=mode)
+    axes[0].set_ylabel("CPU seconds, one thread")
+    axes[1].legend()
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if arguments.quick:
+        arguments.lengths, arguments.rounds = [16, 48], 1
+    methods, figures = calls("torch_chunk_gated_delta_rule"), {"lengths": arguments.lengths}
+    for mode in ("forward", "forward and backward"):
+        figures[mode] = {n: measure(methods, n, mode != "forward", arguments.rounds, False) for n in arguments.lengths}
+    steps = calls("torch_recurrent_gated_delta_rule")
+    figures["step"] = {1: measure(steps, 1, False, 100 * arguments.rounds, True)}
+    figures["errors"] = errors(methods)
+    write(report(figures))
+    save_results(arguments, "speed_delta", figures, plot)
+
+
+if __name__ == "__main__":
+    main()
