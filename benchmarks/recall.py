@@ -299,9 +299,9 @@ def conclusion(figures: Mapping[str, Any]) -> str:
 def plot(plt, figures):
     figure, axes = plt.subplots(2, len(figures["tasks"]), figsize=(14, 8), layout="constrained", squeeze=False)
     for (above, below), (task, content) in zip(axes.T, figures["tasks"].items()):
-        labels = [(f"{WINDOW}, untrained", WINDOW, "untrained", "k:")] if WINDOW in figures["forms"] else []
+        labels = [(f"{WINDOW}, untrained", WINDOW, "untrained", "k^:")] if WINDOW in figures["forms"] else []
         for number, form in enumerate(figures["forms"]):
-            labels.append((form, form, "healed", "k--" if form == WINDOW else f"C{number}o-"))
+            labels.append((form, form, "healed", "ks--" if form == WINDOW else f"C{number}o-"))
         for label, form, key, style in labels:
             found = [(share, of(content, form, share)) for share in figures["shares"]]
             points = [
