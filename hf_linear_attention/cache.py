@@ -65,6 +65,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.siblings: list[Any] = []  # all layers of the cache
         self.state: State | None = None
         self.signature: str | None = None  # identifies the mechanism that made the state
+        self.num_growing = 0  # of the tensors at the end of the state, those that grow with the length
         self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
         self.is_claimed = False
         self.state_at_crop: State | None = None
@@ -268,7 +269,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def state_bytes(self) -> int:
         """The size of the state in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.state or ())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state or () if tensor is not None)
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -187,7 +187,11 @@ def _layer_problem(named: dict[str, torch.Tensor], layer: Any, num_tokens: int) 
             high = num_tokens if tensor.dtype == torch.int64 else torch.iinfo(torch.int8).max
             if tensor.min() < 0 or tensor.max() > high:
                 return f"`{name}` holds {tensor.min().item()} to {tensor.max().item()}, but must hold 0 to {high}"
+    growing = _growing(layer)
     lengths = {tensor.shape[2 if tensor.ndim == 4 else 1] for name, tensor in named.items() if "pending" in name}
+    held = {tensor.shape[2 if tensor.ndim == 4 else 1] for name, tensor in named.items() if name in growing}
+    if held and held != {num_tokens - sum(lengths)}:
+        return f"the kept keys hold {sorted(held)} of {num_tokens} tokens"
     if len(lengths) > 1 or (lengths and "state.0" not in named and lengths != {num_tokens}):
         return f"the tensors `pending` hold {sorted(lengths)} of {num_tokens} tokens"
     return None
@@ -197,9 +201,14 @@ def _choices(layer: Any) -> list[list[str]]:
     """The possible sets of tensor names of a layer; after a rollback some have `pending` tokens, or only those."""
     if not getattr(layer, "holds_linear_state", False):
         return [[name for name, _ in _tensors(layer)]]
-    state = [f"state.{place}" for place in range(len(layer.state))]
+    growing = _growing(layer)
+    state = [f"state.{place}" for place, tensor in enumerate(layer.state) if tensor is not None]
     pending = [f"pending.{place}" for place in range(4)]
-    return [[*state, *pending[:count]] for count in (0, 2, 3, 4)] + [pending[:2], pending[:3], pending]
+    states = [state, [*state, growing[-1]]] if growing else [state]  # with and without a mask of the kept keys
+    return [
+        *([*some, *pending[:count]] for some in states for count in (0, 2, 3, 4)),
+        *(pending[:2], pending[:3], pending),
+    ]
 
 
 def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], torch.dtype]]:
@@ -212,15 +221,34 @@ def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, in
         }
     num_heads, key_size, value_size, key_dtype, value_dtype = layer.layout
     tokens = (1, num_tokens)
-    return {
-        "pending.0": ([_only(num_heads), tokens, _only(key_size)], key_dtype),
-        "pending.1": ([_only(num_heads), tokens, _only(value_size)], value_dtype),
-        "pending.2": ([tokens], torch.bool),
-        "pending.3": ([tokens], torch.int32),
-    } | {
-        f"state.{place}": ([_only(size) for size in tensor.shape[1:]], tensor.dtype)
-        for place, tensor in enumerate(layer.state)
-    }
+    mask = {name: ([(0, num_tokens)], torch.bool) for name in _growing(layer)[-1:]}
+    return (
+        mask
+        | {
+            "pending.0": ([_only(num_heads), tokens, _only(key_size)], key_dtype),
+            "pending.1": ([_only(num_heads), tokens, _only(value_size)], value_dtype),
+            "pending.2": ([tokens], torch.bool),
+            "pending.3": ([tokens], torch.int32),
+        }
+        | {
+            f"state.{place}": (
+                [
+                    (0, num_tokens) if axis == 1 and f"state.{place}" in _growing(layer) else _only(size)
+                    for axis, size in enumerate(tensor.shape[1:])
+                ],
+                tensor.dtype,
+            )
+            for place, tensor in enumerate(layer.state)
+            if tensor is not None
+        }
+    )
+
+
+def _growing(layer: Any) -> list[str]:
+    """The names of the tensors that grow with the length: keys, values and mask of heads with softmax attention."""
+    if not getattr(layer, "holds_linear_state", False) or not layer.num_growing:
+        return []
+    return [f"state.{place}" for place in range(len(layer.state))][-layer.num_growing :]
 
 
 def _only(size: int) -> tuple[int, int]:
@@ -261,13 +289,15 @@ def _fill(cache: DynamicCache, number: int, named: dict[str, torch.Tensor], made
     elif named:
         layer = state_layer(cache, number)
         parts = {name: tensor.to(made.state[0].device) for name, tensor in named.items()}
-        layer.restore(_part(parts, "state"), _part(parts, "pending"), num_tokens)
-        layer.signature, layer.layout = made.signature, made.layout
+        state: Any = _part(parts, "state")
+        state += (None,) * (len(made.state) - len(state) if state else 0)  # no mask of kept keys
+        layer.restore(state, _part(parts, "pending"), num_tokens)
+        layer.signature, layer.layout, layer.num_growing = made.signature, made.layout, made.num_growing
 
 
-def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor, ...]:
-    count = sum(name.startswith(f"{part}.") for name in named)
-    return tuple(named[f"{part}.{place}"] for place in range(count))
+def _part(named: dict[str, torch.Tensor], part: str) -> tuple[Any, ...]:
+    places = [int(name.partition(".")[2]) for name in named if name.startswith(f"{part}.")]
+    return tuple(named.get(f"{part}.{place}") for place in range(1 + max(places, default=-1)))
 
 
 def _about(model: Any) -> dict[str, Any]:
