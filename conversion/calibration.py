@@ -11,6 +11,7 @@ from hf_linear_attention import calibrate
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
+from hf_linear_attention.conversion.head_ranking import chooses_heads
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import is_automatic, ranking_file
@@ -39,7 +40,8 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
     problems = []
     has, be = ("has", "is") if len(mechanisms_of(plan.settings)) == 1 else ("have", "are")
     is_used = is_used or is_automatic(arguments)
-    if arguments.calibration_file is not None and not (is_used or arguments.spectrum):
+    is_read = is_used or chooses_heads(arguments)
+    if arguments.calibration_file is not None and not (is_read or arguments.spectrum):
         problems.append(
             f"`--calibration_file` is given, but {plan.mechanisms} with these settings {has} nothing to calibrate; "
             "leave it out, or add `--spectrum` to analyse the attention on it"

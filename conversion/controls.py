@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_linear_attention.conversion.state_budget import state_bytes
+from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.evaluation.retention import Settings, window_settings
@@ -42,15 +42,19 @@ class SameBytes:
         return f"window-{self.window_size}-{self.num_sinks}-{digest}"
 
 
-def model_state_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the decoding state of all converted layers, per sequence; 0 where they have none."""
-    return sum(state_bytes(module) or 0 for module in linear_attention_modules(model).values())
+def model_state_bytes(model: PreTrainedModel, length: int = 0) -> int:
+    """Bytes of the decoding state of all converted layers, per sequence; 0 where they have none.
+
+    Heads with softmax attention (`softmax_heads`) add the keys and values of `length` tokens.
+    """
+    modules = linear_attention_modules(model).values()
+    return sum((state_bytes(module) or 0) + length * growing_bytes(module) for module in modules)
 
 
 def windows_of_same_bytes(teacher: PreTrainedModel, student: PreTrainedModel, trained_length: int) -> list[SameBytes]:
     """Per number of sinks the largest window, in the layers that the student converts, whose state takes no more bytes
-    than the student's; none where the student has no state, or no window fits."""
-    budget, settings = model_state_bytes(student), student.config.linear_attention
+    than the student's at the trained length; none where the student has no state, or no window fits."""
+    budget, settings = model_state_bytes(student, trained_length), student.config.linear_attention
     found = []
     for sinks in SINKS if budget else ():
         sizes = [_window(teacher, settings, size, sinks, trained_length).state_bytes for size in (1, 2)]
@@ -63,7 +67,8 @@ def windows_of_same_bytes(teacher: PreTrainedModel, student: PreTrainedModel, tr
 def _window(
     teacher: PreTrainedModel, settings: Settings, window_size: int, num_sinks: int, trained_length: int
 ) -> SameBytes:
-    own = window_settings(settings, window_size=window_size, num_sinks=num_sinks, trained_length=trained_length)
+    sizes = {"window_size": window_size, "num_sinks": num_sinks, "trained_length": trained_length}
+    own = window_settings(settings, **sizes, softmax_heads=[])
     with torch.device("meta"):
         model: Any = linear_model_class(type(teacher))(convert_config(teacher.config, own))
     return SameBytes(window_size, num_sinks, model_state_bytes(model), own)

@@ -23,6 +23,15 @@ from hf_linear_attention.conversion.cast import cast_weights
 from hf_linear_attention.conversion.companions import copy_sentence_files, save_processors, save_tokenizer
 from hf_linear_attention.conversion.diagnosis import diagnose_on
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
+from hf_linear_attention.conversion.head_ranking import (
+    KEPT_HEADS,
+    check_softmax_heads,
+    choose_heads,
+    chooses_heads,
+    listed_heads,
+    num_heads_to_keep,
+    plan_with_heads,
+)
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
@@ -95,8 +104,11 @@ def prepare(request: Request) -> Conversion:
     plan = _plan(request, source)
     check_options(arguments, plan)
     check_softmax_layers(arguments, plan)
+    check_softmax_heads(arguments, plan, source)
     if arguments.softmax_layers is not None and not is_automatic(arguments):
         plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
+    if arguments.softmax_heads is not None and not chooses_heads(arguments):
+        plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
@@ -129,9 +141,10 @@ def _plan(request: Request, source: Source) -> Plan:
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
-    if not arguments.spectrum and not needs_calibration(plan) and not is_automatic(arguments):
+    ranks = is_automatic(arguments) or (chooses_heads(arguments) and ranking_file(arguments) is not None)
+    if not arguments.spectrum and not needs_calibration(plan) and not ranks:
         return None
-    path = ranking_file(arguments) if is_automatic(arguments) else arguments.calibration_file
+    path = ranking_file(arguments) if ranks else arguments.calibration_file
     inputs = real_inputs(source, plan, path, arguments.trust_remote_code)
     if inputs is None and arguments.spectrum:
         raise UsageError(f"`--spectrum`: there are no built-in inputs for {source.name}; give a `--calibration_file`")
@@ -153,6 +166,10 @@ def run(conversion: Conversion) -> dict[str, Any]:
         measured = calibrate_and_diagnose(conversion, model)
         if is_automatic(arguments) and conversion.training is None:
             model, plan, measured[CHOICE] = _with_softmax_layers(conversion, model)
+        if chooses_heads(arguments):
+            text = conversion.inputs if ranking_file(arguments) else None
+            measured[KEPT_HEADS] = choose_heads(model, text, num_heads_to_keep(arguments), arguments.seed or 0)
+            plan = plan_with_heads(plan, conversion.source, arguments, measured[KEPT_HEADS]["heads"])
         model.save_pretrained(folder)
         check_shipped(folder)
         share_permissions(folder)

@@ -17,7 +17,7 @@ from hf_linear_attention.architectures import attention_modules, converted_featu
 from hf_linear_attention.configuration_linear_attention import entries_of, model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion.state_budget import state_bytes, with_budget
+from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes, with_budget
 from hf_linear_attention.conversion_api import convert_config, stock_model_class
 from hf_linear_attention.layer_ranges import layers_text, spread
 from hf_linear_attention.mechanism import AttentionMechanism
@@ -45,7 +45,9 @@ class LayerPlan:
         stock_class: its class before the conversion.
         linear_class: its class after the conversion.
         mechanism: the name of its mechanism.
+        num_heads: the number of its query heads.
         state_bytes: the size of its state per sequence of any length; None for mechanisms without a state.
+        growing_bytes_per_token: the size per token of the keys and values that heads with softmax attention keep.
         cache_bytes_per_token: the size per token that its keys and values had in the softmax model.
     """
 
@@ -54,7 +56,9 @@ class LayerPlan:
     stock_class: str
     linear_class: str
     mechanism: str
+    num_heads: int
     state_bytes: int | None
+    growing_bytes_per_token: int
     cache_bytes_per_token: int
 
 
@@ -134,6 +138,11 @@ class Plan:
         return sum(size for size in sizes if size is not None) if any(sizes) else None
 
     @property
+    def growing_bytes_per_token(self) -> int:
+        """The size per token of the keys and values that heads with softmax attention keep in all layers."""
+        return sum(layer.growing_bytes_per_token for layer in self.layers)
+
+    @property
     def state_sizes(self) -> dict[str, int | None]:
         """The size of the state per layer, for each group of layers with the same size: `{"layers 0-3": 2048}`."""
         sizes = dict.fromkeys(layer.state_bytes for layer in self.layers)
@@ -147,6 +156,7 @@ class Plan:
             "weights": self.weights["total"],
             "new weights": self.weights["new"],
             "state bytes per sequence": self.state_bytes,
+            "bytes per token of heads with softmax": self.growing_bytes_per_token or None,
             **(self._state_figures if len(self.state_sizes) > 1 else {}),
         }
 
@@ -306,7 +316,9 @@ def _layer_plan(layer: int, name: str, module: nn.Module, dtype: torch.dtype) ->
     mechanism = cast(AttentionMechanism, module.linear_attention)
     shape, kind = mechanism.shape, mechanism.settings["mechanism"]
     cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
-    return LayerPlan(layer, name, _stock_name(module), type(module).__name__, kind, state_bytes(module, dtype), cache)
+    sizes = state_bytes(module, dtype), growing_bytes(module, dtype), cache
+    names = _stock_name(module), type(module).__name__, kind
+    return LayerPlan(layer, name, *names, shape.num_heads, *sizes)
 
 
 def _dtype_of(dtype: str, source: Source) -> torch.dtype:

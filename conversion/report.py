@@ -13,6 +13,7 @@ import transformers
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
 from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
+from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_heads
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
 from hf_linear_attention.conversion.softmax_layers import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
@@ -116,6 +117,8 @@ def describe_result(
     lines += [_line("written to", output_dir), "", "Load it:", *_loading_lines(plan, output_dir)]
     if (choice := report.get(CHOICE)) is not None:
         lines += ["", *describe_ranking(choice)]
+    if (heads := report.get(KEPT_HEADS)) is not None:
+        lines += ["", *describe_heads(heads)]
     if training:
         lines += ["", *training]
     elif plan.layers and (command := _healing_command(plan, source, output_dir)):
@@ -144,6 +147,8 @@ def _state_line(plan: Plan) -> str:
     if plan.head.task == "causal_lm" and plan.state_bytes:
         cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
         text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens)"
+    if plan.growing_bytes_per_token:
+        text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
     return text
 
 

@@ -44,6 +44,12 @@ class ConversionArguments:
         "last stage of --preset)",
         None,
     )
+    softmax_heads: str | None = option(
+        "the query heads of causal layers that keep softmax, and the keys and values of their groups: a list of "
+        "LAYER.HEAD such as 0.3,2.1, or auto:K for the K heads without which the original is worst on repeated random "
+        "tokens (and on --calibration_file or --train_file)",
+        None,
+    )
     drop: str | None = option(
         f"features of the attention that may be lost, a list with any of {', '.join(DROPPABLE)}", None
     )

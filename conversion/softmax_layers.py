@@ -31,7 +31,7 @@ from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.model_card import REPORT
-from hf_linear_attention.configuration_linear_attention import parse_layers
+from hf_linear_attention.configuration_linear_attention import entries_of, parse_layers
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.request import ConversionArguments
@@ -121,10 +121,18 @@ def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, lay
 
 def _for_layers(settings: Any, layers: list[int]) -> Any:
     """The settings of a model of which only `layers` remain converted."""
-    if isinstance(settings, Mapping):
-        return {**settings, "layers": layers or "none"}
-    entries = [{**entry, "layers": [layer for layer in entry["layers"] if layer in layers]} for entry in settings]
-    return [entry for entry in entries if entry["layers"]] or {**entries[0], "layers": "none"}
+    entries = [
+        {
+            **entry,
+            "layers": [layer for layer in layers if isinstance(settings, Mapping) or layer in entry["layers"]],
+            "softmax_heads": [pair for pair in entry.get("softmax_heads", []) if pair[0] in layers],
+        }
+        for entry in entries_of(settings)
+    ]
+    left = [entry for entry in entries if entry["layers"]]
+    if not left or isinstance(settings, Mapping):
+        return {**entries[0], "layers": layers or "none"}
+    return left
 
 
 def rank(

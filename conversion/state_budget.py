@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -114,6 +114,22 @@ def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | 
 
     Keys and values have this `dtype`. The size is None for an encoder, or a mechanism without a state.
     """
+    state = _state_of_one_token(module, dtype)
+    num_growing = cast(AttentionMechanism, module.linear_attention).num_growing
+    return None if state is None else _size(state[: len(state) - num_growing])
+
+
+def growing_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int:
+    """The number of bytes per token and sequence that the heads with softmax attention (`softmax_heads`) keep."""
+    num_growing = cast(AttentionMechanism, module.linear_attention).num_growing
+    return _size((_state_of_one_token(module, dtype) or ())[-num_growing:]) if num_growing else 0
+
+
+def _size(tensors: Sequence[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _state_of_one_token(module: nn.Module, dtype: torch.dtype) -> tuple[Any, ...] | None:
     mechanism = cast(AttentionMechanism, module.linear_attention)
     is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)
     if is_encoder or not mechanism.supports("state", mechanism.settings):
@@ -132,4 +148,4 @@ def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | 
         if mechanism.needs_gates:
             options["gates"] = mechanism.gates(torch.zeros(1, 1, shape.hidden_size or 0, device=device, dtype=dtype))
         _, state = mechanism(query, key, value, **options)
-    return sum(tensor.numel() * tensor.element_size() for tensor in state or ())
+    return state or ()

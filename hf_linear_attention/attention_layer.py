@@ -155,7 +155,14 @@ class LinearizedAttention:
     def _claimed_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
         layer = self.find_state_layer(cache)
         if layer is not None:
+            num_growing = self.linear_attention.num_growing
+            if num_growing and layer.static:
+                raise ValueError(
+                    "Got a static cache, but heads with softmax attention (`softmax_heads`) keep all keys; pass a "
+                    "`DynamicCache`, or none."
+                )
             layer.claim(self.linear_attention.signature)
+            layer.num_growing = num_growing
         return layer
 
     def attend(
@@ -340,7 +347,8 @@ class LinearizedAttention:
     def _refuse_some_heads(self, num_heads: int) -> None:
         """Refuse a share of the heads: tensor parallel plans split heads, but not parameters that are per head."""
         total = self.linear_attention.shape.num_heads
-        if any(parameter.shape[:1] == (total,) for parameter in self.linear_attention.parameters()):
+        is_per_head = any(parameter.shape[:1] == (total,) for parameter in self.linear_attention.parameters())
+        if is_per_head or self.linear_attention.num_growing:
             raise NotImplementedError(
                 f"{type(self.linear_attention).__name__} has parameters for {total} heads and got {num_heads} heads. "
                 "Tensor parallelism (`tp_plan`) works only for mechanisms without parameters per head (`performer` "

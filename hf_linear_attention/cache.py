@@ -73,6 +73,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.siblings: list[Any] = []  # all layers of the cache
         self.state: State | None = None
         self.signature: str | None = None  # identifies the mechanism that made the state
+        self.num_growing = 0  # of the tensors at the end of the state, those that grow with the length
         self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
         self.gate_layout: tuple[Any, ...] | None = None  # C and dtype of the gates, if there are any
         self.query_layout: tuple[Any, ...] | None = None  # heads, size and dtype of queries that a rollback needs
@@ -276,7 +277,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def state_bytes(self) -> int:
         """The size of the state in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.state or ())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state or () if tensor is not None)
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -43,7 +43,9 @@ MODELING_MODULE = "modeling_linear_attention"
 # Called with a config class when its first instance is built; `registration.py` registers its Auto classes in this way.
 FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
 # The settings that every mechanism has, with their defaults.
-COMMON_SETTINGS: dict[str, Any] = {"layers": "all", "drop": [], "cross_attention": False, "rotary": None}
+COMMON_SETTINGS: dict[str, Any] = {
+    "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
+}  # fmt: skip
 # The version of the settings' format; it is raised when older code would misread new settings.
 #   1  the format since the first release, whose settings did not have the field `format_version` yet
 FORMAT_VERSION = 1
@@ -58,7 +60,8 @@ class LinearAttentionSettings(dict):
     Args:
         settings: `mechanism`, the options of the mechanism, and `COMMON_SETTINGS`: `layers`, the self-attention layers
             to convert (`all`, `none`, `full_attention` for the layers of that type in `config.layer_types`, or a list
-            of layer numbers); `drop`, the features of the stock attention that may be lost (see `DROPPABLE`);
+            of layer numbers); `softmax_heads`, the query heads of these layers that have exact softmax attention, as a
+            list of [layer, head]; `drop`, the features of the stock attention that may be lost (see `DROPPABLE`);
             `cross_attention`, whether to convert the cross-attention too; and `rotary`, the rotary positions found
             during conversion. Missing settings take their defaults. `format_version` is not an option: it is the
             format in which the settings were saved (1 if missing), and becomes `FORMAT_VERSION`.
@@ -95,6 +98,7 @@ class LinearAttentionSettings(dict):
         filled = mechanism.filled(given)
         problems = _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
+        problems += _softmax_head_problems(given, mechanism, filled)
         problems += _cross_attention_problems(given["cross_attention"], mechanism, given["mechanism"], filled)
         if not problems:
             problems += mechanism.problems(filled, max_length)
@@ -237,6 +241,24 @@ def _drop_problems(drop: Any) -> list[str]:
     return [f"`drop` = {drop!r}; it must be a list with any of {_names(DROPPABLE)}"]
 
 
+def _softmax_head_problems(
+    given: Mapping[str, Any], mechanism: type[AttentionMechanism], filled: Mapping[str, Any]
+) -> list[str]:
+    pairs, layers = given["softmax_heads"], given["layers"]
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and [type(n) is int and n >= 0 for n in pair] == [True, True] for pair in pairs
+    ):
+        return [f"`softmax_heads` = {pairs!r}; it must be a list of [layer, head], both counted from 0"]
+    reasons = []
+    if obstacle := mechanism.obstacle("softmax_heads", filled):
+        reasons.append(f"`{given['mechanism']}` {obstacle}")
+    if given["drop"] or given["cross_attention"]:
+        reasons.append("it is not possible together with `drop` or `cross_attention`")
+    if layers == "none" or (not isinstance(layers, str) and not {layer for layer, _ in pairs} <= set(layers)):
+        reasons.append(f"`layers` = {layers!r} lacks some of these layers")
+    return [f"`softmax_heads` = {pairs!r}, but {reason}" for reason in reasons if pairs]
+
+
 def _cross_attention_problems(
     wanted: Any, mechanism: type[AttentionMechanism], name: str, filled: Mapping[str, Any]
 ) -> list[str]:
@@ -291,7 +313,8 @@ class LinearAttentionConfigMixin:
         from .mechanisms import save_code
 
         if not os.path.isfile(save_directory):  # the stock method refuses a file
-            save_code(save_directory, mechanisms_of(self.linear_attention), can_generate(self))
+            has_heads = any(entry["softmax_heads"] for entry in entries_of(self.linear_attention))
+            save_code(save_directory, mechanisms_of(self.linear_attention), can_generate(self), has_heads)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod

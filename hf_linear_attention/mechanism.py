@@ -95,7 +95,8 @@ class AttentionMechanism(nn.Module):
     The attributes `supports_<capability>` say what the mechanism can do. If some settings can do less, the class
     overrides `obstacle`, which every caller asks. `constants`: equal values come out unchanged, because the weights of
     a query sum to 1. `weights`: there is one matrix of weights per head. `state`: the causal form decodes from a state
-    of constant size. `alibi`: ALiBi is honoured exactly.
+    of constant size. `alibi`: ALiBi is honoured exactly. `softmax_heads`: some query heads can have softmax attention
+    to the same queries and keys.
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -108,7 +109,10 @@ class AttentionMechanism(nn.Module):
     supports_constants: ClassVar[bool] = False
     supports_weights: ClassVar[bool] = True
     supports_alibi: ClassVar[bool] = False
+    supports_softmax_heads: ClassVar[bool] = False
 
+    # The number of tensors at the end of the state that grow with the length.
+    num_growing: ClassVar[int] = 0
     # Whether `prepare` has to know where queries and keys stand.
     needs_positions = False
     # Whether `forward` takes what `gates` computes from the hidden states of the layer.

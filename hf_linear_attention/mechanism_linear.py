@@ -48,7 +48,7 @@ class LinearAttention(AttentionMechanism):
         **ROPE_OPTIONS,
     }
     supports_causal = supports_bidirectional = supports_cross = supports_padding = supports_state = True
-    supports_gqa = supports_constants = supports_alibi = True
+    supports_gqa = supports_constants = supports_alibi = supports_softmax_heads = True
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
@@ -74,6 +74,8 @@ class LinearAttention(AttentionMechanism):
         """`t2r` does not keep constants, and a learned decay is for causal attention only."""
         if capability == "constants" and settings.get("feature_map") == "t2r":
             return "with `feature_map` = `t2r` returns 0 for a query whose features are all 0"
+        if capability == "softmax_heads" and settings.get("rope", "before_map") != "before_map":
+            return f"with `rope` = `{settings['rope']}` hides rotary positions from softmax heads"
         if capability in ("bidirectional", "cross") and settings.get("decay") in ("learned", "gated"):
             return f"with `decay` = `{settings['decay']}` has no {capability} form"
         if capability == "cross" and settings.get("input_gate"):

@@ -78,7 +78,7 @@ class WindowAttention(AttentionMechanism):
         "trained_length": TRAINED_LENGTH_OPTION,
     }
     supports_causal = supports_bidirectional = supports_padding = supports_state = True
-    supports_gqa = supports_constants = supports_alibi = True
+    supports_gqa = supports_constants = supports_alibi = supports_softmax_heads = True
     # Whether the positions of the window are part of the state.
     keeps_positions = False
     # Whether the largest logit of the exact keys cancels, so that it needs no gradient.

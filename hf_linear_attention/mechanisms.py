@@ -3,7 +3,7 @@
 
 A checkpoint contains this file with only the lines of its own mechanisms, and those other files that are then still
 imported. `save_code` writes them whenever a config is saved. Lines that end in the comment `of decoders` are left out
-if the model cannot generate text.
+if the model cannot generate text, and lines that end in `of softmax heads` if no head has softmax attention.
 """
 
 from __future__ import annotations
@@ -64,12 +64,15 @@ def unknown_mechanism(name: object) -> str:
     )
 
 
-def checkpoint_code(mechanisms: Collection[str], is_decoder: bool = True) -> dict[str, str]:
+def checkpoint_code(
+    mechanisms: Collection[str], is_decoder: bool = True, has_softmax_heads: bool = False
+) -> dict[str, str]:
     """`{file: text}` of the code that a checkpoint of these mechanisms needs."""
+    left_out = [*([] if is_decoder else ["of decoders"]), *([] if has_softmax_heads else ["of softmax heads"])]
 
     def read(name: str) -> str:
         text = _registry(mechanisms) if name == REGISTRY.name else REGISTRY.with_name(name).read_text(encoding="utf-8")
-        return text if is_decoder else re.sub(r"(?m)^.*  # of decoders\n", "", text)
+        return re.sub(rf"(?m)^.*  # ({'|'.join(left_out)})\n", "", text) if left_out else text
 
     return _closure(read)
 
@@ -84,13 +87,15 @@ def code_in(folder: str | os.PathLike) -> dict[str, str | None]:
     return _closure(read)
 
 
-def save_code(folder: str | os.PathLike, mechanisms: Collection[str], is_decoder: bool) -> None:
+def save_code(
+    folder: str | os.PathLike, mechanisms: Collection[str], is_decoder: bool, has_softmax_heads: bool = False
+) -> None:
     """Write the code that a checkpoint of these mechanisms needs into `folder`.
 
     Files of an earlier checkpoint in `folder` that this code does not import are removed if they are ours, that is, if
     they start with our licence line.
     """
-    earlier, code = code_in(folder), checkpoint_code(mechanisms, is_decoder)
+    earlier, code = code_in(folder), checkpoint_code(mechanisms, is_decoder, has_softmax_heads)
     os.makedirs(folder, exist_ok=True)
     for name, text in code.items():
         Path(folder, name).write_text(text, encoding="utf-8")

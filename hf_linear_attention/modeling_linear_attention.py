@@ -51,6 +51,8 @@ from .mechanisms import MECHANISMS
 from .mechanisms import mechanisms_of
 from .mechanisms import unknown_mechanism
 from .positions import kept_frequencies
+from .positions import refuse_frequencies
+from .softmax_heads import keep_softmax_heads  # of softmax heads
 from .prompt_state import load_prompt_state  # of decoders
 from .prompt_state import save_prompt_state  # of decoders
 from .transformers_internals import ModelHooks
@@ -227,6 +229,8 @@ def _convert_layers(
     """Give these attention modules mechanisms with the same settings, which share what their class shares."""
     first = None
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
+    if lacking := {number for number, _ in settings["softmax_heads"]} - set(chosen):
+        raise ValueError(f"`softmax_heads` names heads in layer {min(lacking)}, which is not converted.")
     if chosen and _needs_rotary(settings):
         shapes = _with_rotary(shapes, model, settings, chosen)
     for layer, module in chosen.items():
@@ -237,6 +241,12 @@ def _convert_layers(
         child = MECHANISMS[settings["mechanism"]](settings, shape)
         if child.needs_gates:
             refuse_without_hidden_states(module, layer, needed, settings["mechanism"])
+        if heads := [head for number, head in settings["softmax_heads"] if number == layer]:
+            if needed != "causal":
+                raise ValueError(f"`softmax_heads` is for causal self-attention, and layer {layer} is {needed}.")
+            keep_softmax_heads(child, heads)  # of softmax heads
+            if not child.num_growing:  # a config edited by hand
+                raise ValueError("`softmax_heads` needs code that this checkpoint lacks; install hf-linear-attention.")
         if first is not None:
             child.share_with(first)
         first = first or child
@@ -267,18 +277,8 @@ def _with_rotary(
     if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
         num_layers = num_attention_layers(model.config) or 0  # the settings are refused if the list is shorter
         settings["rope_frequencies"] = kept_frequencies(shapes, settings["trained_length"], num_layers)
-    _refuse_frequencies(settings.get("rope_frequencies"), shapes)
+    refuse_frequencies(settings.get("rope_frequencies"), shapes)
     return shapes
-
-
-def _refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, LayerShape]) -> None:
-    for layer, shape in shapes.items():
-        kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
-        number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0
-        if isinstance(kept, int) and kept > number:
-            raise ValueError(
-                f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies; give no more of them."
-            )
 
 
 def _observed_rotary(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,21 @@ def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None, num_
                 "fastest; use `rope` = `none`."
             )
     return kept
+
+
+def refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, LayerShape]) -> None:
+    """Refuse more frequencies than a layer has.
+
+    Raises:
+        ValueError: for the first such layer.
+    """
+    for layer, shape in shapes.items():
+        kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
+        number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0
+        if isinstance(kept, int) and kept > number:
+            raise ValueError(
+                f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies; give no more of them."
+            )
 
 
 def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:

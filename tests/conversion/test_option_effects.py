@@ -64,6 +64,7 @@ def second(folder: Path) -> Options:
         "attention": "performer",
         "layers": "0",
         "softmax_layers": "0",
+        "softmax_heads": "0.1",
         "drop": "position_bias",
         "dtype": "bfloat16",
         "calibration_file": folder / "valid.txt",

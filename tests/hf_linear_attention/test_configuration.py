@@ -31,6 +31,7 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
         "rotary": None,
         "seed": 0,
         "layers": "all",
+        "softmax_heads": [],
         "drop": [],
         "cross_attention": False,
         "format_version": 1,

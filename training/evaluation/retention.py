@@ -89,11 +89,11 @@ def without_far(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # `config.linear_attention`
 
 
-def window_settings(settings: Settings, **changes: int | None) -> Any:
+def window_settings(settings: Settings, **changes: Any) -> Any:
     """Settings that convert the same layers to `window`, with one entry for each of `settings`.
 
     Args:
-        changes: options of `window` that replace those in `settings`.
+        changes: settings of `window` that replace those in `settings`.
     """
     names = (*COMMON_SETTINGS, *WindowAttention.options)
     own = [
