@@ -51,6 +51,7 @@ from .mechanisms import MECHANISMS
 from .mechanisms import mechanisms_of
 from .mechanisms import unknown_mechanism
 from .positions import kept_frequencies
+from .positions import needs_rotary
 from .positions import refuse_frequencies
 from .softmax_heads import keep_softmax_heads  # of softmax heads
 from .prompt_state import load_prompt_state  # of decoders
@@ -231,7 +232,7 @@ def _convert_layers(
     shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
     if lacking := {number for number, _ in settings["softmax_heads"]} - set(chosen):
         raise ValueError(f"`softmax_heads` names heads in layer {min(lacking)}, which is not converted.")
-    if chosen and _needs_rotary(settings):
+    if chosen and needs_rotary(settings):
         shapes = _with_rotary(shapes, model, settings, chosen)
     for layer, module in chosen.items():
         shape = shapes[layer]
@@ -251,11 +252,6 @@ def _convert_layers(
             child.share_with(first)
         first = first or child
         _swap(module, child, model.config, needed)
-
-
-def _needs_rotary(settings: Mapping[str, Any]) -> bool:
-    clamps_sinks = settings.get("trained_length") is not None and bool(settings.get("num_sinks"))
-    return clamps_sinks or settings.get("rope", "before_map") != "before_map"
 
 
 def _with_rotary(

@@ -101,6 +101,12 @@ def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.
         return torch.tensor(frequencies, device=device)
 
 
+def needs_rotary(settings: Mapping[str, Any]) -> bool:
+    """Whether a mechanism with these settings has to know how its layers rotate queries and keys."""
+    clamps_sinks = settings.get("trained_length") is not None and bool(settings.get("num_sinks"))
+    return clamps_sinks or settings.get("rope", "before_map") != "before_map"
+
+
 def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None, num_layers: int = 0) -> list[int]:
     """The number of rotary frequencies per attention layer that make a full turn within `longest` tokens.
 

@@ -20,14 +20,14 @@ from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_c
 # A converted MiniLM (`linear`, encoder) has 20.
 MOST_FILES = {
     "aft": (20, 21),
-    "gated_delta": (None, 23),
+    "gated_delta": (None, 25),
     "hybrid": (25, 26),
     "latent": (20, None),
-    "linear": (20, 21),
+    "linear": (21, 22),
     "linformer": (21, None),
-    "linformer_linear": (24, None),
+    "linformer_linear": (25, None),
     "nystrom": (21, None),
-    "performer": (23, 24),
+    "performer": (24, 25),
     "window": (23, 24),
 }
 
