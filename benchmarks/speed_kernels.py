@@ -51,19 +51,21 @@ LONGEST = {SDPA: 16384, "sdpa, backward": 4096, "performer-pytorch": 4096, "fast
 def mechanism_of(is_causal: bool = True, max_length: int | None = None, **settings) -> AttentionMechanism:
     """As in a freshly converted model."""
     checked = LinearAttentionSettings(settings, is_causal=is_causal, model_type="benchmark", max_length=max_length)
-    mechanism = MECHANISMS[settings["mechanism"]](checked, LayerShape(HEADS, HEADS, DIM, 0, max_length)).eval()
+    shape = LayerShape(HEADS, HEADS, DIM, 0, max_length, hidden_size=HEADS * DIM)
+    mechanism = MECHANISMS[settings["mechanism"]](checked, shape).eval()
     mechanism.reset_parameters()
     return mechanism
 
 
 def mechanism_call(is_causal: bool = True, max_length: int | None = None, **settings) -> Call:
-    """`mechanism_of` these settings as `(query, key, value) -> [B, H, N, D]`."""
+    """`mechanism_of` these settings as `(query, key, value) -> [B, H, N, D]`; gates are computed from the keys."""
     mechanism = mechanism_of(is_causal, max_length, **settings)
 
     def call(query, key, value):
-        return mechanism(query, key, value, attention_mask=None, scaling=DIM**-0.5, is_causal=is_causal, state=None)[
-            0
-        ].transpose(1, 2)
+        options = {"attention_mask": None, "scaling": DIM**-0.5, "is_causal": is_causal, "state": None}
+        if mechanism.needs_gates:
+            options["gates"] = mechanism.gates(key.transpose(1, 2).flatten(2))
+        return mechanism(query, key, value, **options)[0].transpose(1, 2)
 
     return call
 

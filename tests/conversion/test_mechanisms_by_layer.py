@@ -157,7 +157,7 @@ def test_a_model_without_rotary_positions_gets_none_in_any_layer(text, tmp_path)
     [
         (["--attention", "0-1:hybrid,1-:linear"], ["`mechanism` names layer 1 more than once"]),
         (["--attention", "0:hybrid"], ["`mechanism` has no value for layers 1-2", "`layers`"]),
-        (["--attention", "0:hybird,1-:lineer"], ["'hybird', 'lineer' must be one of aft, hybrid"]),
+        (["--attention", "0:hybird,1-:lineer"], ["'hybird', 'lineer' must be one of aft, gated_delta, hybrid"]),
         (["--attention", "0:hybrid,linear"], ["'linear' is not of the form LAYERS:VALUE"]),
         (["--attention", "0-7:hybrid"], ["names the layers 0-7", "layers 0 to 2"]),
         ([*SIZED, "--features", "exp"], ["`features` is not an option of `hybrid`, `linear`"]),
