@@ -201,7 +201,7 @@ class GatedDeltaAttention(AttentionMechanism):
         ),
         **ROPE_OPTIONS,
     }
-    supports_causal = supports_padding = supports_state = supports_gqa = True
+    supports_causal = supports_padding = supports_state = supports_gqa = supports_softmax_heads = True
     needs_gates = True
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
@@ -221,6 +221,13 @@ class GatedDeltaAttention(AttentionMechanism):
         self.absorbs_queries = bool(self.conv_size)
         self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.shift is not None
+
+    @classmethod
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """Softmax heads need the rotary positions that `rope` would take back before them."""
+        if capability == "softmax_heads" and settings["rope"] != "before_map":
+            return f"with `rope` = `{settings['rope']}` hides rotary positions from softmax heads"
+        return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix import sample_inputs, stock_config, stock_model
+from matrix import add_gates, sample_inputs, stock_config, stock_model
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, StaticCache
 
 from hf_linear_attention import convert, kernels_cpu, modeling_linear_attention, softmax_attention
@@ -24,12 +24,13 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 from hf_linear_attention.softmax_heads import keep_softmax_heads
 
 
-SHAPE = LayerShape(num_heads=6, num_key_value_heads=3, head_dim=8, layer=0)
+SHAPE = LayerShape(num_heads=6, num_key_value_heads=3, head_dim=8, layer=0, hidden_size=24)
 CASES = {
     "linear": {"feature_map": "exp", "num_features": 8, "decay": "learned"},
     "performer": {"num_features": 16},
     "hybrid": {"window_size": 3, "num_sinks": 1, "num_features": 8},
     "window": {"window_size": 3, "num_sinks": 1},
+    "gated_delta": {"num_features": 6},
 }
 HEADS = [1, 4, 5]  # of the groups 0 and 2
 EVERY = [[layer, head] for layer in range(3) for head in range(4)]
@@ -39,6 +40,8 @@ def mechanism_of(name: str, heads=(), dtype=torch.float64):
     cls = MECHANISMS[name]
     made = cls(cls.filled(CASES[name]), SHAPE).to(dtype)
     made.reset_parameters()
+    if made.needs_gates:
+        made.register_forward_pre_hook(add_gates, with_kwargs=True)
     return keep_softmax_heads(made, heads) if heads else made
 
 
