@@ -3,7 +3,7 @@
 #include "matrices.h"
 
 #define STRIP (8 * LANES) /* columns of which two rows of sums stay in registers */
-#define AHEAD 6                        /* rows that are fetched before they are needed */
+#define AHEAD 6           /* rows that are fetched before they are needed */
 
 typedef struct {
     const float *fade, *key, *old; /* exp of the log decay per feature, the key, S from this column on */
