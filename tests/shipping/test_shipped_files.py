@@ -12,7 +12,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, REGISTRY, checkpoint_code
 
 
-CODE = checkpoint_code(MECHANISMS)
+CODE = checkpoint_code(MECHANISMS, has_softmax_heads=True)
 # safetensors is a requirement of transformers itself.
 ALLOWED = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
 
