@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from benchmarks.speed_kernels import cpu_times, in_torch
+from benchmarks.speed_kernels import cpu_times, in_torch, plot, ratio_text
 from hf_linear_attention.kernels_delta import gated_delta
 
 
@@ -115,7 +115,7 @@ def report(figures: dict[str, Any]) -> str:
             [
                 f"{length:,}",
                 *(_milliseconds(result["seconds"].get(name)) for name in names),
-                *(_ratio(result["over C"].get(name)) for name in ("torch", PEER)),
+                *(ratio_text(result["over C"].get(name)) for name in ("torch", PEER)),
             ]
             for length, result in figures[mode].items()
         ]
@@ -127,23 +127,6 @@ def report(figures: dict[str, Any]) -> str:
 
 def _milliseconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds * 1000:.2f}"
-
-
-def _ratio(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1f}x"
-
-
-def plot(plt, figures):
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
-    for axis, mode in zip(axes, ("forward", "forward and backward")):
-        for name in figures[mode][figures["lengths"][0]]["seconds"]:
-            points = [(n, figures[mode][n]["seconds"].get(name)) for n in figures["lengths"]]
-            points = [(n, value) for n, value in points if value is not None]
-            axis.plot(*zip(*points), marker="o", markersize=3, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", title=mode)
-    axes[0].set_ylabel("CPU seconds, one thread")
-    axes[1].legend()
-    return figure
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -204,7 +204,7 @@ def report(figures: dict[str, Any]) -> str:
                 [
                     f"{length:,}",
                     *(_milliseconds(result["seconds"].get(name)) for name in names),
-                    *(_ratio(result[f"over {name}"].get(SDPA)) for name in (OURS, PLAIN_TORCH)),
+                    *(ratio_text(result[f"over {name}"].get(SDPA)) for name in (OURS, PLAIN_TORCH)),
                     *(f"{100 * result['share of sgemm'][name]:.0f} %" for name in (OURS, PLAIN_TORCH)),
                 ]
             )
@@ -221,7 +221,7 @@ def _half_rows(figures: dict[str, Any]) -> list[list[Any]]:
         [
             f"{n:,}",
             *(_milliseconds(result["seconds"].get(name)) for name in (OURS, SDPA)),
-            _ratio(result["over C"].get(SDPA)),
+            ratio_text(result["over C"].get(SDPA)),
         ]
         for n, result in figures["bfloat16"].items()
     ]
@@ -231,7 +231,7 @@ def _milliseconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds * 1000:.1f}"
 
 
-def _ratio(value: float | None) -> str | None:
+def ratio_text(value: float | None) -> str | None:
     return None if value is None else f"{value:.1f}x"
 
 
