@@ -34,6 +34,7 @@ from .architectures import layer_type
 from .architectures import refuse_features
 from .architectures import refuse_without_hidden_states
 from .architectures import skips_position_bias
+from .long_inputs import divide_long_inputs  # of decoders
 from .mechanism import LayerShape
 from .mechanism import Rotary
 from .cache import state_layer
@@ -113,8 +114,7 @@ class LinearAttentionModelMixin(ModelHooks):
         named = {layer for entry in entries if not isinstance(entry["layers"], str) for layer in entry["layers"]}
         is_every_layer = entries[0]["layers"] == "all" or len(named) == num_attention_layers(self.config)
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
-        is_crossed = any(entry["cross_attention"] for entry in entries)
-        is_pure = is_every_layer and (is_crossed or not has_cross_attention)
+        is_pure = is_every_layer and (not has_cross_attention or any(entry["cross_attention"] for entry in entries))
         return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
 
     def prepare_generation(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -402,6 +402,7 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # transformers and its users inspect the arguments of a model class (`add_pooling_layer`, `use_mask_token`).
     initialize.__signature__ = inspect.signature(stock.__init__)
     model_class.__init__ = initialize
+    divide_long_inputs(model_class, linear_attention_modules)  # of decoders
     _copy_checkpoint_conversion(stock, model_class)
     return model_class
 
