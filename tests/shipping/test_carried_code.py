@@ -20,8 +20,8 @@ from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_c
 # A converted MiniLM (`linear`, encoder) has 20.
 MOST_FILES = {
     "aft": (20, 21),
-    "gated_delta": (None, 25),
-    "hybrid": (25, 26),
+    "gated_delta": (None, 27),
+    "hybrid": (25, 31),
     "latent": (20, None),
     "linear": (21, 22),
     "linformer": (21, None),
