@@ -20,8 +20,8 @@ from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_c
 # A converted MiniLM (`linear`, encoder) has 20.
 MOST_FILES = {
     "aft": (20, 22),
-    "gated_delta": (None, 26),
-    "hybrid": (25, 27),
+    "gated_delta": (None, 28),
+    "hybrid": (25, 32),
     "latent": (20, None),
     "linear": (21, 23),
     "linformer": (21, None),
