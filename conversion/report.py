@@ -58,6 +58,7 @@ def describe(plan: Plan, source: Source) -> str:
         f"{source.name}",
         _line("class", f"{plan.stock_class.__name__} -> {plan.linear_class.__name__}"),
         *(_line("attention", text) for text in _attention_lines(plan)),
+        *([] if plan.extension is None else [_line("positions", plan.extension.describe())]),
         _line("tensors", _tensor_line(plan)),
         _line("weights", f"{plan.weights['total']:,}, of which {plan.weights['new']:,} are new"),
     ]
@@ -195,6 +196,7 @@ def _healing_command(plan: Plan, source: Source, output_dir: str) -> str | None:
         f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
         f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
         f"    --train_file {data} --output_dir {output_dir}-healed"
+        + ("" if plan.extension is None else f" --max_length {plan.extension.tokens}")
     )
 
 

@@ -51,6 +51,7 @@ from .attention_layer import check_softmax_cache
 from .mechanisms import MECHANISMS
 from .mechanisms import mechanisms_of
 from .mechanisms import unknown_mechanism
+from .position_limit import limit_positions
 from .positions import kept_frequencies
 from .positions import needs_rotary
 from .positions import refuse_frequencies
@@ -201,6 +202,7 @@ def linearize(model: PreTrainedModel) -> None:
     # The config may come from the code of another checkpoint.
     if unknown := mechanisms_of(model.config.linear_attention) - set(MECHANISMS):
         raise ValueError(f"{unknown_mechanism(min(unknown))}.")
+    limit_positions(model)
     modules = list(self_attention_modules(model).values())
     groups = [(settings, _chosen(model, modules, settings)) for settings in entries_of(model.config.linear_attention)]
     for settings, chosen in groups:
@@ -234,8 +236,7 @@ def _convert_layers(
         raise ValueError(f"`softmax_heads` names heads in layer {min(lacking)}, which is not converted.")
     if chosen and needs_rotary(settings):
         shapes = _with_rotary(shapes, model, settings, chosen)
-    for layer, module in chosen.items():
-        shape = shapes[layer]
+    for (layer, module), shape in zip(chosen.items(), shapes.values()):
         needed = "causal" if is_causal_attention(module, model) else "bidirectional"
         needed = "cross" if layer >= num_self_attention else needed
         _refuse_shape(module, shape, needed, settings)
