@@ -9,7 +9,6 @@ from typing import Any
 
 from hf_linear_attention.configuration_linear_attention import parse_layers
 from hf_linear_attention.training.arguments import (
-    CLASSIFICATION,
     FACTS,
     DataArguments,
     ModelArguments,
@@ -17,16 +16,7 @@ from hf_linear_attention.training.arguments import (
     OptimizationArguments,
     RunArguments,
 )
-
-
-# For each task, the figures by which the best model can be chosen; the first is the default.
-SELECTING = {
-    "causal_lm": ("nats_per_token", "perplexity"),
-    "masked_lm": ("nats_per_token", "perplexity"),
-    "sequence_classification": ("accuracy", "f1"),
-    "embedding": ("cosine", "cosine_min", "spearman"),
-    "image_classification": ("accuracy", "f1"),
-}
+from hf_linear_attention.training.tasks import TASKS, Task, unit_of
 
 
 def parse_layer_numbers(text: str) -> list[int]:
@@ -73,14 +63,14 @@ class Recipe:
         return self.data.train_file is not None or self.data.dataset_name is not None
 
     @property
-    def is_classification(self) -> bool:
-        """Whether the task assigns one class to every input."""
-        return self.model.task in CLASSIFICATION
+    def task(self) -> Task:
+        """What distinguishes the task."""
+        return TASKS[self.model.task]
 
     @property
     def unit(self) -> str:
-        """The unit in which the amount of training is counted: "images" or "tokens"."""
-        return "images" if self.model.task == "image_classification" else "tokens"
+        """The unit in which the amount of training is counted, such as "tokens"."""
+        return unit_of(self.model.task)
 
     @property
     def output_dir(self) -> Path:

@@ -1,0 +1,51 @@
+"""For tasks whose data is not plain text: a tiny random original, and files of training and validation rows.
+
+`TWINS` has one entry for each such task; each writes the original into `original` of a folder, and the rows into
+train.jsonl and valid.jsonl, which have 24 and 9.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertForTokenClassification, PreTrainedModel, PreTrainedTokenizerFast
+
+
+TAGS = ("O", "B-LONG", "I-LONG")
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _save(folder: Path, model_class: type[PreTrainedModel], config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(1)
+    model_class(config).save_pretrained(folder / "original")
+    tokenizer.save_pretrained(folder / "original")
+
+
+def bert_config(**options: Any) -> BertConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(
+        vocab_size=300, max_position_embeddings=128, initializer_range=0.2, **sizes, **no_dropout, **options
+    )
+
+
+def token_classification(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    names = dict(enumerate(TAGS))
+    config = bert_config(id2label=names, label2id={name: index for index, name in names.items()})
+    _save(folder, BertForTokenClassification, config, tokenizer)
+    for split, part in (("train", texts[:24]), ("valid", texts[24:33])):
+        words = [text.split()[:12] for text in part]
+        rows = [{"tokens": row, "ner_tags": ["B-LONG" if len(word) > 5 else "O" for word in row]} for row in words]
+        _write(folder / f"{split}.jsonl", rows)
+
+
+TWINS: dict[str, Callable[[Path, list[str], PreTrainedTokenizerFast], None]] = {
+    "token_classification": token_classification,
+}

@@ -1,0 +1,159 @@
+"""Tasks beyond plain text: what rows become, what is learned from the original, and what is measured and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from task_twins import TAGS, TWINS
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+from hf_linear_attention import convert
+from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.data.processors import load_processor
+from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch, spans_of
+from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.tasks import TASKS
+
+
+Twin = Callable[[str], Path]
+DROPPED: dict[str, dict[str, Any]] = {"seq2seq_lm": {"drop": ["position_bias"]}}
+ORIGINAL = ("train.jsonl", "valid.jsonl")
+
+
+@pytest.fixture
+def student(twin: Twin, tmp_path: Path) -> Callable[[str], list[Any]]:
+    """Options that distil a converted twin from its original."""
+
+    def options(task: str) -> list[Any]:
+        folder, converted = twin(task), tmp_path / "student"
+        settings = {"mechanism": "linear", "feature_map": "exp", **DROPPED.get(task, {})}
+        convert(str(folder / "original"), **settings).save_pretrained(converted)
+        load_processor(recipe_of(task, folder, folder / "original")).save_pretrained(converted)
+        models = ["--model_name_or_path", converted, "--teacher_name_or_path", folder / "original"]
+        return ["--task", task, *models, "--train_file", folder / "train.jsonl", "--logging_steps", 1]
+
+    return options
+
+
+def recipe_of(task: str, folder: Path, model: Path, *options: Any) -> Any:
+    words = ["--task", task, "--model_name_or_path", model, "--output_dir", "o", "--train_file", folder / "train.jsonl"]
+    words += ["--validation_file", folder / "valid.jsonl"]
+    teacher = ["--teacher_name_or_path", model] if TASKS[task].logits is None else []
+    return parse([str(word) for word in (*words, *teacher, *options)])
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def data_of(task: str, twin: Twin, *options: Any) -> Any:
+    recipe = recipe_of(task, twin(task), twin(task) / "original", *options)
+    return load_data(recipe, load_processor(recipe))
+
+
+@pytest.mark.parametrize("task", TWINS)
+def test_every_task_is_healed_and_resumes(
+    task: str, student: Callable[[str], list[Any]], twin: Twin, finetune: Any, tmp_path: Path
+) -> None:
+    """The loss falls and the predictions come closer to the original's; a run that was cut in two ends the same."""
+    steps = ["--max_train_steps", 6, "--per_device_train_batch_size", 24, "--learning_rate", 5e-4]
+    steps += ["--hidden_state_weight", 1, "--checkpointing_steps", 3]
+    options = [*student(task), *steps, "--validation_file", twin(task) / "valid.jsonl"]
+    events = finetune(*options)
+    losses = [event["loss"] for event in events if "loss" in event]
+    assert losses[-1] < 0.9 * losses[0]
+    figures = [event for event in events if any(name.startswith("eval_") for name in event)]
+    assert len(figures) == 2
+    close = "eval_agreement" if TASKS[task].logits is not None else "eval_cosine"
+    assert figures[0][close] < figures[1][close] <= 1
+    assert f"eval_{TASKS[task].figures[0]}" in figures[0]
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    finetune(*options, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-3")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_the_first_token_of_a_word_has_its_class(twin: Twin) -> None:
+    found = data_of("token_classification", twin)
+    rows = rows_of(twin("token_classification") / "train.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(twin("token_classification") / "original")
+    for row, example in zip(rows, [found.train[number] for number in range(len(rows))], strict=True):
+        ids, labels = list(example["input_ids"]), list(example["labels"])
+        assert [TAGS[label] for label in labels if label != IGNORED] == row["ner_tags"]
+        parts = [tokenizer(word, add_special_tokens=False).input_ids for word in row["tokens"]]
+        starts = [sum(map(len, parts[:number])) for number in range(len(parts))]
+        assert ids == [token for part in parts for token in part]
+        assert [place for place, label in enumerate(labels) if label != IGNORED] == starts
+
+
+def test_losses_of_a_token_classifier_are_the_formulas(
+    student: Callable[[str], list[Any]], twin: Twin, finetune: Any
+) -> None:
+    options = student("token_classification")
+    batch = ["--max_train_steps", 1, "--per_device_train_batch_size", 24, "--task_loss_weight", 1]
+    event = next(event for event in finetune(*options, *batch, "--logits_kl_weight", 1) if "loss" in event)
+    found = data_of("token_classification", twin).train
+    sums = {"task_loss": 0.0, "logits_kl": 0.0}
+    words = tokens = 0
+    models = [AutoModelForTokenClassification.from_pretrained(str(options[place])).eval() for place in (3, 5)]
+    for number in range(len(found)):
+        ids, labels = (torch.tensor(found[number][name])[None] for name in ("input_ids", "labels"))
+        mine, yours = (model(input_ids=ids).logits[0].log_softmax(-1).detach() for model in models)
+        sums["task_loss"] += F.nll_loss(mine, labels[0], ignore_index=IGNORED, reduction="sum").item()
+        sums["logits_kl"] += F.kl_div(mine, yours, log_target=True, reduction="sum").item()
+        words, tokens = words + int((labels != IGNORED).sum()), tokens + ids.numel()
+    assert event["task_loss"] == pytest.approx(sums["task_loss"] / words, rel=1e-4)
+    assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / tokens, rel=1e-4)
+
+
+def test_spans_are_those_of_the_tags() -> None:
+    assert spans_of(["B-A", "I-A", "O", "I-A", "B-A", "I-B", "VERB"]) == {
+        ("A", 0, 2), ("A", 3, 4), ("A", 4, 5), ("B", 5, 6), ("VERB", 6, 7),
+    }  # fmt: skip
+    tags = [["B-A", "I-A", "O"], ["O", "B-B", "O"]]
+    found = Tagging(keep_in_memory=True).compute(predictions=[["B-A", "O", "O"], ["O", "B-B", "O"]], references=tags)
+    assert found == {"f1": 0.5, "accuracy": 5 / 6, "words": 6}
+
+
+def test_texts_match_as_in_squad() -> None:
+    found = TextMatch(keep_in_memory=True).compute(
+        predictions=["The Cat!", "a red dog", "x"], references=[["cat", "dog"], ["dog"], ["y"]]
+    )
+    assert found == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3) / 3), "texts": 3}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "what"),
+    [
+        ("token_classification", {"tokens": "some words", "ner_tags": ["O"]}, "not a list of words"),
+        ("token_classification", {"tokens": ["some", "words"], "ner_tags": ["O"]}, "one class for each of the 2 words"),
+    ],
+)
+def test_bad_rows_are_named(
+    task: str, row: dict[str, Any], what: str, twin: Twin, tmp_path: Path, finetune: Any, capsys: Any
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    finetune("--task", task, "--model_name_or_path", twin(task) / "original", "--train_file", path, expect=1)
+    error = capsys.readouterr().err
+    assert "1 bad row(s)" in error
+    assert what in error
+
+
+def test_a_txt_file_and_streaming_are_refused(finetune: Any, twin: Twin, files: Path, capsys: Any) -> None:
+    for task in TWINS:
+        if TASKS[task].inputs == "text":
+            model = ["--task", task, "--model_name_or_path", twin(task) / "original"]
+            finetune(*model, "--train_file", files / "train.txt", "--streaming", expect=2)
+            error = capsys.readouterr().err
+            assert "a .txt file has no" in error
+            assert "`--streaming` reads text without labels" in error
