@@ -21,11 +21,11 @@ from hf_linear_attention._common.options import (
     facts_of,
     option,
 )
+from hf_linear_attention.training.task_arguments import EVALUATION_DATA, TaskArguments
 from hf_linear_attention.training.tasks import CLASSIFICATION, TASKS, TEXT_TASKS
 
 
 TEACHER = ("teacher_name_or_path",)
-EVALUATION_DATA = ("validation_file", "dataset_name")
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
 # With these, the student computes its original softmax attention and is its own teacher.
 TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
@@ -153,7 +153,7 @@ class DataArguments:
     )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
     text_column_name: str = option(
-        "Column with the text, or with its words; default: text (token_classification: tokens).",
+        "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
         "text",
         tasks=TEXT_TASKS,
         for_evaluation=True,
@@ -166,9 +166,10 @@ class DataArguments:
     )
     text_pair_column_name: str | None = option(
         "Column with a second text. For sequence_classification, both texts are one input; in the validation data of "
-        "an embedding model, the label is the similarity of the two texts.",
+        "an embedding model, the label is the similarity of the two texts; for seq2seq_lm, it is the text to write "
+        "(default: target).",
         None,
-        tasks=("sequence_classification", "embedding"),
+        tasks=("sequence_classification", "embedding", "seq2seq_lm"),
         for_evaluation=True,
     )
     label_column_name: str = option(
@@ -433,5 +434,5 @@ class RunArguments:
     )
 
 
-GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments)
+GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments, TaskArguments)
 FACTS = facts_of(*GROUPS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hf_linear_attention.training.arguments import (
     OptimizationArguments,
     RunArguments,
 )
+from hf_linear_attention.training.task_arguments import TaskArguments
 from hf_linear_attention.training.tasks import TASKS, Task, unit_of
 
 
@@ -55,6 +56,7 @@ class Recipe:
     objective: ObjectiveArguments
     optimization: OptimizationArguments
     run: RunArguments
+    task_options: TaskArguments = field(default_factory=TaskArguments)
     given: frozenset[str] = frozenset()
 
     @property
@@ -87,7 +89,7 @@ class Recipe:
 
     def flat(self) -> dict[str, Any]:
         """All options in one dictionary, without their groups."""
-        groups = (self.model, self.data, self.objective, self.optimization, self.run)
+        groups = (self.model, self.data, self.objective, self.optimization, self.run, self.task_options)
         return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
     def facts(self) -> dict[str, Any]:

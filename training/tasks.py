@@ -56,6 +56,15 @@ TASKS: dict[str, Task] = {
     "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
     "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
     "image_classification": Task("AutoModelForImageClassification", "images", "inputs", CLASSES),
+    "seq2seq_lm": Task(
+        "AutoModelForSeq2SeqLM",
+        "text",
+        "targets",
+        (*LANGUAGE, *TEXTS, "same_text"),
+        text_column="source",
+        pair_column="target",
+        generates=True,
+    ),
     "token_classification": Task(
         "AutoModelForTokenClassification",
         "text",

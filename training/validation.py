@@ -14,6 +14,7 @@ from hf_linear_attention.training.tracking import tracker_problems
 
 
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+GENERATED = ("exact_match", "f1", "same_text")
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
@@ -230,11 +231,14 @@ def _pattern(recipe: Recipe) -> Iterator[str]:
 
 def _selection(recipe: Recipe) -> Iterator[str]:
     run, allowed = recipe.run, recipe.task.figures
-    if run.metric_for_best_model is not None and run.metric_for_best_model.removeprefix("eval_") not in allowed:
+    name = (run.metric_for_best_model or allowed[0]).removeprefix("eval_")
+    if name not in allowed:
         yield (
             f"`--metric_for_best_model {run.metric_for_best_model}` is not a figure of `--task {recipe.model.task}`; "
             f"choose one of {', '.join(allowed)}"
         )
+    if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
+        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:

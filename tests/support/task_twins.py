@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForTokenClassification, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 
 TAGS = ("O", "B-LONG", "I-LONG")
@@ -46,6 +53,19 @@ def token_classification(folder: Path, texts: list[str], tokenizer: PreTrainedTo
         _write(folder / f"{split}.jsonl", rows)
 
 
+def seq2seq_lm(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    """A T5 that begins to write with <s>, and longer and shorter targets than sources."""
+    config = T5Config(
+        vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        initializer_factor=1.0, pad_token_id=0, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    _save(folder, T5ForConditionalGeneration, config, tokenizer)
+    for split, part in (("train", texts[:24]), ("valid", texts[24:33])):
+        rows = [{"source": text[:60], "target": text[: 20 + 5 * (n % 9)][::-1]} for n, text in enumerate(part)]
+        _write(folder / f"{split}.jsonl", rows)
+
+
 TWINS: dict[str, Callable[[Path, list[str], PreTrainedTokenizerFast], None]] = {
+    "seq2seq_lm": seq2seq_lm,
     "token_classification": token_classification,
 }

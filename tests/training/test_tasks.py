@@ -12,9 +12,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from task_twins import TAGS, TWINS
-from transformers import AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+)
 
 from hf_linear_attention import convert
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
@@ -25,7 +32,6 @@ from hf_linear_attention.training.tasks import TASKS
 
 Twin = Callable[[str], Path]
 DROPPED: dict[str, dict[str, Any]] = {"seq2seq_lm": {"drop": ["position_bias"]}}
-ORIGINAL = ("train.jsonl", "valid.jsonl")
 
 
 @pytest.fixture
@@ -157,3 +163,100 @@ def test_a_txt_file_and_streaming_are_refused(finetune: Any, twin: Twin, files: 
             error = capsys.readouterr().err
             assert "a .txt file has no" in error
             assert "`--streaming` reads text without labels" in error
+
+
+def test_losses_of_an_encoder_decoder_are_the_formulas(
+    student: Callable[[str], list[Any]], twin: Twin, finetune: Any
+) -> None:
+    """Of one pair at a time, without padding: the tokens of both sides weigh what both sides of their pair have."""
+    options = student("seq2seq_lm")
+    weights = ["--task_loss_weight", 1, "--logits_kl_weight", 1, "--hidden_state_weight", 1]
+    batch = ["--max_train_steps", 1, "--per_device_train_batch_size", 24, "--hidden_state_layers", "all"]
+    event = next(event for event in finetune(*options, *batch, *weights) if "loss" in event)
+    found = data_of("seq2seq_lm", twin).train
+    sums = dict.fromkeys(("task_loss", "logits_kl", "hidden_state"), 0.0)
+    targets = tokens = 0
+    models = [AutoModelForSeq2SeqLM.from_pretrained(str(options[place])).eval() for place in (3, 5)]
+    for number in range(len(found)):
+        ids, labels = (torch.tensor(found[number][name])[None] for name in ("input_ids", "targets"))
+        with torch.no_grad():
+            mine, yours = (model(input_ids=ids, labels=labels, output_hidden_states=True) for model in models)
+        a, b = (outputs.logits[0].log_softmax(-1) for outputs in (mine, yours))
+        sums["task_loss"] += mine.loss.item() * labels.numel()
+        sums["logits_kl"] += F.kl_div(a, b, log_target=True, reduction="sum").item()
+        errors = [
+            ((x - y).square().sum(-1) / y.square().sum(-1)).mean().item()
+            for name in ("encoder_hidden_states", "decoder_hidden_states")
+            for x, y in zip(getattr(mine, name)[1:], getattr(yours, name)[1:], strict=True)
+        ]
+        units = ids.numel() + labels.numel()
+        sums["hidden_state"] += sum(errors) / len(errors) * units
+        targets, tokens = targets + labels.numel(), tokens + units
+    assert event["task_loss"] == pytest.approx(sums["task_loss"] / targets, rel=1e-4)
+    assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / targets, rel=1e-4)
+    assert event["hidden_state"] == pytest.approx(sums["hidden_state"] / tokens, rel=1e-4)
+    assert event["tokens"] == tokens
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_attention_transfer_reaches_encoder_decoder_and_cross_attention(
+    family: str, twin: Twin, finetune: Any, tmp_path: Path
+) -> None:
+    """Every converted layer is trained, by a loss that does not depend on the padding of either side."""
+    source = twin("seq2seq_lm") / "original"
+    settings: dict[str, Any] = {"drop": ["position_bias"]}
+    if family == "bart":
+        torch.manual_seed(0)
+        source, settings = tmp_path / "bart", {"cross_attention": True}
+        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+        more = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0, "init_std": 0.3}
+        ids = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+        BartForConditionalGeneration(BartConfig(**sizes, **more, **ids)).save_pretrained(source)
+    model = convert(str(source), mechanism="linear", feature_map="exp", **settings)
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(twin("seq2seq_lm") / "original").save_pretrained(tmp_path / "student")
+    options = ["--task", "seq2seq_lm", "--model_name_or_path", tmp_path / "student", "--trainable", "mechanism"]
+    options += ["--attention_transfer_weight", 1, "--train_file", twin("seq2seq_lm") / "train.jsonl"]
+    options += ["--max_train_steps", 2, "--logging_steps", 1, "--learning_rate", 1e-2]
+    events = [
+        event
+        for size in (24, 1)  # one step of all pairs, with and without padding
+        for event in finetune(
+            *options, "--per_device_train_batch_size", size, "--gradient_accumulation_steps", 24 // size,
+            output_dir=tmp_path / f"out{size}",
+        )
+        if event["step"] == 1
+    ]  # fmt: skip
+    assert events[0]["loss"] == pytest.approx(events[1]["loss"], rel=1e-4)
+    before, after = model.state_dict(), load_file(tmp_path / "out24" / "model.safetensors")
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    modules = linear_attention_modules(model)
+    assert all(any(name.startswith(f"{module}.linear_attention") for name in changed) for module in modules)
+    assert all(".linear_attention." in name for name in changed)
+    assert ("decoder.layers.0.encoder_attn" in " ".join(modules)) == (family == "bart")
+
+
+def test_generated_texts_are_compared(student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
+    """The figures are those of `generate` of the models alone, on one text at a time."""
+    options = [*student("seq2seq_lm"), "--validation_file", twin("seq2seq_lm") / "valid.jsonl"]
+    generate = [
+        "--predict_with_generate",
+        "--generation_max_length",
+        8,
+        "--max_train_steps",
+        1,
+        "--learning_rate",
+        1e-9,
+    ]
+    figures = finetune(*options, *generate)[0]
+    tokenizer = AutoTokenizer.from_pretrained(str(options[3]))
+    models = [AutoModelForSeq2SeqLM.from_pretrained(str(options[place])).eval() for place in (3, 5)]
+    same, exact, rows = 0, 0, rows_of(twin("seq2seq_lm") / "valid.jsonl")
+    for row in rows:
+        ids = tokenizer(row["source"], return_tensors="pt").input_ids
+        mine, yours = (
+            tokenizer.decode(model.generate(ids, max_new_tokens=8)[0], skip_special_tokens=True) for model in models
+        )
+        same, exact = same + (mine == yours), exact + (mine.split() == row["target"].split())
+    assert figures["eval_same_text"] == same / len(rows)
+    assert figures["eval_exact_match"] == exact / len(rows)

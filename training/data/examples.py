@@ -5,6 +5,7 @@
 | causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
 | sequence_classification | refused                                     | a row is a text with class, cut     |
+| seq2seq_lm              | refused                                     | a row is two texts, each cut        |
 | token_classification    | refused                                     | a row is words with classes, cut    |
 | image_classification    | refused                                     | a row is an image with class        |
 

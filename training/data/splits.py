@@ -16,6 +16,7 @@ from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
 from hf_linear_attention.training.data.rows import count_skipped, load_rows
 from hf_linear_attention.training.data.streaming import StreamedExamples
+from hf_linear_attention.training.data.targets import target_examples
 from hf_linear_attention.training.data.words import usable_words, word_examples
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
@@ -50,6 +51,7 @@ class Reader:
 TEXT = Reader(usable_texts, build_examples)
 # The tasks that are not here read texts (`TEXT`).
 READERS = {
+    "seq2seq_lm": Reader(usable_texts, target_examples),
     "sequence_classification": Reader(usable_texts, build_examples, has_classes=True),
     "token_classification": Reader(usable_words, word_examples, has_classes=True),
     "image_classification": Reader(usable_images, image_examples, has_classes=True),

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.evaluation.generated import Generated, Generation, generation_figures
 from hf_linear_attention.training.evaluation.metrics import (
     GREATER_IS_BETTER,
     Classification,
@@ -70,8 +71,10 @@ SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type
 class Evaluator:
     """Runs the model on the examples of this process, and computes the metric of the task over all processes."""
 
-    def __init__(self, accelerator: Accelerator, task: str, teacher: Teacher | None) -> None:
-        self.accelerator, self.task, self.teacher = accelerator, task, teacher
+    def __init__(
+        self, accelerator: Accelerator, task: str, teacher: Teacher | None, generation: Generation | None = None
+    ) -> None:
+        self.accelerator, self.task, self.teacher, self.generation = accelerator, task, teacher, generation
         self.logits = TASKS[task].logits
         self.layers = "last" if self.logits is None else None
         self.compares = teacher is not None and self.logits is not None and TASKS[task].compares
@@ -103,6 +106,7 @@ class Evaluator:
         rows: list[tuple[int, Any, Any]] = []
         agreed: list[tuple[int, int, int]] = []
         scored: list[tuple[int, float, list[float]]] = []
+        texts: list[Generated] = []
         for batch in batches:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
@@ -112,12 +116,15 @@ class Evaluator:
             rows += zip(index, predictions, references, strict=True)
             if self.compares:
                 agreed += zip(index, *self._agreement(batch, outputs), strict=True)
+            if self.generation is not None:
+                texts += self.generation(model, self.teacher and self.teacher.model, batch)
             if self.task == "embedding" and "labels" in batch:
                 pooled = mean_pooled(hidden_states_of(outputs, self.layers)[-1], batch["attention_mask"])
                 scored += zip(index, batch["labels"].tolist(), pooled.tolist(), strict=True)
         model.train(was_training)
         result = self._result(_each_once(gather_object(rows)))
         result |= _similarity(_each_once(gather_object(scored)))
+        result |= generation_figures(_each_once(gather_object(texts)))
         if self.compares:
             counts = [row[1:] for row in _each_once(gather_object(agreed))]
             result["agreement"] = sum(hits for hits, _ in counts) / max(sum(count for _, count in counts), 1)

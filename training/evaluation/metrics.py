@@ -24,6 +24,7 @@ GREATER_IS_BETTER = {
     "cosine": True,
     "cosine_min": True,
     "exact_match": True,
+    "same_text": True,
 }
 
 

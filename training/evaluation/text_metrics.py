@@ -61,17 +61,21 @@ def spans_of(tags: Sequence[str]) -> set[Span]:
 class TextMatch(evaluate.Metric):
     """Share of texts that equal a reference, and mean F1 score of their words. references: one or more for each text.
 
-    As in SQuAD's evaluation, case, punctuation and the articles a, an, the do not count, and the best reference does.
+    The best reference counts. With `ignores_case`, case, punctuation and the articles a, an, the do not count, as in
+    SQuAD's evaluation.
     """
 
     def _info(self) -> evaluate.MetricInfo:
         text = datasets.Value("string")
         return metric_info(self, {"predictions": text, "references": datasets.Sequence(text)})
 
-    def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-        pairs = list(zip(predictions, references, strict=True))
+    def _compute(
+        self, predictions: list[str], references: list[list[str]], ignores_case: bool = True
+    ) -> dict[str, float]:
+        words = words_of if ignores_case else str.split
+        pairs = [(words(mine), [words(yours) for yours in known]) for mine, known in zip(predictions, references)]
         count = max(len(pairs), 1)
-        exact = sum(any(words_of(mine) == words_of(yours) for yours in known) for mine, known in pairs)
+        exact = sum(mine in known for mine, known in pairs)
         f1 = math.fsum(max((word_f1(mine, yours) for yours in known), default=0.0) for mine, known in pairs)
         return {"exact_match": exact / count, "f1": f1 / count, "texts": len(pairs)}
 
@@ -82,9 +86,8 @@ def words_of(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
-def word_f1(mine: str, yours: str) -> float:
-    """The harmonic mean of precision and recall of the words of `mine`; 1 if neither text has words."""
-    a, b = words_of(mine), words_of(yours)
-    if not a or not b:
-        return float(a == b)
-    return 2 * (Counter(a) & Counter(b)).total() / (len(a) + len(b))
+def word_f1(mine: Sequence[str], yours: Sequence[str]) -> float:
+    """The harmonic mean of precision and recall of the words `mine`; 1 if there are none in either."""
+    if not mine or not yours:
+        return float(mine == yours)
+    return 2 * (Counter(mine) & Counter(yours)).total() / (len(mine) + len(yours))
