@@ -22,7 +22,7 @@ from hf_linear_attention._common.options import (
     option,
 )
 from hf_linear_attention.training.task_arguments import EVALUATION_DATA, TaskArguments
-from hf_linear_attention.training.tasks import CLASSIFICATION, TASKS, TEXT_TASKS
+from hf_linear_attention.training.tasks import CLASSIFICATION, COLUMN_TASKS, TASKS, TEXT_TASKS
 
 
 TEACHER = ("teacher_name_or_path",)
@@ -155,7 +155,7 @@ class DataArguments:
     text_column_name: str = option(
         "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
         "text",
-        tasks=TEXT_TASKS,
+        tasks=COLUMN_TASKS,
         for_evaluation=True,
     )
     image_column_name: str = option(

@@ -53,7 +53,9 @@ class RunContext:
             accelerator.process_index,
             accelerator.num_processes,
         )
-        evaluator = Evaluator(accelerator, self.recipe.model.task, self.teacher, self._generation())
+        evaluator = Evaluator(
+            accelerator, self.recipe.model.task, self.teacher, self._generation(), self.validation.examples
+        )
         with self.final_weights():
             figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
         self.record({"step": step, self.recipe.unit: tokens, **figures})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_linear_attention._common.options import COUNT, OnResume, option
+from hf_linear_attention._common.options import COUNT, NOT_NEGATIVE, OnResume, option
 from hf_linear_attention.training.tasks import TASKS
 
 
@@ -16,6 +16,13 @@ GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 class TaskArguments:
     """How the rows of some tasks become examples, and what their evaluations generate."""
 
+    doc_stride: int | None = option(
+        "Tokens that the parts of a long context share; default: 128, or a quarter of max_length if that is less.",
+        None,
+        bounds=NOT_NEGATIVE,
+        tasks=("question_answering",),
+        for_evaluation=True,
+    )
     predict_with_generate: bool = option(
         "In evaluations, also generate texts (greedily), and compare them with the targets and those of the teacher.",
         False,

@@ -65,6 +65,7 @@ TASKS: dict[str, Task] = {
         pair_column="target",
         generates=True,
     ),
+    "question_answering": Task("AutoModelForQuestionAnswering", "text", "spans", ("f1", "exact_match")),
     "token_classification": Task(
         "AutoModelForTokenClassification",
         "text",
@@ -75,6 +76,8 @@ TASKS: dict[str, Task] = {
     ),
 }
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
+# The columns of question_answering have fixed names.
+COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import (
     BertConfig,
+    BertForQuestionAnswering,
     BertForTokenClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -65,7 +66,24 @@ def seq2seq_lm(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFas
         _write(folder / f"{split}.jsonl", rows)
 
 
+def question_answering(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Contexts of several parts at 64 tokens; the answer is a word, or in every fifth row nothing."""
+    _save(folder, BertForQuestionAnswering, bert_config(), tokenizer)
+    for split, part in (("train", texts[:24]), ("valid", texts[24:33])):
+        rows = []
+        for number, text in enumerate(part):
+            context = " ".join(text.split())[:150]
+            word = context.split()[number % 4]
+            answer = {"text": [word], "answer_start": [context.index(word)]}
+            none: dict[str, list[Any]] = {"text": [], "answer_start": []}
+            rows.append(
+                {"question": text[:20] + "?", "context": context, "answers": none if number % 5 == 4 else answer}
+            )
+        _write(folder / f"{split}.jsonl", rows)
+
+
 TWINS: dict[str, Callable[[Path, list[str], PreTrainedTokenizerFast], None]] = {
     "seq2seq_lm": seq2seq_lm,
+    "question_answering": question_answering,
     "token_classification": token_classification,
 }

@@ -90,8 +90,9 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
         "attention_mask": _rows([np.ones(len(example["input_ids"]), np.int64) for example in examples], length, 0),
         "index": torch.tensor([example["index"] for example in examples]),
     }
-    if "token_type_ids" in examples[0]:
-        batch["token_type_ids"] = _rows([example["token_type_ids"] for example in examples], length, 0)
+    for name in ("token_type_ids", "context_mask"):  # the mask is of the tokens that an answer can be made of
+        if name in examples[0]:
+            batch[name] = _rows([example[name] for example in examples], length, 0)
     if any("position_ids" in example for example in examples):
         batch["position_ids"] = torch.stack([_positions(example, length) for example in examples])
     return batch | _padded_labels(examples)

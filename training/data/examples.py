@@ -6,6 +6,7 @@
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
 | sequence_classification | refused                                     | a row is a text with class, cut     |
 | seq2seq_lm              | refused                                     | a row is two texts, each cut        |
+| question_answering      | refused                                     | a part of a context, and a question |
 | token_classification    | refused                                     | a row is words with classes, cut    |
 | image_classification    | refused                                     | a row is an image with class        |
 

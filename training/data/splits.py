@@ -14,6 +14,7 @@ from hf_linear_attention.training.data.images import usable_images
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
+from hf_linear_attention.training.data.questions import question_examples, usable_questions
 from hf_linear_attention.training.data.rows import count_skipped, load_rows
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.data.targets import target_examples
@@ -51,6 +52,7 @@ class Reader:
 TEXT = Reader(usable_texts, build_examples)
 # The tasks that are not here read texts (`TEXT`).
 READERS = {
+    "question_answering": Reader(usable_questions, question_examples),
     "seq2seq_lm": Reader(usable_texts, target_examples),
     "sequence_classification": Reader(usable_texts, build_examples, has_classes=True),
     "token_classification": Reader(usable_words, word_examples, has_classes=True),

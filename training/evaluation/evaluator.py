@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, token_weights
-from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
 from hf_linear_attention.training.evaluation.generated import Generated, Generation, generation_figures
 from hf_linear_attention.training.evaluation.metrics import (
     GREATER_IS_BETTER,
@@ -23,7 +23,7 @@ from hf_linear_attention.training.evaluation.metrics import (
     TokenLoss,
     pair_similarity,
 )
-from hf_linear_attention.training.evaluation.text_metrics import Tagging
+from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch
 from hf_linear_attention.training.losses.outputs import (
     embedding_cosine,
     hidden_states_of,
@@ -36,6 +36,8 @@ from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import TASKS
 
+
+LONGEST_ANSWER = 30  # tokens, as in the evaluation of BERT on SQuAD
 
 Figures = tuple[list[Any], list[Any]]
 """Prediction and reference of every example in a batch, in the form that the metric expects."""
@@ -52,6 +54,18 @@ def _classes(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
     return outputs.logits.argmax(-1).tolist(), batch["labels"].tolist()
 
 
+def _answers(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
+    """The best span of every context: its score, first and last token, and the score of the empty answer (token 0)."""
+    starts, ends = (x.double() for x in (outputs.start_logits, outputs.end_logits))
+    outside = (batch["context_mask"] == 0).unsqueeze(1)
+    length = starts.shape[1]
+    is_span = torch.ones(length, length, dtype=torch.bool, device=starts.device).triu().tril(LONGEST_ANSWER - 1)
+    scores = (starts.unsqueeze(2) + ends.unsqueeze(1)).masked_fill(~is_span | outside | outside.mT, -torch.inf)
+    best, place = scores.flatten(1).max(-1)
+    rows = torch.stack([best, place // length, place % length, starts[:, 0] + ends[:, 0]], dim=-1)
+    return rows.tolist(), [0] * len(rows)
+
+
 def _tags(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
     """The names of the classes of the words of every text."""
     pairs = zip(outputs.logits.argmax(-1).tolist(), batch["labels"].tolist(), strict=True)
@@ -65,6 +79,7 @@ SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type
     "sequence_classification": (_classes, Classification),
     "image_classification": (_classes, Classification),
     "token_classification": (_tags, Tagging),
+    "question_answering": (_answers, TextMatch),
 }
 
 
@@ -72,9 +87,24 @@ class Evaluator:
     """Runs the model on the examples of this process, and computes the metric of the task over all processes."""
 
     def __init__(
-        self, accelerator: Accelerator, task: str, teacher: Teacher | None, generation: Generation | None = None
+        self,
+        accelerator: Accelerator,
+        task: str,
+        teacher: Teacher | None,
+        generation: Generation | None = None,
+        examples: Any = None,
     ) -> None:
+        """Prepare evaluations.
+
+        Args:
+            accelerator: the processes that evaluate together.
+            task: the task of the model.
+            teacher: the model to compare with.
+            generation: how texts are generated; None if none are.
+            examples: the examples that are evaluated; they turn spans into texts.
+        """
         self.accelerator, self.task, self.teacher, self.generation = accelerator, task, teacher, generation
+        self.examples = examples
         self.logits = TASKS[task].logits
         self.layers = "last" if self.logits is None else None
         self.compares = teacher is not None and self.logits is not None and TASKS[task].compares
@@ -132,10 +162,12 @@ class Evaluator:
 
     def _result(self, rows: list[tuple[int, Any, Any]]) -> dict[str, float]:
         metric = SCORES[self.task][1] if self.task in SCORES else TokenLoss if self.logits else TeacherCosine
+        predictions, references = [row[1] for row in rows], [row[2] for row in rows]
+        if self.logits == "spans":
+            whole = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
+            predictions, references = whole.texts([row[:2] for row in rows])
         # By default, a metric would be in a file in the home folder.
-        found = metric(keep_in_memory=True).compute(
-            predictions=[row[1] for row in rows], references=[row[2] for row in rows]
-        )
+        found = metric(keep_in_memory=True).compute(predictions=predictions, references=references)
         return found or {}
 
     def _agreement(self, batch: Batch, outputs: Any) -> tuple[list[int], list[int]]:
