@@ -22,7 +22,7 @@ from hf_linear_attention._common.options import (
     option,
 )
 from hf_linear_attention.training.task_arguments import EVALUATION_DATA, TaskArguments
-from hf_linear_attention.training.tasks import CLASSIFICATION, COLUMN_TASKS, TASKS, TEXT_TASKS
+from hf_linear_attention.training.tasks import CLASSIFICATION, COLUMN_TASKS, IMAGE_TASKS, TASKS, TEXT_TASKS
 
 
 TEACHER = ("teacher_name_or_path",)
@@ -159,9 +159,9 @@ class DataArguments:
         for_evaluation=True,
     )
     image_column_name: str = option(
-        "Column with the image itself or its path, relative to the folder of the data file (image_classification).",
+        "Column with the image itself or its path, relative to the folder of the data file.",
         "image",
-        tasks=("image_classification",),
+        tasks=IMAGE_TASKS,
         for_evaluation=True,
     )
     text_pair_column_name: str | None = option(
@@ -268,7 +268,7 @@ class ObjectiveArguments:
         None,
         bounds=NOT_NEGATIVE,
         needs=TEACHER,
-        tasks=TEXT_TASKS,
+        tasks=(*TEXT_TASKS, "image_embedding"),
         off=0,
         on_resume=OnResume.WARNED,
     )

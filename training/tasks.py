@@ -56,6 +56,7 @@ TASKS: dict[str, Task] = {
     "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
     "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
     "image_classification": Task("AutoModelForImageClassification", "images", "inputs", CLASSES),
+    "image_embedding": Task("AutoModel", "images", None, EMBEDDINGS),
     "seq2seq_lm": Task(
         "AutoModelForSeq2SeqLM",
         "text",
@@ -78,6 +79,7 @@ TASKS: dict[str, Task] = {
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
 # The columns of question_answering have fixed names.
 COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
+IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
 
 

@@ -79,7 +79,8 @@ def _files(recipe: Recipe) -> Iterator[str]:
         elif not Path(path).is_file():
             yield f"`--{name} {path}`: there is no such file; check the path"
         elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
-            what = "targets" if recipe.task.pair_column else "classes"
+            what = "images" if recipe.task.inputs == "images" else "classes"
+            what = "targets" if recipe.task.pair_column else what
             yield (
                 f"`--{name} {path}`: a .txt file has no {what}; use .jsonl, .csv, .tsv or .parquet with the columns of "
                 f"`--task {recipe.model.task}`"

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from checkpoints import save_twin
+from PIL import Image
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -82,8 +85,20 @@ def question_answering(folder: Path, texts: list[str], tokenizer: PreTrainedToke
         _write(folder / f"{split}.jsonl", rows)
 
 
+def image_embedding(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    """A ViT without a head, and images without labels."""
+    save_twin(folder / "original", "vit", "AutoModel", initializer_range=0.3)
+    random = np.random.default_rng(0)
+    for split, count in (("train", 24), ("valid", 9)):
+        for number in range(count):
+            pixels = random.integers(0, 255, (16, 16), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{split}-{number}.png")
+        _write(folder / f"{split}.jsonl", [{"image": f"{split}-{number}.png"} for number in range(count)])
+
+
 TWINS: dict[str, Callable[[Path, list[str], PreTrainedTokenizerFast], None]] = {
     "seq2seq_lm": seq2seq_lm,
+    "image_embedding": image_embedding,
     "question_answering": question_answering,
     "token_classification": token_classification,
 }

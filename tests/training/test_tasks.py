@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from task_twins import TAGS, TWINS
 from transformers import (
+    AutoModel,
     AutoModelForSeq2SeqLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -315,3 +316,26 @@ def test_a_question_without_room_for_its_context_is_refused(twin: Twin, finetune
     options = ["--task", "question_answering", "--model_name_or_path", folder / "original", "--max_length", 16]
     finetune(*options, "--train_file", folder / "train.jsonl", "--doc_stride", 8, expect=1)
     assert "with `--max_length` 16 and `--doc_stride` 8 only" in capsys.readouterr().err
+
+
+def test_a_vision_model_without_a_head_learns_the_mean_of_its_states(
+    student: Callable[[str], list[Any]], twin: Twin, finetune: Any, tmp_path: Path
+) -> None:
+    """The preset shares its epochs among the stages; the first losses of the last stage are the formulas."""
+    options = student("image_embedding")
+    batch = ["--per_device_train_batch_size", 24, "--validation_file", twin("image_embedding") / "valid.jsonl"]
+    events = finetune("--preset", "default", *options, *batch, "--num_train_epochs", 4)
+    runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert [run["training"]["num_train_epochs"] for run in runs] == [2, 2]
+    assert [run["training"]["images"] for run in runs] == [48, 48]
+    first, last = (event["eval_cosine"] for event in events if "eval_cosine" in event)
+    assert first < last <= 1
+    found = data_of("image_embedding", twin).train
+    pixels = torch.stack([found[number]["pixel_values"] for number in range(24)])
+    folders = (tmp_path / "out" / "stages" / "1-transfer", options[5])
+    with torch.no_grad():
+        models = [AutoModel.from_pretrained(str(folder)) for folder in folders]
+        mine, yours = (model(pixels, output_hidden_states=True).hidden_states[-1] for model in models)
+    cosine = F.cosine_similarity(mine.mean(1), yours.mean(1), dim=-1).mean().item()
+    event = next(event for event in events if "embedding" in event)
+    assert event["embedding"] == pytest.approx(1 - cosine, rel=1e-3, abs=1e-6)

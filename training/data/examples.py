@@ -9,6 +9,7 @@
 | question_answering      | refused                                     | a part of a context, and a question |
 | token_classification    | refused                                     | a row is words with classes, cut    |
 | image_classification    | refused                                     | a row is an image with class        |
+| image_embedding         | refused                                     | a row is an image                   |
 
 "Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
 to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt
@@ -118,7 +119,8 @@ def image_examples(
     Raises:
         TrainingError: if there are none, or their labels cannot be used.
     """
-    images: Examples = Images(rows, recipe.data, split, processor, class_labels(rows, recipe, classes, split))
+    labels = class_labels(rows, recipe, classes, split) if recipe.task.logits is not None else None
+    images: Examples = Images(rows, recipe.data, split, processor, labels)
     return finished(images, recipe, split)
 
 

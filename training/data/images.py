@@ -55,7 +55,7 @@ def usable_images(recipe: Recipe, rows: datasets.Dataset, split: str) -> dataset
         TrainingError: if there are bad rows that may not be skipped, or no column with the images.
     """
     data = recipe.data
-    labelled = data.label_column_name in rows.column_names
+    labelled = recipe.task.logits is not None and data.label_column_name in rows.column_names
     require_column(rows, "image_column_name", data.image_column_name)
     root, bad = _root(data, split), {}
     for number, value in enumerate(_undecoded(rows, data)):

@@ -57,6 +57,7 @@ READERS = {
     "sequence_classification": Reader(usable_texts, build_examples, has_classes=True),
     "token_classification": Reader(usable_words, word_examples, has_classes=True),
     "image_classification": Reader(usable_images, image_examples, has_classes=True),
+    "image_embedding": Reader(usable_images, image_examples),
 }
 
 

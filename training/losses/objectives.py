@@ -111,12 +111,12 @@ class Embedding(Objective):
 
     def units(self, batch: Batch) -> Tensor:
         """Number of sequences, a long scalar."""
-        return torch.tensor(batch["input_ids"].shape[0], device=batch["input_ids"].device)
+        return torch.tensor(len(batch["index"]), device=batch["index"].device)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of 1 - cosine similarity."""
         mine, yours = _hidden_pairs(student, teacher)[-1]
-        return (1 - embedding_cosine(mine, yours, batch["attention_mask"])).sum()
+        return (1 - embedding_cosine(mine, yours, token_weights(batch, mine.shape[1]) > 0)).sum()
 
 
 def _error_sums(mine: tuple[Tensor, ...], yours: tuple[Tensor, ...], batch: Batch, is_decoder: bool) -> list[Tensor]:
