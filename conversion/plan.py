@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.heads import Head, head_of
+from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention.architectures import attention_modules, converted_features
 from hf_linear_attention.configuration_linear_attention import entries_of, model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
@@ -78,6 +78,15 @@ class TensorPlan:
         return int(torch.Size(self.shape).numel())
 
 
+# What models read, by the name of their main input.
+INPUTS: dict[str, Inputs] = {
+    "input_ids": "text",
+    "pixel_values": "images",
+    "input_values": "sound",
+    "input_features": "sound",
+}
+
+
 @dataclass
 class Plan:
     """The whole conversion.
@@ -106,7 +115,8 @@ class Plan:
     @property
     def head(self) -> Head:
         """What the model's head is for."""
-        return head_of(self.stock_class.__name__, is_vision=self.stock_class.main_input_name != "input_ids")
+        inputs = INPUTS.get(self.stock_class.main_input_name, "text")
+        return head_of(self.stock_class.__name__, inputs, bool(self.config.is_encoder_decoder))
 
     @property
     def settings(self) -> Any:

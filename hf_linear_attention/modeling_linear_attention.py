@@ -430,8 +430,7 @@ def _reduce(self: Any, protocol: Any) -> str | tuple[Any, ...]:
 def _without_init(module: str, name: str, is_cross: bool) -> Any:
     """What pickle calls: it returns an empty object of the class made from the stock class `name` of `module`."""
     stock = getattr(importlib.import_module(module), name)
-    is_model = issubclass(stock, PreTrainedModel)
-    linear: Any = linear_model_class(stock) if is_model else _attention_class(stock, is_cross)
+    linear: Any = linear_model_class(stock) if issubclass(stock, PreTrainedModel) else _attention_class(stock, is_cross)
     return linear.__new__(linear)
 
 
