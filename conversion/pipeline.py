@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from hf_linear_attention import supported_model_types
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
+from hf_linear_attention._common.reading import reading
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.cast import cast_weights
@@ -236,15 +238,20 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
         if scratch is not None:
             folder = stack.enter_context(cast_weights(source, plan, arguments.dtype, scratch))
         torch.manual_seed(arguments.seed or 0)
-        loaded: Any = plan.linear_class.from_pretrained(
-            folder,
-            config=plan.config,
-            dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
-            use_safetensors=not source.is_pickled or folder != source.folder,
-            output_loading_info=True,
-        )
+        with reading(source.weights[0]):
+            loaded: Any = plan.linear_class.from_pretrained(
+                folder,
+                config=plan.config,
+                dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+                use_safetensors=not source.is_pickled or folder != source.folder,
+                output_loading_info=True,
+            )
     model, loading = loaded
     plan.confirm(set(loading["missing_keys"]))
+    if not arguments.allow_missing:
+        dropped = [str(tensor.source) for tensor in plan.dropped]
+        check_complete(source.name, model, [str(tensor.target) for tensor in plan.new_base], dropped)
+    check_finite(source.name, model)
     if plan.new_base:
         names = ", ".join(str(tensor.target) for tensor in plan.new_base)
         logger.warning("the checkpoint does not contain %s; these weights are random and need training", names)

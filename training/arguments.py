@@ -73,6 +73,12 @@ class ModelArguments:
     trust_remote_code: bool = option(
         "Run the Python code in the model folders.", False, for_evaluation=True, on_resume=OnResume.FREE
     )
+    allow_missing: bool = option(
+        "Train although the checkpoint lacks weights, which are then random, or has layers that its config.json lacks.",
+        False,
+        for_evaluation=True,
+        on_resume=OnResume.FREE,
+    )
     trainable: Literal["all", "mechanism", "adapter"] = option(
         "Parameters to train: all (with use_peft: the adapters and those of the attention mechanism), those of the "
         "mechanism, or the adapters.",

@@ -116,6 +116,23 @@ def out_of_bounds(facts: Mapping[str, Facts], values: Mapping[str, Any]) -> Iter
             yield f"`--{name} {value}`: it must be {fact.bounds}"
 
 
+PATH_NAMES = ("_path", "_file", "_dir", "_folder", "dataset_name", "tokenizer_name", "_checkpoint")
+
+
+def unusable_texts(values: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence for every option that is an empty text, or a path that no file system can have."""
+    for name, value in values.items():
+        if value == "":
+            yield f"`--{name}` is empty; give a value, or leave it out"
+        elif isinstance(value, str) and name.endswith(PATH_NAMES) and not _can_be_path(value):
+            yield f"`--{name} {value[:60]}...` is no usable name: a part of it has more than 225 bytes, or a NUL"
+
+
+def _can_be_path(text: str) -> bool:
+    """Whether a file system allows this path, and the name of a temporary folder beside it."""
+    return "\0" not in text and all(len(part.encode(errors="replace")) <= 225 for part in text.split("/"))
+
+
 def without_needs(facts: Mapping[str, Facts], values: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
     """One sentence for every option in `given` that has no effect because another option is missing."""
     for name in sorted(given):

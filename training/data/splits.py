@@ -14,7 +14,7 @@ from hf_linear_attention.training.data.images import usable_images
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
-from hf_linear_attention.training.data.rows import count_skipped, load_rows
+from hf_linear_attention.training.data.rows import count_skipped, load_rows, path_of
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
@@ -55,8 +55,11 @@ def _read(
 def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int] | None:
     """The class index of every label in the first labelled split; the other split may have no further classes."""
     column = recipe.data.label_column_name
-    labelled = [part for part in rows.values() if column in part.column_names]
-    return class_mapping(load_config(recipe), label_names(labelled[0], column)) if labelled else None
+    labelled = [(split, part) for split, part in rows.items() if column in part.column_names]
+    if not labelled:
+        return None
+    split, first = labelled[0]
+    return class_mapping(load_config(recipe), label_names(first, column, path_of(recipe.data, split)))
 
 
 def load_data(recipe: Recipe, processor: Processor) -> Splits:
