@@ -14,11 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention import supported_model_types
+from hf_linear_attention._common.command_line import not_essential
+from hf_linear_attention._common.devices import memory_of_machine
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention._common.reading import reading
+from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.cast import cast_weights
@@ -111,11 +114,29 @@ def prepare(request: Request) -> Conversion:
         plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
     if arguments.softmax_heads is not None and not chooses_heads(arguments):
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
+    _check_memory(plan)
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse sizes that this machine cannot hold, before anything of these sizes is allocated."""
+    needs = {"new weights": 4 * plan.weights["new"], "state per sequence": plan.state_bytes or 0}
+    for what, needed in needs.items():
+        if needed > (memory := memory_of_machine()):
+            sizes = {
+                f"`{name}` = {value:,}"
+                for entry in entries_of(plan.settings)
+                for name, value in entry.items()
+                if type(value) is int and value > 1
+            }
+            raise UsageError(
+                f"{needed:,} bytes of {what} are needed with {', '.join(sorted(sizes))}, and this machine has "
+                f"{memory:,}; choose smaller sizes"
+            )
 
 
 def _plan(request: Request, source: Source) -> Plan:
@@ -162,7 +183,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     if conversion.output_dir is None:
         raise UsageError("`--output_dir` is missing; name the folder to write")
     arguments, plan = conversion.request.arguments, conversion.plan
-    with staging(conversion.output_dir) as folder:
+    with staging(conversion.output_dir, replaces=arguments.overwrite) as folder:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
         measured = calibrate_and_diagnose(conversion, model)
@@ -192,10 +213,9 @@ def run(conversion: Conversion) -> dict[str, Any]:
             card_metadata=source_metadata(conversion.source.root),
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        # The title of the card is the final name of the folder.
-        write_model_card(
-            folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name
-        )
+        facts = {"base_model": conversion.source.name, "settings": plan.settings}
+        with not_essential("the model card"):  # its title is the final name of the folder
+            write_model_card(folder, facts, name=conversion.output_dir.name)
     return report
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_of
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import COUNT, Bounds, OnResume, facts_of, option, out_of_bounds, unusable_texts
+from hf_linear_attention._common.options import (
+    COUNT,
+    SEED,
+    Bounds,
+    OnResume,
+    facts_of,
+    option,
+    out_of_bounds,
+    unusable_texts,
+)
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer
 from hf_linear_attention.mechanism import Option
@@ -154,7 +163,7 @@ class ConversionArguments:
         False,
         for_evaluation=True,
     )
-    seed: int | None = option("the seed of all random numbers (default 0; 42 for training)", None)
+    seed: int | None = option("the seed of all random numbers (default 0; 42 for training)", None, bounds=SEED)
     dry_run: bool = option("print what would be done and write nothing", False, on_resume=OnResume.FREE)
     no_verify: bool = option("do not compare the result with its source", False)
     overwrite: bool = option(

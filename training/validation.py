@@ -225,6 +225,10 @@ def _folder(recipe: Recipe) -> Iterator[str]:
             f"`--resume_from_checkpoint {resume}` is not a checkpoint folder of this script; give `latest` or the path "
             "of a checkpoint-<step> folder"
         )
+    for name in ("model_name_or_path", "teacher_name_or_path"):
+        model = getattr(recipe.model, name)
+        if model is not None and Path(model).is_dir() and Path(model).resolve() in path.resolve().parents:
+            yield f"`--output_dir {path}` is inside of `--{name} {model}`; choose another folder"
     if path.exists() and not path.is_dir():
         yield f"`--output_dir {path}` is a file; give the path of a folder"
     elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:

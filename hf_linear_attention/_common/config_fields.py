@@ -71,6 +71,14 @@ def _are_settings(value: Any) -> bool:
     )
 
 
+def _are_runs(value: Any) -> bool:
+    kinds = {"training": dict, "metrics": dict, "dataset": (str, type(None))}
+    return isinstance(value, list) and all(
+        isinstance(run, dict) and all(name in run and isinstance(run[name], kind) for name, kind in kinds.items())
+        for run in value
+    )
+
+
 # The name of a field, as a pattern; what it must be; and the check. The first row that matches is used.
 Row = tuple[str, str, Check]
 CONFIG: list[Row] = [
@@ -129,8 +137,14 @@ TOKENIZER_CONFIG: list[Row] = [
     ("model_max_length", "a number of at least 1", lambda value: _is_number(value) and value >= 1),
     (r"\w+_token", "a text", lambda value: isinstance(value, (str, dict, bool))),
 ]
+CONVERSION_REPORT: list[Row] = [
+    ("base_model", "a text", lambda value: isinstance(value, str)),
+    ("figures|card_metadata|quality|checks", "an object", lambda value: isinstance(value, dict)),
+    ("dropped_features", "a list", lambda value: isinstance(value, list)),
+]
+TRAINING_REPORT: list[Row] = [("runs", "a list of runs, each with `training`, `metrics` and `dataset`", _are_runs)]
 # Fields that are missing may be null as well, except for these.
-NEVER_NULL = ("model_type", "linear_attention")
+NEVER_NULL = ("model_type", "linear_attention", "runs")
 
 
 def _check(path: Path, content: Mapping[str, Any], rows: list[Row]) -> None:
@@ -173,4 +187,6 @@ def check_tokenizer_config(path: Path, config: Mapping[str, Any]) -> None:
 CHECKS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
     "config.json": check_config,
     "tokenizer_config.json": check_tokenizer_config,
+    "conversion_report.json": lambda path, content: _check(path, content, CONVERSION_REPORT),
+    "training_report.json": lambda path, content: _check(path, {"runs": None, **content}, TRAINING_REPORT),
 }

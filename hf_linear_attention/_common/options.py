@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +34,9 @@ class Bounds:
     such_as: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Whether `value` is allowed; NaN is not."""
+        """Whether `value` is allowed; NaN and infinity are not."""
         checks = (
+            not isinstance(value, float) or math.isfinite(value),
             self.least is None or value >= self.least,
             self.above is None or value > self.above,
             self.below is None or value < self.below,
@@ -51,6 +53,8 @@ class Bounds:
 
 
 COUNT = Bounds(least=1)
+SIZE = Bounds(least=1, below=2**20)  # of a batch and the like: more would exhaust any memory
+SEED = Bounds(least=0, below=2**32)  # what NumPy accepts
 NOT_NEGATIVE = Bounds(least=0)
 POSITIVE = Bounds(above=0)
 BELOW_ONE = Bounds(least=0, below=1)
