@@ -14,9 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention import supported_model_types
+from hf_linear_attention._common.command_line import not_essential
+from hf_linear_attention._common.devices import memory_of_machine
 from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
+from hf_linear_attention._common.reading import reading
+from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.cast import cast_weights
@@ -115,11 +120,29 @@ def prepare(request: Request) -> Conversion:
         plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
     if arguments.softmax_heads is not None and not chooses_heads(arguments):
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
+    _check_memory(plan)
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse sizes that this machine cannot hold, before anything of these sizes is allocated."""
+    needs = {"new weights": 4 * plan.weights["new"], "state per sequence": plan.state_bytes or 0}
+    for what, needed in needs.items():
+        if needed > (memory := memory_of_machine()):
+            sizes = {
+                f"`{name}` = {value:,}"
+                for entry in entries_of(plan.settings)
+                for name, value in entry.items()
+                if type(value) is int and value > 1
+            }
+            raise UsageError(
+                f"{needed:,} bytes of {what} are needed with {', '.join(sorted(sizes))}, and this machine has "
+                f"{memory:,}; choose smaller sizes"
+            )
 
 
 def _plan(request: Request, source: Source) -> Plan:
@@ -166,7 +189,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     if conversion.output_dir is None:
         raise UsageError("`--output_dir` is missing; name the folder to write")
     arguments, plan = conversion.request.arguments, conversion.plan
-    with staging(conversion.output_dir) as folder:
+    with staging(conversion.output_dir, replaces=arguments.overwrite) as folder:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
         measured = calibrate_and_diagnose(conversion, model)
@@ -198,10 +221,9 @@ def run(conversion: Conversion) -> dict[str, Any]:
             card_metadata=source_metadata(conversion.source.root),
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        # The title of the card is the final name of the folder.
-        write_model_card(
-            folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name
-        )
+        facts = {"base_model": conversion.source.name, "settings": plan.settings}
+        with not_essential("the model card"):  # its title is the final name of the folder
+            write_model_card(folder, facts, name=conversion.output_dir.name)
     return report
 
 
@@ -244,18 +266,23 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
         if scratch is not None:
             folder = stack.enter_context(cast_weights(source, plan, arguments.dtype, scratch))
         torch.manual_seed(arguments.seed or 0)
-        loaded: Any = plan.linear_class.from_pretrained(
-            folder,
-            config=plan.config,
-            dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
-            use_safetensors=not source.is_pickled or folder != source.folder,
-            ignore_mismatched_sizes=plan.extension is not None,
-            output_loading_info=True,
-        )
+        with reading(source.weights[0]):
+            loaded: Any = plan.linear_class.from_pretrained(
+                folder,
+                config=plan.config,
+                dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+                use_safetensors=not source.is_pickled or folder != source.folder,
+                ignore_mismatched_sizes=plan.extension is not None,
+                output_loading_info=True,
+            )
     model, loading = loaded
     if plan.extension is not None:
         _extend_tables(model, source, plan, plan.extension, {entry[0] for entry in loading["mismatched_keys"]})
     plan.confirm(set(loading["missing_keys"]))
+    if not arguments.allow_missing:
+        dropped = [str(tensor.source) for tensor in plan.dropped]
+        check_complete(source.name, model, [str(tensor.target) for tensor in plan.new_base], dropped)
+    check_finite(source.name, model)
     if plan.new_base:
         names = ", ".join(str(tensor.target) for tensor in plan.new_base)
         logger.warning("the checkpoint does not contain %s; these weights are random and need training", names)

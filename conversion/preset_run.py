@@ -63,6 +63,8 @@ def run_training(conversion: Conversion, training: Training) -> str:
         logger.warning("stopped; the same command resumes the run (%s)", work)
         raise
     text = _describe(conversion, training)
+    if training.output_dir.exists() and not conversion.request.arguments.overwrite:
+        raise UsageError(f"{training.output_dir} was written by another process meanwhile; the result is in {final}")
     folders.replace(final, training.output_dir)
     folders.discard(work)
     return text

@@ -9,7 +9,16 @@ from typing import Any
 
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_of
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import COUNT, Bounds, OnResume, facts_of, option, out_of_bounds
+from hf_linear_attention._common.options import (
+    COUNT,
+    SEED,
+    Bounds,
+    OnResume,
+    facts_of,
+    option,
+    out_of_bounds,
+    unusable_texts,
+)
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer
 from hf_linear_attention.mechanism import Option
@@ -168,7 +177,7 @@ class ConversionArguments:
         False,
         for_evaluation=True,
     )
-    seed: int | None = option("the seed of all random numbers (default 0; 42 for training)", None)
+    seed: int | None = option("the seed of all random numbers (default 0; 42 for training)", None, bounds=SEED)
     dry_run: bool = option("print what would be done and write nothing", False, on_resume=OnResume.FREE)
     no_verify: bool = option("do not compare the result with its source", False)
     overwrite: bool = option(
@@ -179,6 +188,12 @@ class ConversionArguments:
     )
     allow_pickle: bool = option(
         "read .bin files if there are no safetensors", False, for_evaluation=True, on_resume=OnResume.FREE
+    )
+    allow_missing: bool = option(
+        "convert although the checkpoint lacks weights of the model, which are then random, or has layers that its "
+        "config.json lacks",
+        False,
+        for_evaluation=True,
     )
     list_architectures: bool = option("print the tested architectures, and do nothing else", False)
     model_class: str | None = option(
@@ -307,7 +322,8 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
     words = words_of(argv, names, joins_lists=True)
     arguments, mechanism, _ = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    if problems := list(out_of_bounds(CONVERSION_FACTS, vars(arguments))):
+    problems = [*unusable_texts(vars(arguments)), *out_of_bounds(CONVERSION_FACTS, vars(arguments))]
+    if problems:
         raise UsageError(*problems)
     return Request(arguments, _settings_of(arguments, mechanism))
 

@@ -111,6 +111,8 @@ def _damaged(path: str | os.PathLike, problem: str) -> ValueError:
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The metadata of a file, with a `format_version`, and its tensors."""
+    if os.path.isdir(path):
+        raise ValueError(f"Got {str(path)!r}, which is a folder; pass a file from `save_prompt_state`.")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA)

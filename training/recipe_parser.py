@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, given_names, value_of, words_of
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import COUNT, facts_of, option, out_of_bounds
+from hf_linear_attention._common.options import COUNT, facts_of, option, out_of_bounds, unusable_texts
 from hf_linear_attention.training.arguments import FACTS, GROUPS
 from hf_linear_attention.training.presets.preset import (
     BLOCK_SIZE,
@@ -97,6 +97,8 @@ def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
     """
     argv = _words(argv)
     namespace = build_parser(description).parse_args(argv)
+    if problems := list(unusable_texts(vars(namespace))):  # the checks below would stumble over these
+        raise UsageError(*problems)
     if getattr(namespace, BLOCK_SIZE) is not None:
         raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
     recipe = Recipe(*(_group(group, namespace) for group in GROUPS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import logging
 import os
 import signal
 import sys
@@ -16,8 +17,11 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from hf_linear_attention._common.errors import RunError, UsageError
+from hf_linear_attention._common.errors import RunError, UsageError, one_line
+from hf_linear_attention._common.safe_yaml import load_yaml
 
+
+logger = logging.getLogger(__name__)
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
 # The libraries of the extra `train`, which only training, evaluation and data files need.
@@ -34,6 +38,15 @@ class Parser(HfArgumentParser):
     def add_argument(self, *names: Any, facts: object = None, **options: Any) -> argparse.Action:
         """As in argparse, without the `facts` in an option's metadata, which argparse does not know."""
         return super().add_argument(*names, **options)
+
+    def parse_args_into_dataclasses(self, *arguments: Any, **options: Any) -> Any:
+        """As in transformers, with a `UsageError` for words that belong to no option."""
+        try:
+            return super().parse_args_into_dataclasses(*arguments, **options)
+        except ValueError as error:
+            raise (
+                error if isinstance(error, UsageError) else UsageError(f"{error} (`--help` lists the options)")
+            ) from None
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` instead of printing the usage."""
@@ -94,7 +107,7 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     if not Path(path).is_file():
         raise UsageError(f"`--config {path}`: there is no such file")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:  # the file is empty or has only comments
@@ -126,6 +139,11 @@ def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks
     try:
         with _terminable():
             action()
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough; what Python would still print there must not fail
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     # This is the outermost level: any error is reported in one line instead of a traceback.
     except Exception as error:
         return _report(name, error, speaks)
@@ -134,6 +152,16 @@ def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks
     except KeyboardInterrupt:
         return _say(f"{name}: interrupted; {stopped}", 130, speaks)
     return 0
+
+
+@contextlib.contextmanager
+def not_essential(what: str) -> Iterator[None]:
+    """A context for what accompanies a finished model: if it cannot be written, that is said, and the model is kept."""
+    try:
+        yield
+    except Exception as error:  # whatever it is, it must not cost the weights
+        logger.warning("%s could not be written (%s: %s); the model is complete without it", what,
+                       type(error).__name__, one_line(error))  # fmt: skip
 
 
 class _TerminatedExit(SystemExit):

@@ -34,7 +34,17 @@ class TrainingError(RunError):
     """The data, the model or a checkpoint makes the training impossible."""
 
 
+class DataError(UsageError, TrainingError):
+    """The data cannot be used as it is: exit code 2, because the user gave it."""
+
+
 class TerminatedError(TrainingError):
     """SIGTERM arrived and a checkpoint was written: exit code 143 = 128 + 15, as shells report a terminated program."""
 
     exit_code = 143
+
+
+def one_line(error: object) -> str:
+    """The message of an error on one line, also if it is a list; the name of its type if it has no message."""
+    text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")
+    return " ".join(text.split()) or type(error).__name__

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from transformers.utils import cached_file
 
 from hf_linear_attention import model_cards
 from hf_linear_attention._common.heads import head_of_config, is_without_head
+from hf_linear_attention._common.safe_yaml import load_yaml
 from hf_linear_attention.layer_ranges import ranges_of
 
 
@@ -64,10 +67,10 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     )
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).strip(),
-        name=name or folder.name,
+        name=plain(name or folder.name),
         source=f"[{base_model}](https://huggingface.co/{base_model})"
         if _is_hub_name(base_model)
-        else f"`{base_model}`",
+        else f"`{plain(base_model)}`",
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder),
@@ -81,7 +84,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
         metrics=_rows(facts.get("metrics") or {}),
         comparison=facts.get("comparison"),
-        dataset=facts.get("dataset"),
+        dataset=None if facts.get("dataset") is None else plain(str(facts["dataset"])),
         plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
@@ -97,8 +100,14 @@ def _other_weights(facts: Mapping[str, Any]) -> str:
     return "The other weights were trained as well (see Training), and began as those of the base model."
 
 
+def plain(text: str) -> str:
+    """A text that somebody else chose, on one line and without what Markdown or HTML would make of it."""
+    text = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\[\]|`*\\]|://)", lambda found: "&#58;//" if found[1] == "://" else f"\\{found[1]}", text)
+
+
 def _is_hub_name(name: str) -> bool:
-    return not Path(name).exists() and name.count("/") <= 1
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
 def training_history(source: str) -> list[dict[str, Any]]:
@@ -131,7 +140,7 @@ def source_metadata(source: Path) -> dict[str, Any]:
     if len(parts) < 3 or parts[0].strip():
         return {}
     try:
-        metadata = yaml.safe_load(parts[1])
+        metadata = load_yaml(parts[1])
     except yaml.YAMLError:  # the card of another author may be broken
         return {}
     return {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
@@ -195,4 +204,4 @@ def format_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     text = (", ".join(map(str, value)) or "none") if isinstance(value, (list, tuple)) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return plain(text)
