@@ -32,7 +32,7 @@ killed. --evaluate measures any converted model in the same way:
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --evaluate \
         --validation_file HELD_OUT.txt
 
-Print what would become of the layers and tensors, and write nothing:
+Print what would be done, and write nothing; --verbose lists all layers and tensors:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --dry_run
 
@@ -101,7 +101,7 @@ def _answer(request: Request) -> str:
     if conversion.is_written:
         return describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
     lines = [describe(conversion.plan, conversion.source)]
-    if request.arguments.dry_run:
+    if request.arguments.verbose:
         lines.append(describe_tensors(conversion.plan))
     if is_automatic(request.arguments):
         lines.append(f"  softmax     in {count_of(request.arguments)} of these layers, chosen on text")

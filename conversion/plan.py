@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -281,9 +282,13 @@ def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _one_line(error: Exception) -> str:
-    """The message of an error on one line, also if it is a list."""
-    text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")
-    return " ".join(text.split())
+    """The message of an error on one line, also if it is a list, with options as one types them."""
+    text = " ".join(str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ").split())
+    dropped = r"set `drop` to a list with ((?:`\w+`(?:, )?)+)"
+    text = re.sub(dropped, lambda found: f"give `--drop {re.sub('[` ]', '', found[1])}`", text)
+    return re.sub(
+        r"set `layers` to `\[?([\w, ]+)\]?`", lambda found: f"give `--layers {found[1].replace(' ', '')}`", text
+    )
 
 
 def _stock_class(config: PreTrainedConfig, name: str | None) -> type[PreTrainedModel]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
 from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
@@ -188,12 +189,19 @@ def _loading_lines(plan: Plan, output_dir: str) -> list[str]:
 def _healing_command(plan: Plan, source: Source, output_dir: str) -> str | None:
     if plan.head.task is None:
         return None
-    training = Path(__file__).resolve().parents[1] / "training"
     data = "IMAGES.jsonl" if plan.head.task == "image_classification" else "TEXT.jsonl"
+    given = f"--model_name_or_path {output_dir} --teacher_name_or_path {source.loadable}"
+    if typed_name("").startswith(PROGRAM):
+        recipe = Path(str(plan.head.recipe)).stem
+        return (
+            f"  {PROGRAM} finetune --config {recipe} {given} \\\n"
+            f"    --train_file {data} --output_dir {output_dir}-healed"
+        )
+    training = Path(__file__).resolve().parents[1] / "training"
     return (
         f"  accelerate launch --config_file {training / 'launch' / 'one.yaml'} {training / 'finetune.py'} \\\n"
         f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
-        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
+        f"    {given} \\\n"
         f"    --train_file {data} --output_dir {output_dir}-healed"
     )
 
