@@ -40,8 +40,9 @@ from hf_linear_attention.conversion.preset_plan import (
     preset_settings,
     with_healed_frequencies,
 )
+from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import build_report
-from hf_linear_attention.conversion.request import ConversionArguments, Request
+from hf_linear_attention.conversion.request import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.softmax_layers import (
     CHOICE,
     check_softmax_layers,
@@ -124,18 +125,21 @@ def _plan(request: Request, source: Source) -> Plan:
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, *options[:2])
 
-    if arguments.preset is None:
+    if arguments.preset is None and not request.is_default:
         return make_plan(source, request.settings_over({}, spread), *options)
-    preset = preset_settings(arguments.preset, source, arguments.trust_remote_code)
+    preset = preset_settings(arguments.preset or DEFAULT, source, arguments.trust_remote_code)
     settings = request.settings_over(preset, spread)
     try:
         plan = make_plan(source, settings, *options)
+        if arguments.preset is None:
+            return plan
         healed = with_healed_frequencies(settings, plan, arguments.preset)
         return plan if healed == settings else make_plan(source, healed, *options)
     except UsageError as error:
         if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
             raise
-        logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
+        if arguments.preset is not None:
+            logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
         settings = changed(settings, lambda entry: {**entry, "rope": "before_map"} if "rope" in entry else {**entry})
         return make_plan(source, settings, *options)
 
@@ -190,6 +194,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
             card_metadata=source_metadata(conversion.source.root),
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_recipe(folder, conversion.request, conversion.plan, conversion.training)
         # The title of the card is the final name of the folder.
         write_model_card(
             folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name

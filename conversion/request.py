@@ -17,6 +17,8 @@ from hf_linear_attention.mechanisms import MECHANISMS
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# The preset whose settings a conversion without `--attention` and `--preset` has.
+DEFAULT = "default"
 # The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features")
 
@@ -36,9 +38,9 @@ class ConversionArguments:
         group="result",
     )
     attention: str | None = option(
-        f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISMS))} (default: linear, or that of --preset); "
-        "or mechanisms by layer, such as 0-3:hybrid,4-:linear, with every layer to convert in one range. Other options "
-        "are then for the mechanisms that have them",
+        f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISMS))} (default: that of --preset, or else "
+        "hybrid for decoders and linear for encoders); or mechanisms by layer, such as 0-3:hybrid,4-:linear, with each "
+        "layer to convert in one range. Other options are then for the mechanisms that have them",
         None,
         group="attention",
     )
@@ -266,6 +268,11 @@ class Request:
 
     arguments: ConversionArguments
     given: dict[str, Any]
+
+    @property
+    def is_default(self) -> bool:
+        """Whether neither `--attention` nor `--preset` says which mechanism to use."""
+        return self.arguments.attention is None and self.arguments.preset is None
 
     @property
     def settings(self) -> dict[str, Any]:

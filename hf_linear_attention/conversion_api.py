@@ -19,9 +19,10 @@ from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import max_length_of
 from .attention_layer import LinearizedCrossAttention
+from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
-from .modeling_linear_attention import linear_attention_modules, linear_model_class
+from .modeling_linear_attention import RotaryError, linear_attention_modules, linear_model_class
 from .transformers_internals import base_model_class
 
 
@@ -108,11 +109,13 @@ def convert(
         settings: a dict to use instead of `linear_attention`; or, for layers with different settings, a list of dicts,
             each with the numbers of its `layers`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
-            mechanism and its options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
+            default is `hybrid` for decoders and `linear` for encoders (`default_settings.py`). The mechanism and its
+            options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
             `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
 
     Returns:
-        A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs.
+        A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs, and unless
+        the folder has them, conversion_report.json and a model card.
 
     Raises:
         TypeError: for a module that is not a transformers model, such as a `PeftModel`, or for both `settings` and
@@ -128,21 +131,43 @@ def convert(
         )
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     if isinstance(model, PreTrainedModel):
-        config = convert_config(model.config, settings, model_class=model_class or type(model), **linear_attention)
+        config = _convert_config(model.config, settings, model_class or type(model), linear_attention)
         with torch.random.fork_rng(devices=[]):
             converted: Any = linear_model_class(model_class or type(model))(config)
         _leave_out(model, converted)
         _copy_weights(model, converted)
         if model.can_generate():
             converted.generation_config = copy.deepcopy(model.generation_config)
+        converted.converted_from = model.name_or_path or type(model).__name__
         return converted.to(model.device).eval()
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
     stock = AutoConfig.from_pretrained(model, **hub)
     stock_class = model_class or stock_model_class(stock)
-    config = convert_config(stock, settings, model_class=stock_class, **linear_attention)
-    return linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+    config = _convert_config(stock, settings, stock_class, linear_attention)
+    loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+    # transformers returns (model, loading info) if it is asked for both
+    (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
+    return loaded
+
+
+def _convert_config(
+    config: PreTrainedConfig, settings: Settings | None, model_class: type, given: dict[str, Any]
+) -> Any:
+    """`convert_config` with the default settings where no mechanism is named."""
+    if settings is not None or "mechanism" in given or hasattr(config, "linear_attention"):
+        return convert_config(config, settings, model_class=model_class, **given)
+    complete = {**DEFAULTS[direction_of(config)], **given}
+    try:
+        found = convert_config(config, model_class=model_class, **complete)
+        if "rope" in complete and "rope" not in given:
+            with torch.device("meta"):
+                linear_model_class(model_class)(copy.deepcopy(found))
+    except RotaryError:  # no rotary positions, or not of the usual kind
+        complete = {name: value for name, value in complete.items() if name != "rope"}
+        found = convert_config(config, model_class=model_class, **complete)
+    return found
 
 
 def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -32,7 +32,8 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     Args:
         output_dir: the folder.
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
-        (recipe), `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
+        (recipe), `is_in_python` (whether only the report of a conversion in Python is known, and not what followed it),
+        `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
         texts: `header`, `rows` and `notes`) and `dataset` (str). Every figure in the card comes from here, or from
         conversion_report.json if there is no `conversion`.
         name: the title; by default the folder's name.
@@ -81,6 +82,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         metrics=_rows(facts.get("metrics") or {}),
         comparison=facts.get("comparison"),
         dataset=facts.get("dataset"),
+        is_in_python=bool(facts.get("is_in_python")),
         plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
