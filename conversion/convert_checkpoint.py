@@ -102,9 +102,20 @@ def _answer(request: Request) -> str:
     if conversion.training is not None:
         from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
-        return run_training(conversion, conversion.training)
-    text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
-    return "\n".join([*chosen, text])
+        text = run_training(conversion, conversion.training)
+    else:
+        text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
+    return "\n".join([*chosen, text, *_pushed(conversion)])
+
+
+def _pushed(conversion: Conversion) -> list[str]:
+    """Where the result is on the Hub, if it was asked for."""
+    name, folder = conversion.request.arguments.push_to_hub, conversion.output_dir
+    if name is None or folder is None:
+        return []
+    from hf_linear_attention.conversion.hub import push
+
+    return ["", f"Pushed to {push(folder, name)}"]
 
 
 def _default_lines(conversion: Conversion) -> list[str]:

@@ -32,6 +32,7 @@ from hf_linear_attention.conversion.head_ranking import (
     num_heads_to_keep,
     plan_with_heads,
 )
+from hf_linear_attention.conversion.hub import check_hub_name
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
@@ -82,6 +83,11 @@ class Conversion:
     training: Training | None = None
 
     @property
+    def name(self) -> str:
+        """The name of the result, on the Hub or of its folder."""
+        return self.request.arguments.push_to_hub or Path(str(self.output_dir)).name
+
+    @property
     def is_written(self) -> bool:
         """Whether the converted model is written to a folder."""
         return self.output_dir is not None and not self.request.arguments.dry_run
@@ -97,6 +103,8 @@ def prepare(request: Request) -> Conversion:
     if arguments.output_dir is None and not arguments.dry_run and not arguments.spectrum:
         raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
     check_training_options(arguments)
+    if arguments.push_to_hub is not None:
+        check_hub_name(arguments.push_to_hub)
     local = Path(arguments.model_name_or_path).expanduser().resolve()
     output_dir = None
     if arguments.output_dir is not None:
@@ -192,12 +200,13 @@ def run(conversion: Conversion) -> dict[str, Any]:
             **measured,
             dtype=arguments.dtype,
             card_metadata=source_metadata(conversion.source.root),
+            base_model_name=arguments.base_model,
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         write_recipe(folder, conversion.request, conversion.plan, conversion.training)
-        # The title of the card is the final name of the folder.
+        # The title of the card is the final name.
         write_model_card(
-            folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name
+            folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.name
         )
     return report
 

@@ -168,7 +168,7 @@ def _finish(conversion: Conversion, training: Training) -> None:
             control = training.work / CONTROL / TRAINED
             quality = measure(folder, conversion.source, task, data, control if control.is_dir() else None)
         write_recipe(folder, conversion.request, conversion.plan, training)
-        record(folder, conversion.source, quality, training.output_dir.name)
+        record(folder, conversion.source, quality, conversion.name)
 
 
 def _name_runs(folder: Path, training: Training) -> None:

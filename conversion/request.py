@@ -214,6 +214,18 @@ class ConversionArguments:
         group="source",
     )
     list_architectures: bool = option("print the tested architectures, and do nothing else", False, group="result")
+    base_model: str | None = option(
+        "the name on the Hub of a source in a folder, for the model card",
+        None,
+        on_resume=OnResume.FREE,
+        group="source",
+    )
+    push_to_hub: str | None = option(
+        "also upload the result under this name, such as user/model; paths of this machine stay here",
+        None,
+        on_resume=OnResume.FREE,
+        group="result",
+    )
     model_class: str | None = option(
         "the stock or Auto class to convert (default: the class that the checkpoint names)", None, group="source"
     )

@@ -138,7 +138,7 @@ def convert(
         _copy_weights(model, converted)
         if model.can_generate():
             converted.generation_config = copy.deepcopy(model.generation_config)
-        converted.converted_from = model.name_or_path or type(model).__name__
+        converted.converted_from = model.name_or_path or "a model in memory"
         return converted.to(model.device).eval()
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments

@@ -15,9 +15,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
-import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,30 +94,6 @@ class LinearAttentionModelMixin(ModelHooks):
         """Initialise stock modules as transformers does, and the mechanisms, which the stock models do not know."""
         super().initialize_weights()
         reset_mechanisms(self)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; with `linear_attention` (settings as `convert` takes them), a softmax checkpoint is
-        converted while it is loaded."""
-        settings = kwargs.pop("linear_attention", None)
-        if settings is None:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        try:
-            from hf_linear_attention import convert
-        except ImportError:  # a checkpoint carries what loads it, and nothing that converts others
-            raise ImportError("`linear_attention` converts a checkpoint; install hf-linear-attention.") from None
-        if args or "config" in kwargs:
-            raise TypeError("`linear_attention` makes the config and the model from the softmax checkpoint alone.")
-        given = {"settings": settings, "from_pretrained": kwargs}
-        return convert(pretrained_model_name_or_path, model_class=cls.stock_class, **given)
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; after a conversion in Python also conversion_report.json and a model card."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        package = sys.modules.get("hf_linear_attention")  # which a checkpoint does not carry
-        is_converted = hasattr(self, "converted_from") or hasattr(self, "conversion_files")
-        if is_converted and package is not None and kwargs.get("is_main_process", True):
-            package.write_conversion_files(self, save_directory)
 
     @classmethod
     def is_custom_code(cls) -> bool:
