@@ -79,6 +79,16 @@ class ModelHooks:
         self.prepare_generation(generation_config, model_kwargs)
 
 
+def server_namespace() -> Any:
+    """The module in which the server of transformers looks up model classes.
+
+    It is taken from the server, because `transformers` may replace itself in `sys.modules` after it was imported.
+    """
+    from transformers.cli.serving import model_manager
+
+    return model_manager.transformers
+
+
 def collects_attentions() -> bool:
     """Whether the forward that is running returns attention weights because of `output_attentions`."""
     collector = _active_collector.get()
