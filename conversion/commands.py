@@ -38,9 +38,7 @@ COMMANDS = {
     "finetune": Subcommand("hf_linear_attention.training.finetune", "train a converted model, or fine-tune any model"),
     "evaluate": Subcommand("hf_linear_attention.conversion.evaluate_model", "compare a converted model with SRC"),
     "compare": Subcommand("hf_linear_attention.conversion.compare", "find the mechanism that suits a model"),
-    "serve": Subcommand(
-        "hf_linear_attention.conversion.serve", "serve a converted model (OpenAI-compatible)"
-    ),
+    "serve": Subcommand("hf_linear_attention.conversion.serve", "serve a converted model (OpenAI-compatible)"),
     "doctor": Subcommand("hf_linear_attention.conversion.doctor", "check this installation, or a converted folder"),
 }
 

@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
+    "PromptStore": "prompt_store",
     "calibrate": "conversion_api",
     "convert": "conversion_api",
     "convert_and_heal": "conversion.convert_and_heal",
@@ -32,6 +33,7 @@ _LAZY = {
 }
 __all__ = [
     "LinearAttentionSettings",
+    "PromptStore",
     "calibrate",
     "convert",
     "convert_and_heal",
