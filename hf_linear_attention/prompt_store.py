@@ -5,8 +5,8 @@
     cache = store.read(input_ids)                                # the longest stored beginning, and the rest of it
     model.generate(input_ids, past_key_values=cache)
 
-The state after every `boundary` tokens is one file (`prompt_state.py`), named by a hash of all tokens before it, so that
-a prompt finds the longest beginning that it shares with any earlier one, in this process or another.
+The state after every `boundary` tokens is one file (`prompt_state.py`), named by a hash of all tokens before it, so
+that a prompt finds the longest beginning that it shares with any earlier one, in this process or another.
 """
 
 from __future__ import annotations
