@@ -42,6 +42,7 @@ from hf_linear_attention.conversion.head_ranking import (
     num_heads_to_keep,
     plan_with_heads,
 )
+from hf_linear_attention.conversion.hub import check_hub_name
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
@@ -50,8 +51,9 @@ from hf_linear_attention.conversion.preset_plan import (
     preset_settings,
     with_healed_frequencies,
 )
+from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import build_report
-from hf_linear_attention.conversion.request import ConversionArguments, Request
+from hf_linear_attention.conversion.request import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.softmax_layers import (
     CHOICE,
     check_softmax_layers,
@@ -92,6 +94,11 @@ class Conversion:
     training: Training | None = None
 
     @property
+    def name(self) -> str:
+        """The name of the result, on the Hub or of its folder."""
+        return self.request.arguments.push_to_hub or Path(str(self.output_dir)).name
+
+    @property
     def is_written(self) -> bool:
         """Whether the converted model is written to a folder."""
         return self.output_dir is not None and not self.request.arguments.dry_run
@@ -107,6 +114,8 @@ def prepare(request: Request) -> Conversion:
     if arguments.output_dir is None and not arguments.dry_run and not arguments.spectrum:
         raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
     check_training_options(arguments)
+    if arguments.push_to_hub is not None:
+        check_hub_name(arguments.push_to_hub)
     local = Path(arguments.model_name_or_path).expanduser().resolve()
     output_dir = None
     if arguments.output_dir is not None:
@@ -153,18 +162,21 @@ def _plan(request: Request, source: Source) -> Plan:
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, *options[:2])
 
-    if arguments.preset is None:
+    if arguments.preset is None and not request.is_default:
         return make_plan(source, request.settings_over({}, spread), *options)
-    preset = preset_settings(arguments.preset, source, arguments.trust_remote_code)
+    preset = preset_settings(arguments.preset or DEFAULT, source, arguments.trust_remote_code)
     settings = request.settings_over(preset, spread)
     try:
         plan = make_plan(source, settings, *options)
+        if arguments.preset is None:
+            return plan
         healed = with_healed_frequencies(settings, plan, arguments.preset)
         return plan if healed == settings else make_plan(source, healed, *options)
     except UsageError as error:
         if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
             raise
-        logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
+        if arguments.preset is not None:
+            logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
         settings = changed(settings, lambda entry: {**entry, "rope": "before_map"} if "rope" in entry else {**entry})
         return make_plan(source, settings, *options)
 
@@ -219,11 +231,13 @@ def run(conversion: Conversion) -> dict[str, Any]:
             **measured,
             dtype=arguments.dtype,
             card_metadata=source_metadata(conversion.source.root),
+            base_model_name=arguments.base_model,
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_recipe(folder, conversion.request, conversion.plan, conversion.training)
         facts = {"base_model": conversion.source.name, "settings": plan.settings}
-        with not_essential("the model card"):  # its title is the final name of the folder
-            write_model_card(folder, facts, name=conversion.output_dir.name)
+        with not_essential("the model card"):  # its title is the final name
+            write_model_card(folder, facts, name=conversion.name)
     return report
 
 

@@ -28,6 +28,7 @@ from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
+from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
@@ -168,7 +169,8 @@ def _finish(conversion: Conversion, training: Training) -> None:
         if data is not None and task in TASKS:
             control = training.work / CONTROL / TRAINED
             quality = measure(folder, conversion.source, task, data, control if control.is_dir() else None)
-        record(folder, conversion.source, quality, training.output_dir.name)
+        write_recipe(folder, conversion.request, conversion.plan, training)
+        record(folder, conversion.source, quality, conversion.name)
 
 
 def _name_runs(folder: Path, training: Training) -> None:

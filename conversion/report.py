@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
 from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
@@ -193,14 +194,20 @@ def _healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
             "The new attention is untrained, and training/finetune.py has no task for "
             f"{plan.stock_class.__name__}. Train it with a loop of your own, such as transformers' Trainer."
         ]
+    given = f"--model_name_or_path {output_dir} --teacher_name_or_path {source.loadable}"
+    length = "" if plan.extension is None else f" --max_length {plan.extension.tokens}"
+    data = f"--train_file {plan.head.data} --output_dir {output_dir}-healed{length}"
+    sentence = "The new attention is untrained. Train it with the original as teacher:"
+    if typed_name("").startswith(PROGRAM):
+        recipe = Path(str(plan.head.recipe)).stem
+        return [sentence, f"  {PROGRAM} finetune --config {recipe} {given} \\\n    {data}"]
     training = Path(__file__).resolve().parents[1] / "training"
     return [
-        "The new attention is untrained. Train it with the original as teacher:",
+        sentence,
         f"  accelerate launch --config_file {training / 'launch' / 'one.yaml'} {training / 'finetune.py'} \\\n"
         f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
-        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
-        f"    --train_file {plan.head.data} --output_dir {output_dir}-healed"
-        + ("" if plan.extension is None else f" --max_length {plan.extension.tokens}"),
+        f"    {given} \\\n"
+        f"    {data}",
     ]
 
 

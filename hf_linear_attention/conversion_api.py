@@ -20,9 +20,10 @@ from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import max_length_of
 from .attention_layer import LinearizedCrossAttention
+from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
-from .modeling_linear_attention import linear_attention_modules, linear_model_class
+from .modeling_linear_attention import RotaryError, linear_attention_modules, linear_model_class
 from .position_extension import Extension, LongerPositions, plan_extension
 from .transformers_internals import base_model_class
 
@@ -123,11 +124,13 @@ def convert(
             table of positions is extended (`position_extension.py`).
         position_init: what the new positions start from: `tiled`, the old ones again and again, or `interpolated`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
-            mechanism and its options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
+            default is `hybrid` for decoders and `linear` for encoders (`default_settings.py`). The mechanism and its
+            options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
             `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
 
     Returns:
-        A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs.
+        A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs, and unless
+        the folder has them, conversion_report.json and a model card.
 
     Raises:
         TypeError: for a module that is not a transformers model, such as a `PeftModel`, or for both `settings` and
@@ -160,10 +163,36 @@ def convert(
     _refuse_converted(stock)
     stock_class = model_class or stock_model_class(stock)
     if positions is not None:
-        loaded = stock_class.from_pretrained(model, **arguments)
-        return _converted(loaded, stock_class, positions, settings, linear_attention)
-    config = convert_config(stock, settings, model_class=stock_class, **linear_attention)
-    return linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+        original = stock_class.from_pretrained(model, **arguments)
+        return _converted(original, stock_class, positions, settings, linear_attention)
+    config = _convert_config(stock, settings, stock_class, linear_attention)
+    loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+    # transformers returns (model, loading info) if it is asked for both
+    (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
+    return loaded
+
+
+def _convert_config(
+    config: PreTrainedConfig,
+    settings: Settings | None,
+    model_class: type,
+    given: Mapping[str, Any],
+    extension: Extension | None = None,
+) -> Any:
+    """`convert_config` with the default settings where no mechanism is named."""
+    further: Any = {"model_class": model_class, "extension": extension}
+    if settings is not None or "mechanism" in given or hasattr(config, "linear_attention"):
+        return convert_config(config, settings, **further, **given)
+    complete = {**DEFAULTS[direction_of(config)], **given}
+    try:
+        found = convert_config(config, **further, **complete)
+        if "rope" in complete and "rope" not in given:
+            with torch.device("meta"):
+                linear_model_class(model_class)(copy.deepcopy(found))
+    except RotaryError:  # no rotary positions, or not of the usual kind
+        complete = {name: value for name, value in complete.items() if name != "rope"}
+        found = convert_config(config, **further, **complete)
+    return found
 
 
 def _converted(
@@ -175,13 +204,14 @@ def _converted(
 ) -> PreTrainedModel:
     """The linear copy of a loaded model."""
     extension = plan_extension(model.config, stock_class, positions)
-    config = convert_config(model.config, settings, model_class=stock_class, extension=extension, **linear_attention)
+    config = _convert_config(model.config, settings, stock_class, linear_attention, extension)
     with torch.random.fork_rng(devices=[]):
         converted: Any = _built(linear_model_class(stock_class), config)
     _leave_out(model, converted)
     _copy_weights(model, converted, extension)
     if model.can_generate():
         converted.generation_config = copy.deepcopy(model.generation_config)
+    converted.converted_from = model.name_or_path or "a model in memory"
     return converted.to(model.device).eval()
 
 

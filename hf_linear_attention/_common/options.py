@@ -75,6 +75,7 @@ class Facts:
         for_evaluation: whether the option has an effect when a model is only evaluated.
         is_path: whether the value may be a file or folder, which is compared as an absolute path.
         is_per_stage: whether every stage of a preset has its own value.
+        group: the heading under which `--help` lists the option.
     """
 
     bounds: Bounds | None = None
@@ -85,6 +86,7 @@ class Facts:
     for_evaluation: bool = False
     is_path: bool = False
     is_per_stage: bool = False
+    group: str | None = None
 
     def meaning_on_resume(self, values: Mapping[str, Any]) -> OnResume:
         """What happens when a run whose options have these `values` is resumed with another value of this option."""
