@@ -32,6 +32,7 @@ from hf_linear_attention.conversion.head_ranking import (
     num_heads_to_keep,
     plan_with_heads,
 )
+from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
@@ -40,7 +41,7 @@ from hf_linear_attention.conversion.preset_plan import (
     preset_settings,
     with_healed_frequencies,
 )
-from hf_linear_attention.conversion.report import build_report
+from hf_linear_attention.conversion.report import build_report, published_words
 from hf_linear_attention.conversion.request import ConversionArguments, Request
 from hf_linear_attention.conversion.softmax_layers import (
     CHOICE,
@@ -187,6 +188,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
             checks,
             **measured,
             dtype=arguments.dtype,
+            command=published_words(conversion.request.words),
             card_metadata=source_metadata(conversion.source.root),
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -194,6 +196,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
         write_model_card(
             folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name
         )
+        write_page(folder, conversion.output_dir.name)
     return report
 
 
