@@ -26,7 +26,7 @@ class Section:
 
     title: str
     texts: list[str] = field(default_factory=list)
-    figures: list[Chart | HeatMap] = field(default_factory=list)
+    figures: Sequence[Chart | HeatMap] = ()
     tables: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -236,7 +236,9 @@ def _head_figures(report: Mapping[str, Any], quality: Mapping[str, Any]) -> list
 
 def loss_section(runs: Sequence[Mapping[str, Any]], quality: Mapping[str, Any]) -> Section | None:
     """The losses of all stages, and the nats per token on held-out text."""
-    figures, start, evaluated = [], 0.0, []
+    figures: list[Chart] = []
+    evaluated: list[tuple[float, float]] = []
+    start = 0.0
     for number, run in enumerate(runs, 1):
         loss = run.get("loss") or {}
         stage = run["training"].get("stage") or f"run {number}"
@@ -309,8 +311,8 @@ def dropped_section(report: Mapping[str, Any]) -> Section | None:
     """What the original has and the result lacks."""
     texts = [f"The converted layers lack: {feature}." for feature in report.get("dropped_features") or ()]
     tensors = (report.get("tensors") or {}).get("dropped") or ()
-    table = {"header": ["tensor of the original that is not in the result", "shape"], "rows": []}
-    table["rows"] = [[tensor["source"], " x ".join(map(str, tensor["shape"]))] for tensor in tensors]
+    rows = [[tensor["source"], " x ".join(map(str, tensor["shape"]))] for tensor in tensors]
+    table = {"header": ["tensor of the original that is not in the result", "shape"], "rows": rows}
     if not texts and not tensors:
         return None
     return Section("What was left out", texts, tables=[table] if tensors else [])
