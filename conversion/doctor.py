@@ -42,7 +42,7 @@ LIBRARIES: dict[str, tuple[str, str, str, str | None]] = {
 }
 COMPILERS = ("cc", "gcc", "clang")
 # The kernel call that is timed: causal, elu1, float32.
-HEADS, HEAD_DIM, TOKENS = 8, 64, 2048
+TIMED_HEADS, HEAD_DIM, TOKENS = 8, 64, 2048
 # What a process does that has only torch and transformers: it loads the model with the code in the folder.
 LOAD_ALONE = """
 import sys
@@ -170,7 +170,7 @@ def _speed() -> Finding:
         return Finding(BROKEN, "speed", f"a call of linear attention failed: {' '.join(str(error).split())}")
     text = (
         f"linear attention takes {1000 * linear:.1f} ms and torch's softmax attention {1000 * softmax:.1f} ms "
-        f"({HEADS} heads of {HEAD_DIM}, {TOKENS:,} tokens, causal, {torch.get_num_threads()} threads)"
+        f"({TIMED_HEADS} heads of {HEAD_DIM}, {TOKENS:,} tokens, causal, {torch.get_num_threads()} threads)"
     )
     if linear < softmax:
         return Finding(OK, "speed", text)
@@ -184,9 +184,9 @@ def _timed_layer() -> Any:
     from hf_linear_attention import convert_config
     from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
-    size = HEADS * HEAD_DIM
+    size = TIMED_HEADS * HEAD_DIM
     stock = LlamaConfig(
-        vocab_size=8, hidden_size=size, intermediate_size=8, num_hidden_layers=1, num_attention_heads=HEADS,
+        vocab_size=8, hidden_size=size, intermediate_size=8, num_hidden_layers=1, num_attention_heads=TIMED_HEADS,
         max_position_embeddings=TOKENS,
     )  # fmt: skip
     model: Any = linear_model_class(LlamaModel)(convert_config(stock, mechanism="linear", feature_map="elu1"))
