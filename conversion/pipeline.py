@@ -43,6 +43,7 @@ from hf_linear_attention.conversion.head_ranking import (
     plan_with_heads,
 )
 from hf_linear_attention.conversion.hub import check_hub_name
+from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
@@ -52,7 +53,7 @@ from hf_linear_attention.conversion.preset_plan import (
     with_healed_frequencies,
 )
 from hf_linear_attention.conversion.recipe_file import write_recipe
-from hf_linear_attention.conversion.report import build_report
+from hf_linear_attention.conversion.report import build_report, published_words
 from hf_linear_attention.conversion.request import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.softmax_layers import (
     CHOICE,
@@ -230,6 +231,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
             checks,
             **measured,
             dtype=arguments.dtype,
+            command=published_words(conversion.request.words),
             card_metadata=source_metadata(conversion.source.root),
             base_model_name=arguments.base_model,
         )
@@ -238,6 +240,8 @@ def run(conversion: Conversion) -> dict[str, Any]:
         facts = {"base_model": conversion.source.name, "settings": plan.settings}
         with not_essential("the model card"):  # its title is the final name
             write_model_card(folder, facts, name=conversion.name)
+        with not_essential("the page"):
+            write_page(folder, conversion.name)
     return report
 
 

@@ -37,6 +37,7 @@ from hf_linear_attention.training.presets.preset import STAGES, stages_of
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.tracking import METRICS, loss_curve
 
 
 logger = logging.getLogger(__name__)
@@ -174,11 +175,15 @@ def _finish(conversion: Conversion, training: Training) -> None:
 
 
 def _name_runs(folder: Path, training: Training) -> None:
-    """Name the stages in the training history, instead of the folders between them, which will be deleted."""
+    """Name the stages in the training history, instead of the folders between them, which will be deleted, and keep
+    their losses."""
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
-    for run_, stage in zip(runs, stages, strict=True):
+    trained = training.work / TRAINED
+    for number, (run_, stage) in enumerate(zip(runs, stages, strict=True), 1):
         del run_["training"]["model_name_or_path"]
+        place = trained if number == len(stages) else trained / STAGES / f"{number}-{stage.name}"
+        run_["loss"] = loss_curve(place / METRICS)
         name = f"{training.preset.name} (version {training.preset.version})"
         run_["training"] = {"preset": name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")

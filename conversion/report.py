@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
-from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
-from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config, max_length_of
+from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from, measured_speed
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
 from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_heads
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
@@ -42,8 +42,20 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
         "checks": dict(checks) if checks else None,
         "figures": figures,
         "faster_from": _faster_from(plan),
+        "speed": measured_speed(plan.cost_settings, _is_causal(plan)),
+        "max_length": max_length_of(plan.config),
         "backend": asdict(current_backend()),
     }
+
+
+def published_words(words: Sequence[str]) -> list[str]:
+    """The words of a command for the report: of an absolute path only the name, since a folder may be published."""
+    shown = []
+    for word in words:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        path = Path(value).expanduser()
+        shown.append(option + equals + (path.name if path.is_absolute() and value else value))
+    return shown
 
 
 def _calibration(facts: Mapping[str, Any] | None) -> str | None:
@@ -155,9 +167,13 @@ def _state_line(plan: Plan) -> str:
 
 
 def _faster_from(plan: Plan) -> str | None:
+    return faster_from(plan.cost_settings, _is_causal(plan))
+
+
+def _is_causal(plan: Plan) -> bool | None:
+    """Whether the model is a decoder; None for an encoder-decoder."""
     config = plan.config
-    is_causal = None if config.is_encoder_decoder else is_causal_config(config, config.stock_model_type)
-    return faster_from(plan.cost_settings, is_causal)
+    return None if config.is_encoder_decoder else is_causal_config(config, config.stock_model_type)
 
 
 def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:

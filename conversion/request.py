@@ -316,10 +316,12 @@ def _help(users: Mapping[str, Option]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: the script's own options, and the `linear_attention` settings that are given."""
+    """A parsed command line: the script's own options, the `linear_attention` settings that are given, and the words of
+    both, with those of a YAML file."""
 
     arguments: ConversionArguments
     given: dict[str, Any]
+    words: tuple[str, ...] = ()
 
     @property
     def is_default(self) -> bool:
@@ -397,7 +399,15 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     problems = [*unusable_texts(vars(arguments)), *out_of_bounds(CONVERSION_FACTS, vars(arguments))]
     if problems:
         raise UsageError(*problems)
-    return Request(arguments, _settings_of(arguments, mechanism))
+    return Request(arguments, _settings_of(arguments, mechanism), _without_config(words))
+
+
+def _without_config(words: Sequence[str]) -> tuple[str, ...]:
+    """The words without the name of the YAML file, whose options they contain."""
+    kept = list(words)
+    for place in reversed([place for place, word in enumerate(kept) if word.split("=", 1)[0] == "--config"]):
+        del kept[place : place + (1 if "=" in kept[place] else 2)]
+    return tuple(kept)
 
 
 def _settings_of(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
