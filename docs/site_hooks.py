@@ -40,7 +40,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def changed(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
-        on_site = PAGES.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        folders = [prefix for prefix in ("docs/", "benchmarks/") if target.startswith(prefix)]
+        on_site = PAGES.get(target) or (target.removeprefix(folders[0]) if folders else None)
         return f"{match[1]}{posixpath.relpath(on_site, here or '.')}{match[3]}" if on_site else match[0]
 
     return LINK.sub(changed, markdown)

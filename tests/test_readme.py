@@ -1,4 +1,4 @@
-"""What README and docs/ show works: commands parse, code compiles, tables are the classes' own, links lead somewhere."""
+"""What README and docs/ show works: commands parse, code compiles, tables are generated, links lead to files."""
 
 from __future__ import annotations
 
