@@ -151,7 +151,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
         Raises:
             ValueError: if softmax attention calls it, or keys and values do not match the earlier ones; nothing has
-            changed then.
+                changed then.
         """
         is_claimed, self.is_claimed = self.is_claimed, False
         if not is_claimed:

@@ -246,9 +246,10 @@ class AttentionMechanism(nn.Module):
 
         Args:
             query: `[B, H, N, D]`, after rotary embedding and normalisation.
-            key, value: `[B, Hkv, S, D]`; with a state, only the keys after it.
+            key: `[B, Hkv, S, D]`; with a state, only the keys after it.
+            value: `[B, Hkv, S, D]`, those of the keys.
             attention_mask: bool `[B, S]`, False at padded keys, or None. Inside a traced graph a causal mechanism may
-            get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
+                get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
             scaling: the factor of the layer's q·k.
             is_causal: whether a query sees only its own and earlier keys.
             state: the result of an earlier call, which is never changed in place, or None at the start.

@@ -84,7 +84,7 @@ def load_prompt_state(model: Any, path: str | os.PathLike) -> DynamicCache:
     Raises:
         FileNotFoundError: if the file does not exist.
         ValueError: if the file is not a prompt state, is damaged, comes from a newer version of this code, or belongs
-        to another model, other settings or other weights.
+            to another model, other settings or other weights.
     """
     about, tensors = _read(path)
     refuse_others(model, about, path)

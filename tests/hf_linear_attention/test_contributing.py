@@ -23,7 +23,7 @@ from checkpoints import save_twin
 
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("hf_linear_attention", "conversion", "training", "model_cards", "tests")
+COPIED = ("hf_linear_attention", "conversion", "training", "model_cards", "tests", "docs")
 CODE_SPAN = re.compile(r"`([^`]+)`")
 
 
@@ -204,7 +204,7 @@ def test_the_steps_of_the_text_are_those_of_the_test(title):
         spans = {span.replace("<name>", "toy") for span in CODE_SPAN.findall(text)}
         assert {span for span in spans if re.fullmatch(r".*/.*\.py", span)} == {edit.path for edit in edits}
         assert {edit.table for edit in edits if edit.table} <= spans
-    assert "`README.md`" in last
+    assert "`docs/mechanisms.md`" in last
 
 
 def follow(root: Path, edits: Iterable[Edit]) -> None:
@@ -213,13 +213,13 @@ def follow(root: Path, edits: Iterable[Edit]) -> None:
 
 
 def regenerate_table(root: Path) -> None:
-    """The last step: its command's output takes the place of the table in README.md."""
-    command = next(span for span in CODE_SPAN.findall(steps("Add a mechanism")[-1]) if span.startswith("python "))
-    table = run(root, *shlex.split(command)[1:]).stdout
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    readme, count = re.subn(r"(?m)(^\| `--attention`.*\n)(^\|.*\n)+", lambda _: table, readme)
-    assert count == 1
-    (root / "README.md").write_text(readme, encoding="utf-8")
+    """The last step: a page, and the command that writes the tables of the documentation."""
+    text = steps("Add a mechanism")[-1]
+    page = next(span for span in CODE_SPAN.findall(text) if "<name>" in span).replace("<name>", "toy")
+    (root / page).write_text("# toy\n\n| option |\n| --- |\n", encoding="utf-8")
+    command = next(span for span in CODE_SPAN.findall(text) if span.startswith("python "))
+    run(root, *shlex.split(command)[1:])
+    assert "| `sharpness` |" in (root / page).read_text(encoding="utf-8")
 
 
 def run(root: Path, *words: object, path: Path | None = None, check: bool = True):
@@ -246,23 +246,25 @@ def test_a_stranger_can_add_a_mechanism_and_a_feature_map(tmp_path):
     root = tmp_path / "repository"
     for name in COPIED:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "pyproject.toml"):
+    for name in ("README.md", "pyproject.toml", "Makefile", "mkdocs.yml"):
         shutil.copy(ROOT / name, root)
 
     *before, (row, oracle) = STEPS["Add a mechanism"]
     follow(root, [*chain(*before), row])
     *before, rows = STEPS["Add a feature map"]
     follow(root, chain(*before))
-    guards = "every_mechanism_has or every_feature_map_has or capability_table"
+    guards = "every_mechanism_has_a_row or every_feature_map_has or capability_table or options_table"
     assert failed_tests(root, guards) == {
         "test_every_mechanism_has_a_row_and_an_oracle",
         "test_every_feature_map_has_a_row",
         "test_the_capability_table_is_generated",
+        "test_the_options_table_is_generated",
     }
 
     follow(root, [oracle, *rows])
     regenerate_table(root)
-    assert "| `toy` | Weights cosh(a (sum q + sum k)). Only a toy | yes | yes |" in (root / "README.md").read_text()
+    table = (root / "docs" / "mechanisms.md").read_text(encoding="utf-8")
+    assert "| [`toy`](mechanisms/toy.md) | Weights cosh(a (sum q + sum k)). Only a toy | yes | yes |" in table
     assert failed_tests(root, f"toy or softplus or {guards}") == set()
 
     assert loaded_alone(root, tmp_path) == {"toy": "equal", "linear": "equal", "performer": "equal", "imported": []}
