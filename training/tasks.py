@@ -51,7 +51,9 @@ EMBEDDINGS = ("cosine", "cosine_min")
 TEXTS = ("exact_match", "f1")
 
 TASKS: dict[str, Task] = {
-    "causal_lm": Task("AutoModelForCausalLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
+    "causal_lm": Task(
+        "AutoModelForCausalLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False, generates=True
+    ),
     "masked_lm": Task("AutoModelForMaskedLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
     "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
     "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
