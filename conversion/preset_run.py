@@ -27,7 +27,7 @@ from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
-from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
+from hf_linear_attention.conversion.quality import MEASURED_TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
@@ -163,7 +163,7 @@ def _finish(conversion: Conversion, training: Training) -> None:
         _cast(conversion, folder, training.work / CONVERTED)
         share_permissions(folder)
         quality = None
-        if data is not None and task in TASKS:
+        if data is not None and task in MEASURED_TASKS:
             control = training.work / CONTROL / TRAINED
             quality = measure(folder, conversion.source, task, data, control if control.is_dir() else None)
         record(folder, conversion.source, quality, training.output_dir.name)

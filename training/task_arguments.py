@@ -31,7 +31,7 @@ class TaskArguments:
         for_evaluation=True,
     )
     predict_with_generate: bool = option(
-        "In evaluations, also generate texts (greedily), and compare them with the targets and those of the teacher; of "
+        "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
         "conversations, count the answers that end.",
         False,
         needs=EVALUATION_DATA,

@@ -12,7 +12,7 @@ from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.evaluation.text_metrics import TextMatch
 
 
-INPUTS = ("input_ids", "attention_mask", "input_features")
+MODEL_INPUTS = ("input_ids", "attention_mask", "input_features")
 # Number of an example, the text of the model, that of the data, and that of the teacher, if there is one; for
 # conversations, which have no text of the data here, whether the answer of each model ended.
 Generated = tuple[int, Any, str | None, Any]
@@ -27,7 +27,7 @@ class Generation:
     @torch.no_grad()
     def texts(self, model: PreTrainedModel, batch: Batch) -> list[str]:
         """The texts that the model generates for the inputs of `batch`."""
-        inputs = {name: batch[name] for name in INPUTS if name in batch}
+        inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
         # The processes that share a sharded model must make as many forward passes as the slowest.
         more = {"synced_gpus": True} if self.is_sharded else {}
         found = model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
