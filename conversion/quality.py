@@ -37,7 +37,7 @@ from hf_linear_attention.training.models import load_student, load_teacher
 logger = logging.getLogger(__name__)
 
 
-TASKS = ("causal_lm", "embedding")
+MEASURED_TASKS = ("causal_lm", "embedding")
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def _task_of(folder: Path) -> str:
         raise UsageError(f"`--output_dir` = {str(folder)!r} holds no converted model; convert first, then `--evaluate`")
     name = (config.get("architectures") or [""])[0]
     task = head_of_config(config).task
-    if task not in TASKS:
-        raise UsageError(f"`--evaluate` has figures for {', '.join(TASKS)}, and {name} is none of these")
+    if task not in MEASURED_TASKS:
+        raise UsageError(f"`--evaluate` has figures for {', '.join(MEASURED_TASKS)}, and {name} is none of these")
     return str(task)
 
 
