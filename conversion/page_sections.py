@@ -153,8 +153,9 @@ def generation_section(quality: Mapping[str, Any]) -> Section | None:
         for sample in samples
     ]
     text = (
-        "Both models continue the same held-out text, always with the likeliest token. What they have in common is "
-        "shaded, and the first different token is marked; after it they continue different texts."
+        "Both models continue the same held-out texts, spread evenly over the file, always with the likeliest token. "
+        "What they have in common is shaded, and the first different token is marked; after it they continue "
+        "different texts."
     )
     return Section("What it writes", [text], samples=shown)
 
@@ -171,7 +172,11 @@ def neighbour_section(quality: Mapping[str, Any]) -> Section | None:
         }
         for entry in neighbours
     ]
-    return Section("Nearest neighbours", ["The nearest other text in the validation file."], samples=shown)
+    return Section(
+        "Nearest neighbours",
+        ["The nearest other text in the validation file, of three texts spread evenly over it."],
+        samples=shown,
+    )
 
 
 def _nearest_title(entry: Mapping[str, Any]) -> str:
