@@ -208,18 +208,22 @@ def error_section(report: Mapping[str, Any], quality: Mapping[str, Any]) -> Sect
 
 def decay_section(report: Mapping[str, Any], quality: Mapping[str, Any]) -> Section | None:
     """The half-life of every head that has a decay of its own."""
-    figures = []
-    for when, heads in _head_figures(report, quality):
-        rows = [(layer["layer"], layer["half_life"]) for layer in heads.get("layers", ()) if layer.get("half_life")]
-        longest = max((math.log2(max(value, 1)) for _, row in rows for value in row), default=1) or 1
-        found = heat_map(
+    named = [
+        (when, [(layer["layer"], layer["half_life"]) for layer in heads.get("layers", ()) if layer.get("half_life")])
+        for when, heads in _head_figures(report, quality)
+    ]
+    values = [math.log(max(value, 1)) for _, rows in named for _, row in rows for value in row]
+    maps = [
+        heat_map(
             f"Half-life in tokens, {when}",
             "After how many tokens the weight of a key has halved, by layer and head; stronger colours are longer.",
             rows,
-            lambda value, longest=longest: math.log2(max(value, 1)) / longest,
+            lambda value: 0.1 + 0.9 * (math.log(max(value, 1)) - min(values)) / (max(values) - min(values) or 1),
             _short,
         )
-        figures += [found] if found is not None else []
+        for when, rows in named
+    ]
+    figures = [figure for figure in maps if figure is not None]
     if not figures:
         return None
     text = "After how many tokens the weight of a key has halved. Columns are the heads of keys and values."

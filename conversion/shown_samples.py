@@ -44,7 +44,8 @@ def shown_continuations(
     prompts = torch.tensor(rows, device=student.device)
     count = min(WRITTEN, longest - length)
     yours, mine = (continued(model, prompts, count, _likeliest).tolist() for model in (teacher, student))
-    return [_shown(tokenizer, *parts) for parts in zip(rows, yours, mine, strict=True)]
+    texts = [row[length - body :] for row in rows]  # without the BOS
+    return [_shown(tokenizer, *parts) for parts in zip(texts, yours, mine, strict=True)]
 
 
 def _likeliest(logits: Tensor) -> Tensor:
@@ -56,18 +57,20 @@ def _shown(
 ) -> dict[str, Any]:
     pairs = enumerate(zip(yours, mine, strict=True))
     same = next((place for place, (a, b) in pairs if a != b), len(yours))
-    before = tokenizer.decode(prompt)
+
+    def text_of(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens)))
 
     def part(tokens: Sequence[int], first: int, last: int) -> str:
         """The text that these tokens add to what stands before them, which decides about spaces."""
-        start, end = (tokenizer.decode([*prompt, *tokens[:place]]) for place in (first, last))
-        return end[len(start) :] if end.startswith(start) else tokenizer.decode(tokens[first:last])
+        start, end = (text_of([*prompt, *tokens[:place]]) for place in (first, last))
+        return end[len(start) :] if end.startswith(start) else text_of(tokens[first:last])
 
     sides = {
         name: {"first": part(tokens, same, same + 1), "rest": part(tokens, same + 1, len(tokens))}
         for name, tokens in (("original", yours), ("student", mine))
     }
-    return {"prompt": before[-MOST_CHARACTERS:], "same": part(mine, 0, same), **sides}
+    return {"prompt": text_of(prompt)[-MOST_CHARACTERS:], "same": part(mine, 0, same), **sides}
 
 
 def shown_neighbours(

@@ -77,6 +77,7 @@ def test_continuations_end_where_the_first_token_differs():
     assert len(same) == 3
     assert len({sample["prompt"] for sample in same}) == 3
     for sample in same:
+        assert "<s>" not in sample["prompt"]
         assert sample["original"] == sample["student"] == {"first": "", "rest": ""}
         assert sample["same"]
     other = stock_model("llama")
@@ -101,5 +102,5 @@ def test_neighbours_are_the_nearest_other_texts():
     assert [entry["original"] for entry in found] == [texts[1], texts[3], texts[5]]
     assert [entry["student"] for entry in found] == [texts[1], texts[3], texts[5]]
     mine = yours[[0, 3, 5, 2, 1, 4]]
-    assert [entry["student"] for entry in shown_neighbours(mine, yours, batches, tokenizer)][0] == texts[4]
+    assert shown_neighbours(mine, yours, batches, tokenizer)[0]["student"] == texts[4]
     assert shown_neighbours(mine[:2], yours[:2], batches, tokenizer) == []

@@ -225,6 +225,7 @@ def test_ticks_are_round_and_inside():
     assert Axis(64, 1024, 2).ticks == [64, 128, 256, 512, 1024]
     assert Axis(90, 2e6, 10).ticks == [100, 1e3, 1e4, 1e5, 1e6]
     assert Axis(0.05, 0.5, 10).ticks == pytest.approx([0.05, 0.1, 0.2, 0.5])
+    assert Axis(0.012, 0.016, 10).ticks == pytest.approx([0.012, 0.013, 0.014, 0.015, 0.016])
     assert Axis(5, 5).ticks == [5]
     assert len(Axis(1, 2.0**40, 2).ticks) <= 7
 
