@@ -295,8 +295,10 @@ def _memory_chart(report: Mapping[str, Any], speed: Mapping[str, Any] | None, re
         return None
     state = sum(layer["state_bytes"] for layer in layers)
     cache, growing = (
-        sum(layer[name] for layer in layers) for name in ("cache_bytes_per_token", "growing_bytes_per_token")
+        sum(layer.get(name) or 0 for layer in layers) for name in ("cache_bytes_per_token", "growing_bytes_per_token")
     )
+    if not cache:  # reports of an earlier version lack it
+        return None
     lines = [
         Line("original: keys and values", [(length, cache * length) for length in CONTEXTS], 0),
         Line("this model: its state", [(length, state + growing * length) for length in CONTEXTS], 1),

@@ -15,7 +15,7 @@ from hf_linear_attention.training.data.packing import Tokens
 from hf_linear_attention.training.evaluation.generation_figures import continued
 
 
-SHOWN = 3
+NUM_SHOWN = 3
 PROMPT, WRITTEN = 64, 48  # tokens
 MOST_CHARACTERS = 240
 
@@ -35,11 +35,11 @@ def shown_continuations(
         stream: the tokens of the text.
         longest: the most tokens that the models read.
     """
-    length = min(PROMPT, longest // 2, len(stream) // SHOWN)
+    length = min(PROMPT, longest // 2, len(stream) // NUM_SHOWN)
     if length < 2:
         return []
     body = length - (bos_token_id is not None)
-    starts = [round(number * (len(stream) - body) / SHOWN) for number in range(SHOWN)]
+    starts = [round(number * (len(stream) - body) / NUM_SHOWN) for number in range(NUM_SHOWN)]
     rows = [[*([] if bos_token_id is None else [bos_token_id]), *stream[start : start + body]] for start in starts]
     prompts = torch.tensor(rows, device=student.device)
     count = min(WRITTEN, longest - length)
@@ -83,9 +83,9 @@ def shown_neighbours(
         mine: the normalised embeddings of this model, `[texts, D]` in the order of the batches.
         yours: those of the original.
     """
-    if len(mine) < SHOWN:
+    if len(mine) < NUM_SHOWN:
         return []
-    chosen = torch.tensor([number * len(mine) // SHOWN for number in range(SHOWN)], device=mine.device)
+    chosen = torch.tensor([number * len(mine) // NUM_SHOWN for number in range(NUM_SHOWN)], device=mine.device)
     nearest = [(x[chosen] @ x.T).scatter(1, chosen[:, None], -math.inf).argmax(-1).tolist() for x in (yours, mine)]
     texts = [
         tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)[:MOST_CHARACTERS]

@@ -126,6 +126,8 @@ def test_a_section_without_data_is_left_out(names, missing):
 
 
 def test_a_report_of_an_earlier_version_makes_a_page():
+    layers = [{"layer": 0, "state_bytes": 9, "num_heads": 2}]
+    assert titles(page({"base_model": "gpt2", "layers": layers, "num_layers": 1}, [], CONFIG)) == ["Speed and memory"]
     shown = page({"base_model": "gpt2"}, [], CONFIG)
     assert titles(shown) == []
     assert "gpt2 with linear attention" in shown.text
