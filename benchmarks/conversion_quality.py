@@ -62,7 +62,7 @@ from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.training.data.rows import load_rows
 from hf_linear_attention.training.evaluation.position_figures import running_text
-from hf_linear_attention.training.models import AUTO_CLASSES
+from hf_linear_attention.training.models import auto_class_of
 from hf_linear_attention.training.presets.preset import STAGES, Preset, fit_to, load_preset
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import DataArguments
@@ -125,7 +125,7 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
     folder = student_folder(arguments, recipe, seed)
     converted = folder.with_name(folder.name + "-converted")
     if not (converted / "config.json").is_file():
-        teacher, settings = AUTO_CLASSES[arguments.task].from_pretrained(arguments.teacher), dict(recipe.settings)
+        teacher, settings = auto_class_of(arguments.task).from_pretrained(arguments.teacher), dict(recipe.settings)
         torch.manual_seed(seed)
         settings = with_budget(settings, type(teacher), teacher.config, torch.float32)
         convert(teacher, **settings).save_pretrained(converted)

@@ -7,7 +7,8 @@ installation built, `torch` the same without it, `C, by feature` and `torch, by 
 Delta Attention), which `transformers` has no torch code for. `transformers` is `torch_chunk_gated_delta_rule`, and in
 the table of a decoding step, which continues a state, `torch_recurrent_gated_delta_rule`. All take turns in every
 round; ratios are medians over rounds. The error is the largest difference from float64, over the largest output, of
-the first tokens. About five minutes.
+the first tokens. The last table has whole layers of stock models, hidden size 1,024, with and without
+`accelerate_stock_models`. About six minutes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from benchmarks.speed_kernels import cpu_times, in_torch, plot, ratio_text
+from hf_linear_attention import accelerate_stock_models
 from hf_linear_attention.kernels_delta import gated_delta
 
 
@@ -107,6 +109,46 @@ def errors(methods: dict[str, Call]) -> dict[str, float]:
     return found
 
 
+def stock_layers() -> dict[str, torch.nn.Module]:
+    """The linear layer of Qwen3-Next, whose decay is by head, and that of Kimi Linear, with one by feature."""
+    from transformers import KimiLinearConfig, Qwen3NextConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    qwen = Qwen3NextConfig(hidden_size=1024, linear_num_key_heads=HEADS, linear_num_value_heads=HEADS)
+    kimi = KimiLinearConfig(hidden_size=1024, linear_num_heads=HEADS, linear_head_dim=DIM)
+    return {"Qwen3-Next": Qwen3NextGatedDeltaNet(qwen, 0), "Kimi Linear": KimiLinearDeltaAttention(kimi, 0)}
+
+
+def layer_seconds(layer: torch.nn.Module, length: int, with_backward: bool, rounds: int) -> tuple[list[float], ...]:
+    """Seconds per round of a layer as it is, and accelerated."""
+    hidden_states = torch.randn(1, length, 1024, requires_grad=with_backward)
+
+    def stock() -> None:
+        with torch.set_grad_enabled(with_backward):
+            output = layer(hidden_states)
+        if with_backward:
+            output.sum().backward()
+
+    def accelerated() -> None:
+        with accelerate_stock_models():
+            stock()
+
+    times = cpu_times({"stock": stock, "accelerated": accelerated}, rounds)
+    return times["stock"], times["accelerated"]
+
+
+def layer_rows(lengths: list[int], rounds: int) -> list[list[Any]]:
+    rows = []
+    for name, layer in stock_layers().items():
+        for length in lengths:
+            for mode in ("forward", "forward and backward"):
+                stock, accelerated = layer_seconds(layer, length, mode != "forward", rounds)
+                medians = [_milliseconds(statistics.median(x)) for x in (stock, accelerated)]
+                rows.append([name, mode, f"{length:,}", *medians, ratio_text(median_ratio(stock, accelerated))])
+    return rows
+
+
 def report(figures: dict[str, Any]) -> str:
     parts = []
     for mode in ("forward", "forward and backward", "step"):
@@ -122,7 +164,10 @@ def report(figures: dict[str, Any]) -> str:
         header = ["N", *names, "torch / C", f"{PEER} / C"]
         parts.append(f"{mode}, CPU milliseconds\n\n{table(header, rows)}")
     rows = [[name, f"{error:.1e}"] for name, error in figures["errors"].items()]
-    return "\n\n".join([*parts, f"largest error over the largest output\n\n{table(['', 'error'], rows)}"])
+    parts.append(f"largest error over the largest output\n\n{table(['', 'error'], rows)}")
+    header = ["layer", "mode", "N", "stock", "accelerated", "stock / accelerated"]
+    parts.append(f"whole layers of stock models, CPU milliseconds\n\n{table(header, figures['layers'])}")
+    return "\n\n".join(parts)
 
 
 def _milliseconds(seconds: float | None) -> str | None:
@@ -143,6 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     steps = calls("torch_recurrent_gated_delta_rule")
     figures["step"] = {1: measure(steps, 1, False, 100 * arguments.rounds, True)}
     figures["errors"] = errors(methods)
+    figures["layers"] = layer_rows(arguments.lengths[-2:-1], min(3, arguments.rounds))
     write(report(figures))
     save_results(arguments, "speed_delta", figures, plot)
 

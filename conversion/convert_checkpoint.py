@@ -58,6 +58,7 @@ if not __package__:  # the file was started as a script, and its folder must not
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
+from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.conversion.request import Request, parse
 from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
@@ -115,16 +116,19 @@ def _answer(request: Request) -> str:
 
 
 def architecture_table() -> str:
-    """A Markdown table with a row per kind of architecture, per feature that needs `drop`, and per refusal."""
-    lines = ["| architecture | number | model types |", "| --- | --- | --- |"]
-    lines += [_row(kind, len(names), names) for kind, names in ARCHITECTURES.items()]
+    """A Markdown table with a row per kind of architecture, per feature that needs `drop`, and per refusal.
+
+    The column `healed as` has the tasks of `training/finetune.py` that imitate an original of that kind.
+    """
+    lines = ["| architecture | number | healed as | model types |", "| --- | --- | --- | --- |"]
+    lines += [_row(kind, len(names), names, HEALED_AS[kind]) for kind, names in ARCHITECTURES.items()]
     lines += [_row(f"with `drop` = `{feature}`", "", names) for feature, names in NEED_DROP.items()]
     lines += [_row(f"refused: {reason}", "", names) for reason, names in REFUSED.items()]
     return "\n".join(lines)
 
 
-def _row(kind: str, number: int | str, names: Sequence[str]) -> str:
-    return f"| {kind} | {number} | {', '.join(names)} |"
+def _row(kind: str, number: int | str, names: Sequence[str], tasks: Sequence[str] = ()) -> str:
+    return f"| {kind} | {number} | {', '.join(tasks)} | {', '.join(names)} |"
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ def plan_with_heads(plan: Plan, source: Source, arguments: ConversionArguments, 
         settings = with_softmax_heads(plan.settings, heads)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return make_plan(source, settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    options = arguments.model_class, arguments.trust_remote_code, arguments.dtype, arguments.positions
+    return make_plan(source, settings, *options)
 
 
 def check_softmax_heads(arguments: ConversionArguments, plan: Plan, source: Source) -> None:

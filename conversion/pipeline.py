@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,18 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention import supported_model_types
-from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.cast import cast_weights
-from hf_linear_attention.conversion.companions import copy_sentence_files, save_processors, save_tokenizer
+from hf_linear_attention.conversion.companions import (
+    copy_sentence_files,
+    extend_limits,
+    save_processors,
+    save_tokenizer,
+)
 from hf_linear_attention.conversion.diagnosis import diagnose_on
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
 from hf_linear_attention.conversion.head_ranking import (
@@ -55,6 +60,7 @@ from hf_linear_attention.conversion.softmax_layers import (
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.modeling_linear_attention import RotaryError
+from hf_linear_attention.position_extension import Extension
 
 
 logger = logging.getLogger(__name__)
@@ -119,7 +125,7 @@ def prepare(request: Request) -> Conversion:
 def _plan(request: Request, source: Source) -> Plan:
     """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
     arguments = request.arguments
-    options = (arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    options = (arguments.model_class, arguments.trust_remote_code, arguments.dtype, arguments.positions)
 
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, *options[:2])
@@ -177,6 +183,8 @@ def run(conversion: Conversion) -> dict[str, Any]:
         tokenizer = save_tokenizer(conversion.source, folder, arguments.trust_remote_code)
         save_processors(conversion.source, folder, arguments.trust_remote_code)
         copy_sentence_files(conversion.source, folder)
+        if plan.extension is not None:
+            extend_limits(folder, plan.extension.tokens)
         checks = None
         if not arguments.no_verify:
             logger.info("verifying")
@@ -241,11 +249,34 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
             config=plan.config,
             dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
             use_safetensors=not source.is_pickled or folder != source.folder,
+            ignore_mismatched_sizes=plan.extension is not None,
             output_loading_info=True,
         )
     model, loading = loaded
+    if plan.extension is not None:
+        _extend_tables(model, source, plan, plan.extension, {entry[0] for entry in loading["mismatched_keys"]})
     plan.confirm(set(loading["missing_keys"]))
     if plan.new_base:
         names = ", ".join(str(tensor.target) for tensor in plan.new_base)
         logger.warning("the checkpoint does not contain %s; these weights are random and need training", names)
     return model
+
+
+@torch.no_grad()
+def _extend_tables(
+    model: PreTrainedModel, source: Source, plan: Plan, extension: Extension, mismatched: Collection[str]
+) -> None:
+    """Fill the tables of positions, which could not be loaded, from the shorter ones of the source.
+
+    Args:
+        mismatched: the names of the tensors that were not loaded because of their shape.
+
+    Raises:
+        ConversionError: if another tensor was not loaded.
+    """
+    names = {str(tensor.target): str(tensor.source) for tensor in plan.mapped if tensor.target in extension.tables}
+    if other := set(mismatched) - set(names):
+        raise ConversionError(f"`{min(other)}` of {source.name} does not have the shape that the model needs")
+    for target, name in names.items():
+        place = model.get_parameter(target)
+        place.copy_(extension.weight(target, source.read(name), place))

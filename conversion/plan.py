@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.heads import Head, head_of
+from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention.architectures import attention_modules, converted_features
 from hf_linear_attention.configuration_linear_attention import entries_of, model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
@@ -27,6 +27,7 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
+from hf_linear_attention.position_extension import Extension, LongerPositions, plan_extension
 from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.transformers_internals import loaded_names
 
@@ -77,12 +78,21 @@ class TensorPlan:
         return int(torch.Size(self.shape).numel())
 
 
+# What models read, by the name of their main input.
+INPUTS: dict[str, Inputs] = {
+    "input_ids": "text",
+    "pixel_values": "images",
+    "input_values": "sound",
+    "input_features": "sound",
+}
+
+
 @dataclass
 class Plan:
     """The whole conversion.
 
     `tied` tensors are shared with a mapped tensor and are not stored. `cost_settings` (`break_even.py`) are those of
-    every converted layer; they are empty if layers have different ones.
+    every converted layer; they are empty if layers have different ones. `extension` is that of the learned positions.
     """
 
     config: PreTrainedConfig
@@ -95,6 +105,7 @@ class Plan:
     tied: list[TensorPlan]
     dropped_features: list[str]
     cost_settings: dict[str, Any]
+    extension: Extension | None = None
 
     @property
     def linear_class(self) -> type[PreTrainedModel]:
@@ -104,7 +115,8 @@ class Plan:
     @property
     def head(self) -> Head:
         """What the model's head is for."""
-        return head_of(self.stock_class.__name__, is_vision=self.stock_class.main_input_name != "input_ids")
+        inputs = INPUTS.get(self.stock_class.main_input_name, "text")
+        return head_of(self.stock_class.__name__, inputs, bool(self.config.is_encoder_decoder))
 
     @property
     def settings(self) -> Any:
@@ -157,6 +169,7 @@ class Plan:
             "new weights": self.weights["new"],
             "state bytes per sequence": self.state_bytes,
             "bytes per token of heads with softmax": self.growing_bytes_per_token or None,
+            **({} if self.extension is None else {"positions": self.extension.describe()}),
             **(self._state_figures if len(self.state_sizes) > 1 else {}),
         }
 
@@ -195,6 +208,7 @@ def make_plan(
     model_class: str | None = None,
     trust_remote_code: bool = False,
     dtype: str = "auto",
+    positions: LongerPositions | None = None,
 ) -> Plan:
     """Work out the conversion of a checkpoint.
 
@@ -202,6 +216,7 @@ def make_plan(
         settings: `mechanism`, `layers` and the options given, or a list of these for layers with different settings.
         model_class: the stock class (or Auto class) to use instead of the one that the checkpoint names.
         dtype: the dtype of the result; `auto` is that of the checkpoint.
+        positions: the learned positions of the result; None keeps those of the checkpoint.
 
     Raises:
         UsageError: if the checkpoint cannot be converted, or not with these settings.
@@ -210,11 +225,12 @@ def make_plan(
     _refuse_quantized(source, stock)
     kept_dtype = _dtype_of(dtype, source)
     try:
-        config = convert_config(stock, changed(settings, _without_budget))
         stock_class = _stock_class(stock, model_class)
+        extension = plan_extension(stock, stock_class, positions)
+        config = convert_config(stock, changed(settings, _without_budget), extension=extension)
         if any("state_bytes" in entry for entry in entries_of(settings)):
             sized = changed(settings, lambda entry: with_budget(entry, stock_class, stock, kept_dtype))
-            config = convert_config(stock, sized)
+            config = convert_config(stock, sized, extension=extension)
         with torch.device("meta"):
             model = linear_model_class(stock_class)(config)
     except UsageError:
@@ -222,7 +238,7 @@ def make_plan(
     except (ValueError, OSError) as error:
         raise UsageError(_one_line(error)) from error
     converted = linear_attention_modules(model)
-    tensors = _tensor_plans(source, model)
+    tensors = _tensor_plans(source, model, extension)
     names = list(self_attention_modules(model))
     if any(entry["cross_attention"] for entry in entries_of(config.linear_attention)):
         names += attention_modules(model, cross=True)
@@ -238,6 +254,7 @@ def make_plan(
         cost_settings=costs[0] if costs and all(cost == costs[0] for cost in costs) else {},
         dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
+        extension=extension,
     )
 
 
@@ -328,10 +345,13 @@ def _dtype_of(dtype: str, source: Source) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[TensorPlan]]:
+def _tensor_plans(source: Source, model: PreTrainedModel, extension: Extension | None) -> dict[str, list[TensorPlan]]:
     expected = model.state_dict()
     targets = loaded_names(source.tensors, model, expected)
-    _refuse_other_shapes(source, targets, expected)
+    shapes = {name: tensor.shape for name, tensor in expected.items()}
+    for name, table in () if extension is None else extension.tables.items():
+        shapes[name] = torch.Size((table.rows, shapes[name][1]))
+    _refuse_other_shapes(source, targets, shapes)
     mapped: list[TensorPlan] = []
     dropped: list[TensorPlan] = []
     for name, info in source.tensors.items():
@@ -348,11 +368,11 @@ def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[Tens
     return {"mapped": mapped, "new": new, "dropped": dropped, "tied": tied}
 
 
-def _refuse_other_shapes(source: Source, targets: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
+def _refuse_other_shapes(source: Source, targets: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
     wrong = [
-        f"`{name}` is {list(source.tensors[name].shape)} in the file, {list(expected[target].shape)} by config.json"
+        f"`{name}` is {list(source.tensors[name].shape)} in the file, {list(shapes[target])} by config.json"
         for name, (target, converter) in targets.items()
-        if converter is None and target in expected and expected[target].shape != source.tensors[name].shape
+        if converter is None and target in shapes and shapes[target] != source.tensors[name].shape
     ]
     if wrong:
         more = [f"and {len(wrong) - 3} more"] if len(wrong) > 3 else []

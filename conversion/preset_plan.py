@@ -21,6 +21,7 @@ from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
 from hf_linear_attention.training.presets.preset import Preset, fit_to, load_preset, preset_names, stages_of
 from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training.tasks import COLUMN_TASKS, TASKS
 
 
 CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the work folder
@@ -158,6 +159,8 @@ def _empty(plan: Plan) -> PreTrainedModel:
 
 def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
     name, task = plan.stock_class.__name__, plan.head.task
+    # Other tasks train on rows that the calibration does not read as text.
+    tasks = [entry for entry in tasks if entry in COLUMN_TASKS and TASKS[entry].text_column == "text"]
     if task not in tasks:
         has = "there is no recipe to train it" if task is None else f"its task is {task}"
         raise UsageError(

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.heads import head_of
+from hf_linear_attention._common.heads import head_of_config
 from hf_linear_attention._common.model_card import (
     REPORT,
     training_facts,
@@ -109,7 +109,7 @@ def _task_of(folder: Path) -> str:
     if "linear_attention" not in config:
         raise UsageError(f"`--output_dir` = {str(folder)!r} holds no converted model; convert first, then `--evaluate`")
     name = (config.get("architectures") or [""])[0]
-    task = head_of(name, is_vision="patch_size" in config).task
+    task = head_of_config(config).task
     if task not in TASKS:
         raise UsageError(f"`--evaluate` has figures for {', '.join(TASKS)}, and {name} is none of these")
     return str(task)

@@ -58,6 +58,7 @@ def describe(plan: Plan, source: Source) -> str:
         f"{source.name}",
         _line("class", f"{plan.stock_class.__name__} -> {plan.linear_class.__name__}"),
         *(_line("attention", text) for text in _attention_lines(plan)),
+        *([] if plan.extension is None else [_line("positions", plan.extension.describe())]),
         _line("tensors", _tensor_line(plan)),
         _line("weights", f"{plan.weights['total']:,}, of which {plan.weights['new']:,} are new"),
     ]
@@ -121,8 +122,8 @@ def describe_result(
         lines += ["", *describe_heads(heads)]
     if training:
         lines += ["", *training]
-    elif plan.layers and (command := _healing_command(plan, source, output_dir)):
-        lines += ["", "The new attention is untrained. Train it with the original as teacher:", command]
+    elif plan.layers:
+        lines += ["", *_healing_lines(plan, source, output_dir)]
     if report["diagnosis"]:
         lines += ["", describe_diagnosis(report["diagnosis"], plan.mechanisms)]
     return "\n".join(lines)
@@ -185,17 +186,22 @@ def _loading_lines(plan: Plan, output_dir: str) -> list[str]:
     ]
 
 
-def _healing_command(plan: Plan, source: Source, output_dir: str) -> str | None:
+def _healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
+    """How the model is trained after its conversion, or that there is no recipe for it."""
     if plan.head.task is None:
-        return None
+        return [
+            "The new attention is untrained, and training/finetune.py has no task for "
+            f"{plan.stock_class.__name__}. Train it with a loop of your own, such as transformers' Trainer."
+        ]
     training = Path(__file__).resolve().parents[1] / "training"
-    data = "IMAGES.jsonl" if plan.head.task == "image_classification" else "TEXT.jsonl"
-    return (
+    return [
+        "The new attention is untrained. Train it with the original as teacher:",
         f"  accelerate launch --config_file {training / 'launch' / 'one.yaml'} {training / 'finetune.py'} \\\n"
         f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
         f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
-        f"    --train_file {data} --output_dir {output_dir}-healed"
-    )
+        f"    --train_file {plan.head.data} --output_dir {output_dir}-healed"
+        + ("" if plan.extension is None else f" --max_length {plan.extension.tokens}"),
+    ]
 
 
 def _tensor_name(tensor: TensorPlan) -> str:

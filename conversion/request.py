@@ -14,6 +14,7 @@ from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer
 from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.position_extension import STARTS, LongerPositions
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -60,6 +61,19 @@ class ConversionArguments:
         "sinks, and the rest for the window. Sizes that are given do not change",
         None,
         bounds=COUNT,
+    )
+    max_position_embeddings: int | None = option(
+        "extend the learned positions of the model to inputs of this number of tokens, together with the limits of its "
+        "tokenizer and of sentence-transformers (RoBERTa's config counts 2 rows more)",
+        None,
+        bounds=COUNT,
+    )
+    position_init: str = option(
+        "what the new positions start from: tiled, the old ones again and again, or interpolated, the old ones "
+        "stretched",
+        "tiled",
+        STARTS,
+        needs=("max_position_embeddings",),
     )
     dtype: str = option(
         "the dtype of the weights written; auto keeps that of the checkpoint. A cast needs disk space for twice the "
@@ -170,6 +184,12 @@ class ConversionArguments:
     model_class: str | None = option(
         "the stock or Auto class to convert (default: the class that the checkpoint names)", None
     )
+
+    @property
+    def positions(self) -> LongerPositions | None:
+        """The learned positions that are asked for; None without `--max_position_embeddings`."""
+        tokens = self.max_position_embeddings
+        return None if tokens is None else LongerPositions(tokens, self.position_init)
 
 
 CONVERSION_FACTS = facts_of(ConversionArguments)

@@ -116,7 +116,8 @@ def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, lay
     """The plan in which `layers` stay softmax."""
     left = [layer.layer for layer in plan.layers if layer.layer not in layers]
     settings = _for_layers(plan.settings, left)
-    return make_plan(source, settings, arguments.model_class, arguments.trust_remote_code, arguments.dtype)
+    options = arguments.model_class, arguments.trust_remote_code, arguments.dtype, arguments.positions
+    return make_plan(source, settings, *options)
 
 
 def _for_layers(settings: Any, layers: list[int]) -> Any:

@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
+    "accelerate_stock_models": "stock_models",
     "calibrate": "conversion_api",
     "convert": "conversion_api",
     "convert_config": "conversion_api",
@@ -30,6 +31,7 @@ _LAZY = {
 }
 __all__ = [
     "LinearAttentionSettings",
+    "accelerate_stock_models",
     "calibrate",
     "convert",
     "convert_config",

@@ -22,6 +22,7 @@ from .attention_layer import LinearizedCrossAttention
 from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
 from .modeling_linear_attention import linear_attention_modules, linear_model_class
+from .position_extension import Extension, LongerPositions, plan_extension
 from .transformers_internals import base_model_class
 
 
@@ -33,11 +34,13 @@ def convert_config(
     settings: Settings | None = None,
     *,
     model_class: type | None = None,
+    extension: Extension | None = None,
     **linear_attention: Any,
 ) -> Any:
     """The `Linear<X>Config` for a stock config; `settings` and `linear_attention` are those of `convert`.
 
     For values by layer, the layers of `model_class` are counted, by default those of the class that the config names.
+    With an `extension`, the config has its positions, but the length that the model was trained on is that of `config`.
 
     Raises:
         TypeError: for both `settings` and `linear_attention`.
@@ -51,7 +54,7 @@ def convert_config(
         raise ValueError(f"This model is already converted (model type `{model_type}`); convert its softmax source.")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"Model type `{model_type}` is not part of transformers, so its attention is unknown here.")
-    fields = copy.deepcopy(config.to_dict())
+    fields = copy.deepcopy((config if extension is None else extension.config).to_dict())
     for name in ("model_type", "transformers_version", "auto_map"):
         fields.pop(name, None)
     given: Any = linear_attention if settings is None else settings
@@ -97,6 +100,8 @@ def convert(
     model_class: type[PreTrainedModel] | None = None,
     from_pretrained: dict[str, Any] | None = None,
     settings: Settings | None = None,
+    max_position_embeddings: int | None = None,
+    position_init: str = "tiled",
     **linear_attention: Any,
 ) -> PreTrainedModel:
     """A linear copy of a pretrained model: the same base weights, and new mechanisms in the converted layers.
@@ -107,6 +112,9 @@ def convert(
         from_pretrained: further arguments of `from_pretrained` when `model` is a folder or name.
         settings: a dict to use instead of `linear_attention`; or, for layers with different settings, a list of dicts,
             each with the numbers of its `layers`.
+        max_position_embeddings: the number of tokens of the longest input, for a model with learned positions; its
+            table of positions is extended (`position_extension.py`).
+        position_init: what the new positions start from: `tiled`, the old ones again and again, or `interpolated`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
             mechanism and its options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
             `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
@@ -117,8 +125,8 @@ def convert(
     Raises:
         TypeError: for a module that is not a transformers model, such as a `PeftModel`, or for both `settings` and
             `linear_attention`.
-        ValueError: for impossible settings, an architecture without convertible attention, or a loaded model whose
-            weights are not those of `model_class`.
+        ValueError: for impossible settings, an architecture without convertible attention, a loaded model whose
+            weights are not those of `model_class`, or positions that cannot be extended.
     """
     if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
         inside = "`model.merge_and_unload()`" if hasattr(model, "merge_and_unload") else "the `PreTrainedModel` in it"
@@ -126,23 +134,41 @@ def convert(
             f"Got a {type(model).__name__}; `convert` takes a transformers model, or the folder or hub name of one. "
             f"Pass {inside}."
         )
+    if max_position_embeddings is None and position_init != "tiled":
+        raise ValueError(f"`position_init` = {position_init!r} needs `max_position_embeddings`; give both or neither.")
     arguments = {"dtype": "auto", **(from_pretrained or {})}
+    positions = None if max_position_embeddings is None else LongerPositions(max_position_embeddings, position_init)
     if isinstance(model, PreTrainedModel):
-        config = convert_config(model.config, settings, model_class=model_class or type(model), **linear_attention)
-        with torch.random.fork_rng(devices=[]):
-            converted: Any = linear_model_class(model_class or type(model))(config)
-        _leave_out(model, converted)
-        _copy_weights(model, converted)
-        if model.can_generate():
-            converted.generation_config = copy.deepcopy(model.generation_config)
-        return converted.to(model.device).eval()
+        return _converted(model, model_class or type(model), positions, settings, linear_attention)
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
     stock = AutoConfig.from_pretrained(model, **hub)
     stock_class = model_class or stock_model_class(stock)
+    if positions is not None:
+        loaded = stock_class.from_pretrained(model, **arguments)
+        return _converted(loaded, stock_class, positions, settings, linear_attention)
     config = convert_config(stock, settings, model_class=stock_class, **linear_attention)
     return linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+
+
+def _converted(
+    model: PreTrainedModel,
+    stock_class: type[PreTrainedModel],
+    positions: LongerPositions | None,
+    settings: Settings | None,
+    linear_attention: Mapping[str, Any],
+) -> PreTrainedModel:
+    """The linear copy of a loaded model."""
+    extension = plan_extension(model.config, stock_class, positions)
+    config = convert_config(model.config, settings, model_class=stock_class, extension=extension, **linear_attention)
+    with torch.random.fork_rng(devices=[]):
+        converted: Any = linear_model_class(stock_class)(config)
+    _leave_out(model, converted)
+    _copy_weights(model, converted, extension)
+    if model.can_generate():
+        converted.generation_config = copy.deepcopy(model.generation_config)
+    return converted.to(model.device).eval()
 
 
 def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -154,9 +180,10 @@ def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:
                 setattr(other, name, None)
 
 
-def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
+def _copy_weights(source: PreTrainedModel, target: PreTrainedModel, extension: Extension | None = None) -> None:
     """Copy weights and buffers to `target`, each in its own dtype; new parameters get the dtype of `source`."""
     weights, places = source.state_dict(), target.state_dict()
+    weights = weights if extension is None else extension.weights(weights, places)
     problems = {
         f"{type(target).__name__} does not have": [name for name in weights if name not in places],
         f"{type(source).__name__} lacks": [n for n in places if n not in weights and ".linear_attention." not in n],
@@ -173,8 +200,10 @@ def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
             tensor.data = tensor.data.to(own[name].dtype if name in own else source.dtype)
     target.load_state_dict(weights, strict=False)
     for name, buffer in source.named_buffers():
-        if name not in weights:  # checkpoints do not contain it, such as rotary frequencies
-            target.get_buffer(name).data = buffer.detach().to("cpu", copy=True)
+        place = target.get_buffer(name)
+        # Checkpoints do not contain it, such as rotary frequencies; numbers of positions are new in an extended model.
+        if name not in weights and (extension is None or place.shape == buffer.shape):
+            place.data = buffer.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()

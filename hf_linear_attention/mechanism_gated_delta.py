@@ -19,7 +19,6 @@ Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, E hidde
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -28,70 +27,21 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .features import orthogonal_random_matrix
-from .kernels_delta import gated_delta
+from .delta_rule import DeltaRule
 from .kernels_torch import accumulated
-from .kernels_torch import accumulation_dtype
 from .kernels_torch import with_dtype
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
-from .positions import INITIAL_HALF_LIFE
 from .positions import ROPE_OPTIONS
+from .positions import initial_slopes
+from .positions import rope_obstacle
 from .positions import taken_back
+from .positions import without_hidden
 from .segments import gather_tokens
 from .segments import inverse_order
 from .segments import real_first
-
-
-# Added to the square of a length before the division by it, as in flash-linear-attention's `l2norm`.
-EPSILON = 1e-6
-
-
-class NormalizedFeatures(nn.Module):
-    """phi(x) = silu(x A + b) / |silu(x A + b)| per head, x scaled by sqrt(scaling); A starts as the identity, b as 0.
-
-    Query heads of a group have their own A and b. Without `is_activated`, silu is left out. With more features than
-    channels, A starts with further random columns.
-    """
-
-    def __init__(self, shape: LayerShape, num_features: int, is_activated: bool) -> None:
-        super().__init__()
-        self.is_activated = is_activated
-        heads, kv_heads, size = shape.num_heads, shape.num_key_value_heads, shape.head_dim
-        self.query_projection = nn.Parameter(torch.empty(heads, size, num_features))
-        self.query_bias = nn.Parameter(torch.empty(heads, 1, num_features))
-        self.key_projection = nn.Parameter(torch.empty(kv_heads, size, num_features))
-        self.key_bias = nn.Parameter(torch.empty(kv_heads, 1, num_features))
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start with A = identity and b = 0."""
-        size, num_features = self.key_projection.shape[1:]
-        start = torch.eye(size, num_features)
-        if num_features > size:  # columns that start equal would stay equal
-            extra = orthogonal_random_matrix(num_features - size, size, generator).T
-            start[:, size:] = extra / extra.norm(dim=0)
-        for projection, bias in (
-            (self.query_projection, self.query_bias),
-            (self.key_projection, self.key_bias),
-        ):
-            init.copy_(projection, start.expand_as(projection))
-            init.zeros_(bias)
-
-    def queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The features `[B, H, N, F]` of queries `[B, H, N, D]`."""
-        return self._features(query, self.query_projection, self.query_bias, scaling)
-
-    def keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The features `[B, Hkv, N, F]` of keys `[B, Hkv, N, D]`."""
-        return self._features(key, self.key_projection, self.key_bias, scaling)
-
-    def _features(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
-        dtype = accumulation_dtype(x)
-        x = (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(weight, dtype) + with_dtype(bias, dtype)
-        x = F.silu(x) if self.is_activated else x
-        return x * (x.square().sum(dim=-1, keepdim=True) + EPSILON).rsqrt()
 
 
 class ShortConvolution(nn.Module):
@@ -122,55 +72,6 @@ class ShortConvolution(nn.Module):
             term = line[:, :, start : start + length] * with_dtype(weight[distance], dtype)
             output = output + (term if is_together is None else term * is_together[distance][:, None, :, None])
         return output
-
-
-class Gates(nn.Module):
-    """beta `[B, N, Hkv]` and the log-decay of every token from its hidden state `[B, N, E]`.
-
-    Hidden states are divided by sqrt(E), so that one learning rate suits every width. The decay per channel has a
-    projection of rank D (Kimi Linear 2025, section 3).
-    """
-
-    def __init__(self, shape: LayerShape, num_features: int, decay: str, half_life: float) -> None:
-        super().__init__()
-        heads, size = shape.num_key_value_heads, shape.hidden_size
-        if size is None:
-            raise ValueError("`gated_delta` computes gates from hidden states; give the layer's `hidden_size`.")
-        self.scale, self.half_life = size**-0.5, half_life
-        self.beta_projection = nn.Parameter(torch.empty(heads, size))
-        self.beta_bias = nn.Parameter(torch.empty(heads))
-        outputs = {"none": 0, "head": heads, "channel": heads * num_features}[decay]
-        inputs = shape.head_dim if decay == "channel" else size
-        self.decay_input = nn.Parameter(torch.empty(inputs, size)) if decay == "channel" else None
-        self.decay_projection = nn.Parameter(torch.empty(outputs, inputs)) if outputs else None
-        self.rate = nn.Parameter(torch.empty(outputs)) if outputs else None
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start with beta = 1/2 and the initial half-life for every token."""
-        init.zeros_(self.beta_projection)
-        init.zeros_(self.beta_bias)
-        if self.decay_input is not None:
-            rows, columns = self.decay_input.shape
-            init.copy_(self.decay_input, orthogonal_random_matrix(rows, columns, generator))
-        if self.decay_projection is not None and self.rate is not None:
-            init.zeros_(self.decay_projection)
-            init.constant_(self.rate, math.log(math.expm1(math.log(2) / self.half_life)))
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """beta and the log-decay side by side, `[B, N, C]` in the accumulation dtype."""
-        hidden = accumulated(hidden_states) * self.scale
-        beta = F.linear(
-            hidden, *(with_dtype(x, hidden.dtype) for x in (self.beta_projection, self.beta_bias))
-        ).sigmoid()
-        if self.decay_projection is None or self.rate is None:
-            return beta
-        if self.decay_input is not None:
-            hidden = self._linear(hidden, self.decay_input)
-        rate = self._linear(hidden, self.decay_projection, self.rate)
-        return torch.cat((beta, -F.softplus(rate)), dim=-1)
-
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, with_dtype(weight, x.dtype), None if bias is None else with_dtype(bias, x.dtype))
 
 
 class GatedDeltaAttention(AttentionMechanism):
@@ -206,12 +107,15 @@ class GatedDeltaAttention(AttentionMechanism):
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
-        num_features = settings["num_features"] or shape.head_dim
-        self.features = NormalizedFeatures(shape, num_features, settings["activation"] == "silu")
-        half_life = settings["trained_length"] or INITIAL_HALF_LIFE
-        self.gate = Gates(shape, num_features, settings["decay"], half_life)
-        self.output_scale = nn.Parameter(torch.empty(shape.num_heads, 1, 1))
-        self.erases, self.conv_size = settings["erase"], settings["conv_size"]
+        self.rule = DeltaRule(
+            shape,
+            settings["num_features"] or shape.head_dim,
+            decay=settings["decay"],
+            slopes=initial_slopes(settings, shape),
+            is_activated=settings["activation"] == "silu",
+            erases=settings["erase"],
+        )
+        self.conv_size = settings["conv_size"]
         self.convolutions = nn.ModuleList()
         if self.conv_size:
             # The values of a head share their weights, so that a query still weighs values and not their channels.
@@ -224,10 +128,8 @@ class GatedDeltaAttention(AttentionMechanism):
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """Softmax heads need the rotary positions that `rope` would take back before them."""
-        if capability == "softmax_heads" and settings["rope"] != "before_map":
-            return f"with `rope` = `{settings['rope']}` hides rotary positions from softmax heads"
-        return super().obstacle(capability, settings)
+        """`rope` may hide rotary positions from softmax heads."""
+        return rope_obstacle(capability, settings) or super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
@@ -235,26 +137,21 @@ class GatedDeltaAttention(AttentionMechanism):
         return ["`conv_size` = 1 would see no earlier token; use 0 or at least 2"] if settings["conv_size"] == 1 else []
 
     def reset_parameters(self) -> None:
-        """Initialise the features, the gates, the output scale and the convolutions."""
-        generator = self.generator()
-        self.features.reset_parameters(generator)
-        self.gate.reset_parameters(generator)
-        init.ones_(self.output_scale)
+        """Initialise the rule and the convolutions."""
+        self.rule.reset_parameters(self.generator())
         convolutions: Any = self.convolutions
         for convolution in convolutions:
             convolution.reset_parameters()
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """beta and the log-decay of every token, see `Gates`."""
-        return self.gate(hidden_states)
+        """beta and the log-decay of every token, see `DeltaRule`."""
+        return self.rule.gates(hidden_states)
 
     def prepare(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Take back the rotary frequencies that the feature map must not see."""
-        if self.shift is None or positions is None:
-            return query, key, None
-        return self.shift(query, -positions), self.shift(key, -positions), None
+        return *without_hidden(self.shift, query, key, positions), None
 
     def forward(
         self,
@@ -281,30 +178,8 @@ class GatedDeltaAttention(AttentionMechanism):
         dtype = query.dtype
         if self.conv_size:
             (query, key, value), tails = self._convolved((query, key, value), tails, attention_mask)
-        beta, log_decay = self._split(gates)
-        # The scale of the output is one of the queries, because the output is linear in them.
-        query_features = self.features.queries(query, scaling)
-        output, sums = gated_delta(
-            query_features * with_dtype(self.output_scale, query_features.dtype),
-            self.features.keys(key, scaling),
-            value,
-            log_decay,
-            beta,
-            erases=self.erases,
-            key_mask=attention_mask,
-            state=sums,
-        )
+        output, sums = self.rule(query, key, value, gates, scaling=scaling, mask=attention_mask, state=sums)
         return with_dtype(output.transpose(1, 2), dtype), (sums, *tails)
-
-    def _split(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """beta `[B, Hkv, N]`, and the log-decay `[B, Hkv, N]` or `[B, Hkv, N, F]`."""
-        heads = self.shape.num_key_value_heads
-        beta, log_decay = gates.tensor_split((heads,), dim=-1)
-        beta = beta.transpose(1, 2)
-        if self.settings["decay"] == "none":
-            return beta, torch.zeros_like(beta)
-        log_decay = log_decay.unflatten(-1, (heads, -1)).transpose(1, 2)
-        return beta, log_decay if self.settings["decay"] == "channel" else log_decay.squeeze(-1)
 
     def _convolved(
         self, tensors: tuple[torch.Tensor, ...], tails: list[torch.Tensor], mask: torch.Tensor | None

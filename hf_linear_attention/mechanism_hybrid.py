@@ -10,6 +10,10 @@
 c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants of the query do not cancel here. The
 setting `normalization` has two other forms, which allow comparison with published hybrids.
 
+With `far` = `gated_delta`, the exact part has its own denominator, and a gate per token and head mixes it with the
+output of the gated delta rule over all tokens so far (delta_rule.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
+sigmoid(w h + b) of the hidden state h. With `both`, o_i from above takes the place of exact_i. At the start m is 1/50.
+
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
 """
@@ -17,11 +21,13 @@ are global: they also attend to every key exactly (Longformer 2020, section 3.1)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .delta_rule import DeltaRule  # of decoders
 from .features import FEATURE_MAPS
 from .features import half_squared_norm
 from .kernels import is_eager
@@ -49,35 +55,76 @@ from .positions import DECAY_OPTION
 from .positions import LearnedDecay
 from .positions import ROPE_OPTIONS
 from .positions import decay_of
+from .positions import initial_slopes
 from .positions import taken_back
+from .positions import without_hidden
+from .token_gates import SigmoidGate  # of decoders
+from .token_gates import hidden_size_of  # of decoders
+from .token_gates import scaled  # of decoders
 from .window_keys import ORDINARY
 from .window_keys import Line
+
+
+# The values of `far` with the kernel sum in the denominator of the window, and with the gated delta rule.
+LINEAR, DELTA, BOTH = "linear", "gated_delta", "both"
+# The share of the delta rule at the start, which leaves the untrained mechanism close to the window.
+INITIAL_SHARE = 0.02
 
 
 class HybridAttention(WindowAttention):
     """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one sum.
 
-    The state consists of the sums S, Z and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32),
-    followed by the state of the window. If the feature map does not see all rotary frequencies, the positions of the
-    window are kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
+    The state consists of that of the delta rule (`[B, Hkv, F, D]`, float32, not with `far` = `linear`), the sums S, Z
+    and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32, not with `far` = `gated_delta`), and
+    the state of the window. If the feature map does not see all rotary frequencies, the positions of the window are
+    kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
     """
 
     options: ClassVar[dict[str, Option]] = {
         **WindowAttention.options,
-        "feature_map": Option(str, "exp", "phi, applied to queries and far keys", choices=("exp", "hedgehog")),
+        "far": Option(
+            str,
+            LINEAR,
+            "linear: features of far keys, in one sum with the window; gated_delta: the gated delta rule over all "
+            "tokens, mixed with the window by a gate per token and head; both: these two, mixed by that gate",
+            choices=(LINEAR, DELTA, BOTH),
+        ),
+        "feature_map": Option(
+            str,
+            "exp",
+            "phi, applied to queries and far keys",
+            choices=("exp", "hedgehog"),
+            needs={"far": (LINEAR, BOTH)},
+        ),
         "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
         "normalization": Option(
             str,
             "joint",
             "joint: one denominator; separate: two, mixed by a learned weight per head; window_maximum: LoLCATs' form",
             choices=tuple(NORMALIZATIONS),
+            needs={"far": (LINEAR, BOTH)},
         ),
-        "decay": DECAY_OPTION,
+        "decay": replace(
+            DECAY_OPTION,
+            help=f"{DECAY_OPTION.help}; the factor of `gated_delta` follows from the hidden state of each token",
+        ),
         **ROPE_OPTIONS,
     }
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
+        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.needs_positions = self.needs_positions or self.shift is not None
+        self.feature_map: Any = None
+        self.decay: LearnedDecay | None = None
+        if settings["far"] != DELTA:
+            self._add_linear(settings, shape)
+        self.rule: Any = None
+        if settings["far"] != LINEAR:
+            self._add_rule(settings, shape)
+        self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
+
+    def _add_linear(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         feature_map = FEATURE_MAPS[settings["feature_map"]]
         self.feature_map = feature_map(
             shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
@@ -86,15 +133,29 @@ class HybridAttention(WindowAttention):
         self.is_scale_constant = self.mix.is_scale_constant
         decay = decay_of(settings, shape)
         self.decay = decay if isinstance(decay, LearnedDecay) else None
-        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.keeps_positions = self.shift is not None
-        self.needs_positions = self.needs_positions or self.keeps_positions
-        self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
+
+    def _add_rule(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
+        self.rule = DeltaRule(
+            shape,
+            settings["num_features"] or shape.head_dim,
+            decay="none" if settings["decay"] == "none" else "head",
+            slopes=initial_slopes(settings, shape),
+        )
+        self.share = SigmoidGate(hidden_size_of(shape), shape.num_heads, INITIAL_SHARE)
+        self.needs_gates = True
+
+    @classmethod
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """The delta rule runs forwards and knows no slopes, and its output is no mean of values."""
+        if settings["far"] != LINEAR and capability in ("bidirectional", "alibi", "constants"):
+            return f"with `far` = `{settings['far']}` has no {capability} form"
+        return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
         """`num_features` must fit the feature map."""
-        if settings["num_features"] is None:
+        if settings["num_features"] is None or settings["far"] == DELTA:
             return []
         problem = FEATURE_MAPS[settings["feature_map"]].check_num_features(settings["num_features"])
         return [f"`num_features` = {settings['num_features']} {problem}"] if problem else []
@@ -102,15 +163,64 @@ class HybridAttention(WindowAttention):
     def reset_parameters(self) -> None:
         """Initialise the feature map, the parameters that mix near and far keys, and the decay."""
         super().reset_parameters()
-        self.feature_map.reset_parameters(self.generator())
-        self.mix.reset_parameters(self.feature_map)
+        if self.feature_map is not None:
+            self.feature_map.reset_parameters(self.generator())
+            self.mix.reset_parameters(self.feature_map)
         if self.decay is not None:
             self.decay.reset_parameters()
+        if self.rule is not None:
+            self.rule.reset_parameters(self.generator(draw=1))
+            self.share.reset_parameters()
+
+    def gates(self, hidden_states: Tensor) -> Tensor:
+        """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`."""
+        return torch.cat((self.rule.gates(hidden_states), self.share(scaled(hidden_states))), dim=-1)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+        positions: Tensor | None = None,
+        gates: Tensor | None = None,
+    ) -> tuple[Tensor, State | None]:
+        """Window, sinks and far keys; see `AttentionMechanism.forward`, and `gates` for the last argument.
+
+        Raises:
+            ValueError: with a delta rule, without gates or in the bidirectional form.
+        """
+        options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
+        if self.rule is None:
+            return super().forward(query, key, value, state=state, positions=positions, **options)
+        if gates is None or not is_causal:
+            raise ValueError(
+                f"`far` = `{self.settings['far']}` is causal and needs `gates`; compute them with the method of that "
+                "name."
+            )
+        sums, rest = (state[0], state[1:]) if state else (None, None)
+        near, rest = super().forward(query, key, value, state=rest, positions=positions, **options)
+        gates, share = gates.tensor_split((-self.shape.num_heads,), dim=-1)
+        seen = without_hidden(self.shift, query, key, positions)
+        delta, sums = self.rule(*seen, value, gates, scaling=scaling, mask=attention_mask, state=sums)
+        output = near
+        if self.uses_far:
+            exact = accumulated(near)
+            output = with_dtype(exact + share.unsqueeze(-1) * (delta.transpose(1, 2) - exact), query.dtype)
+        return output, (sums, *(rest or ()))
 
     def _unpacked(self, state: State) -> tuple[Tensor | None, WindowState]:
+        if self.feature_map is None:
+            return super()._unpacked(state)
         return state[0], WindowState(*state[1:])
 
     def _initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, WindowState]:
+        if self.feature_map is None:
+            return super()._initial_state(key, value)
         shape = (*key.shape[:2], self.feature_map.num_features, value.shape[-1] + 2)
         sums = key.new_zeros(shape, dtype=accumulation_dtype(key))
         sums[..., -1] = EMPTY_MAXIMUM
@@ -124,7 +234,7 @@ class HybridAttention(WindowAttention):
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
     ) -> tuple[Tensor, State] | None:
         """`_attend_back` for one token in few operations, because at this size the overhead of each dominates."""
-        if self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
+        if self.feature_map is None or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
         if takes_step(query, key, value, *state[1:3]):
             return self._step_in_c(query, key, value, scaling, state, positions)
@@ -204,6 +314,8 @@ class HybridAttention(WindowAttention):
         positions: Any,
         sums: Tensor | None = None,
     ) -> tuple[list[Part], Tensor | None]:
+        if self.feature_map is None:
+            return super()._behind(query, line, mask, scaling, positions)
         decay = self.decay or self.alibi
         query, key, value = accumulated(query), line.key, line.value
         if self.shift is not None:
@@ -225,7 +337,7 @@ class HybridAttention(WindowAttention):
         return [(output, log_size(denominator, scale))], sums
 
     def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
-        if not self.uses_far:
+        if not self.uses_far or self.feature_map is None:
             return exact[0]
         norm = half_squared_norm(query, scaling).unflatten(1, (exact[0].shape[1], -1))
         return self.mix(exact, behind, largest, norm)

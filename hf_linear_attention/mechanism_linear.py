@@ -25,7 +25,9 @@ from .features import FEATURE_MAPS
 from .features import FeatureMap
 from .positions import ROPE_OPTIONS
 from .positions import decay_of
+from .positions import rope_obstacle
 from .positions import taken_back
+from .positions import without_hidden
 from .token_gates import GATED_DECAY_OPTION
 from .token_gates import INPUT_GATE_OPTION
 from .token_gates import TOKENS_PER_PART
@@ -74,13 +76,11 @@ class LinearAttention(AttentionMechanism):
         """`t2r` does not keep constants, and a learned decay is for causal attention only."""
         if capability == "constants" and settings.get("feature_map") == "t2r":
             return "with `feature_map` = `t2r` returns 0 for a query whose features are all 0"
-        if capability == "softmax_heads" and settings.get("rope", "before_map") != "before_map":
-            return f"with `rope` = `{settings['rope']}` hides rotary positions from softmax heads"
         if capability in ("bidirectional", "cross") and settings.get("decay") in ("learned", "gated"):
             return f"with `decay` = `{settings['decay']}` has no {capability} form"
         if capability == "cross" and settings.get("input_gate"):
             return "with `input_gate` has no cross form"
-        return super().obstacle(capability, settings)
+        return rope_obstacle(capability, settings) or super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
@@ -104,9 +104,10 @@ class LinearAttention(AttentionMechanism):
     def reset_parameters(self) -> None:
         """Initialise the feature map, the decay and the gates."""
         self.feature_map.reset_parameters(self.generator())
-        for part in (self.decay, self.gate):
-            if part is not None:
-                part.reset_parameters()
+        if self.decay is not None:
+            self.decay.reset_parameters()
+        if self.gate is not None:
+            self.gate.reset_parameters(self.generator())
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The gates of every token, see `TokenGates`; only called if the settings ask for gates."""
@@ -116,9 +117,7 @@ class LinearAttention(AttentionMechanism):
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Take back the rotary frequencies that the feature map must not see."""
-        if self.shift is None or positions is None:
-            return query, key, None
-        return self.shift(query, -positions), self.shift(key, -positions), None
+        return *without_hidden(self.shift, query, key, positions), None
 
     def forward(
         self,

@@ -34,6 +34,7 @@ from .architectures import layer_type
 from .architectures import refuse_features
 from .architectures import refuse_without_hidden_states
 from .architectures import skips_position_bias
+from .long_inputs import divide_long_inputs  # of decoders
 from .mechanism import LayerShape
 from .mechanism import Rotary
 from .cache import state_layer
@@ -50,6 +51,7 @@ from .attention_layer import check_softmax_cache
 from .mechanisms import MECHANISMS
 from .mechanisms import mechanisms_of
 from .mechanisms import unknown_mechanism
+from .position_limit import limit_positions
 from .positions import kept_frequencies
 from .positions import needs_rotary
 from .positions import refuse_frequencies
@@ -113,8 +115,7 @@ class LinearAttentionModelMixin(ModelHooks):
         named = {layer for entry in entries if not isinstance(entry["layers"], str) for layer in entry["layers"]}
         is_every_layer = entries[0]["layers"] == "all" or len(named) == num_attention_layers(self.config)
         has_cross_attention = getattr(self.config, "add_cross_attention", False) or self.config.is_encoder_decoder
-        is_crossed = any(entry["cross_attention"] for entry in entries)
-        is_pure = is_every_layer and (is_crossed or not has_cross_attention)
+        is_pure = is_every_layer and (not has_cross_attention or any(entry["cross_attention"] for entry in entries))
         return IMPLEMENTATION if is_pure and not has_own_dispatch(self.stock_class) else None
 
     def prepare_generation(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -201,6 +202,7 @@ def linearize(model: PreTrainedModel) -> None:
     # The config may come from the code of another checkpoint.
     if unknown := mechanisms_of(model.config.linear_attention) - set(MECHANISMS):
         raise ValueError(f"{unknown_mechanism(min(unknown))}.")
+    limit_positions(model)
     modules = list(self_attention_modules(model).values())
     groups = [(settings, _chosen(model, modules, settings)) for settings in entries_of(model.config.linear_attention)]
     for settings, chosen in groups:
@@ -234,8 +236,7 @@ def _convert_layers(
         raise ValueError(f"`softmax_heads` names heads in layer {min(lacking)}, which is not converted.")
     if chosen and needs_rotary(settings):
         shapes = _with_rotary(shapes, model, settings, chosen)
-    for layer, module in chosen.items():
-        shape = shapes[layer]
+    for (layer, module), shape in zip(chosen.items(), shapes.values()):
         needed = "causal" if is_causal_attention(module, model) else "bidirectional"
         needed = "cross" if layer >= num_self_attention else needed
         _refuse_shape(module, shape, needed, settings)
@@ -402,6 +403,7 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # transformers and its users inspect the arguments of a model class (`add_pooling_layer`, `use_mask_token`).
     initialize.__signature__ = inspect.signature(stock.__init__)
     model_class.__init__ = initialize
+    divide_long_inputs(model_class, linear_attention_modules)  # of decoders
     _copy_checkpoint_conversion(stock, model_class)
     return model_class
 
@@ -428,8 +430,7 @@ def _reduce(self: Any, protocol: Any) -> str | tuple[Any, ...]:
 def _without_init(module: str, name: str, is_cross: bool) -> Any:
     """What pickle calls: it returns an empty object of the class made from the stock class `name` of `module`."""
     stock = getattr(importlib.import_module(module), name)
-    is_model = issubclass(stock, PreTrainedModel)
-    linear: Any = linear_model_class(stock) if is_model else _attention_class(stock, is_cross)
+    linear: Any = linear_model_class(stock) if issubclass(stock, PreTrainedModel) else _attention_class(stock, is_cross)
     return linear.__new__(linear)
 
 

@@ -151,6 +151,22 @@ def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int 
     return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
 
 
+def without_hidden(
+    shift: RotaryShift | None, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys `[B, heads, N, D]` with the rotary frequencies of `shift` taken back."""
+    if shift is None or positions is None:
+        return query, key
+    return shift(query, -positions), shift(key, -positions)
+
+
+def rope_obstacle(capability: str, settings: Mapping[str, Any]) -> str | None:
+    """Softmax heads need the rotary positions that `rope` would take back before them."""
+    if capability == "softmax_heads" and settings.get("rope", "before_map") != "before_map":
+        return f"with `rope` = `{settings['rope']}` hides rotary positions from softmax heads"
+    return None
+
+
 class AlibiDecay(nn.Module):
     """`log_decay [Hkv]` = -slopes (ALiBi, Press 2022): exp(q·k - slope (i - j)) is exp(q·k) decayed once per token."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from .features import orthogonal_random_matrix
 from .kernels_torch import Affine
 from .kernels_torch import KernelMap
 from .kernels_torch import accumulated
@@ -50,41 +52,99 @@ INPUT_GATE_OPTION = Option(
 TOKENS_PER_PART = 4096
 
 
-class TokenGates(nn.Module):
-    """a = u·h and g = -softplus(w·h + r) for every token and key/value head, side by side: `[B, N, C]`.
+def scaled(hidden_states: torch.Tensor) -> torch.Tensor:
+    """Hidden states divided by sqrt(E) in the accumulation dtype, so that one learning rate suits every width."""
+    return accumulated(hidden_states) * hidden_states.shape[-1] ** -0.5
 
-    Hidden states are divided by sqrt(E), so that one learning rate suits every width. u and w start as 0, and r as in
-    `LearnedDecay`. `has_input` and `has_forget` say which of the two gates there are.
+
+def hidden_size_of(shape: LayerShape) -> int:
+    """E of a layer whose mechanism has gates.
+
+    Raises:
+        ValueError: if it is unknown.
+    """
+    if shape.hidden_size is None:
+        raise ValueError("Gates are computed from hidden states; give the layer's `hidden_size`.")
+    return shape.hidden_size
+
+
+class ForgetGate(nn.Module):
+    """The log-decay g = -softplus(w·h + r) of every token and output, for `scaled` hidden states h.
+
+    w starts as 0, and r as what gives the `slopes`, one per output, for every token. With a `rank`, w is the product of
+    two matrices (Kimi Linear 2025, section 3).
+    """
+
+    def __init__(self, hidden_size: int, slopes: Sequence[float], rank: int | None = None) -> None:
+        super().__init__()
+        self.slopes = tuple(slopes)
+        self.reduction = None if rank is None else nn.Parameter(torch.empty(rank, hidden_size))
+        self.projection = nn.Parameter(torch.empty(len(self.slopes), rank or hidden_size))
+        self.rate = nn.Parameter(torch.empty(len(self.slopes)))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Start with the initial slopes for every token."""
+        if self.reduction is not None:
+            rank, size = self.reduction.shape
+            init.copy_(self.reduction, orthogonal_random_matrix(rank, size, generator))
+        init.zeros_(self.projection)
+        init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The log-decays `[B, N, outputs]` of `[B, N, E]`."""
+        if self.reduction is not None:
+            hidden = F.linear(hidden, with_dtype(self.reduction, hidden.dtype))
+        rate = F.linear(hidden, *(with_dtype(x, hidden.dtype) for x in (self.projection, self.rate)))
+        # Softplus; the backward pass of `F.softplus` has other strides in a graph than outside (torch 2.13).
+        return -torch.logaddexp(rate, torch.zeros_like(rate))
+
+
+class SigmoidGate(nn.Module):
+    """sigmoid(w·h + b) of every token and output, for `scaled` hidden states h; at first w is 0 and it is `start`."""
+
+    def __init__(self, hidden_size: int, outputs: int, start: float) -> None:
+        super().__init__()
+        self.start = start
+        self.projection = nn.Parameter(torch.empty(outputs, hidden_size))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def reset_parameters(self) -> None:
+        """Start with the same gate for every token."""
+        init.zeros_(self.projection)
+        init.constant_(self.bias, math.log(self.start / (1 - self.start)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The gates `[B, N, outputs]` of `[B, N, E]`, between 0 and 1."""
+        return F.linear(hidden, *(with_dtype(x, hidden.dtype) for x in (self.projection, self.bias))).sigmoid()
+
+
+class TokenGates(nn.Module):
+    """a = u·h and g (`ForgetGate`) for every token and key/value head, side by side: `[B, N, C]`.
+
+    u starts as 0. `has_input` and `has_forget` say which of the two gates there are.
     """
 
     def __init__(self, shape: LayerShape, slopes: tuple[float, ...], *, has_input: bool, has_forget: bool) -> None:
         super().__init__()
-        heads, size = shape.num_key_value_heads, shape.hidden_size
-        if size is None:
-            raise ValueError("Gates are computed from hidden states; give the layer's `hidden_size`.")
-        self.num_heads, self.scale, self.slopes = heads, size**-0.5, slopes
-        self.input_projection = nn.Parameter(torch.empty(heads, size)) if has_input else None
-        self.forget_projection = nn.Parameter(torch.empty(heads, size)) if has_forget else None
-        self.rate = nn.Parameter(torch.empty(heads)) if has_forget else None
+        self.num_heads, size = shape.num_key_value_heads, hidden_size_of(shape)
+        self.input_projection = nn.Parameter(torch.empty(self.num_heads, size)) if has_input else None
+        self.forget = ForgetGate(size, slopes) if has_forget else None
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with equal weights, and with the initial slopes for every token."""
         if self.input_projection is not None:
             init.zeros_(self.input_projection)
-        if self.forget_projection is not None and self.rate is not None:
-            init.zeros_(self.forget_projection)
-            init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
+        if self.forget is not None:
+            self.forget.reset_parameters(generator)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The gates `[B, N, C]` of hidden states `[B, N, E]`, in the accumulation dtype."""
-        hidden = accumulated(hidden_states) * self.scale
+        hidden = scaled(hidden_states)
         gates = []
         if self.input_projection is not None:
             gates.append(F.linear(hidden, with_dtype(self.input_projection, hidden.dtype)))
-        if self.forget_projection is not None and self.rate is not None:
-            rate = F.linear(hidden, *(with_dtype(x, hidden.dtype) for x in (self.forget_projection, self.rate)))
-            # Softplus; the backward pass of `F.softplus` has other strides in a graph than outside (torch 2.13).
-            gates.append(-torch.logaddexp(rate, torch.zeros_like(rate)))
+        if self.forget is not None:
+            gates.append(self.forget(hidden))
         return torch.cat(gates, dim=-1)
 
     def split(self, gates: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -94,7 +154,7 @@ class TokenGates(nn.Module):
             gates = gates.masked_fill((mask <= 0)[:, None], 0.0)
         if self.input_projection is None:
             return None, gates
-        return gates[:, : self.num_heads], gates[:, self.num_heads :] if self.rate is not None else None
+        return gates[:, : self.num_heads], gates[:, self.num_heads :] if self.forget is not None else None
 
 
 def gates_of(settings: Mapping[str, Any], shape: LayerShape) -> TokenGates | None:

@@ -21,13 +21,11 @@ from hf_linear_attention._common.options import (
     facts_of,
     option,
 )
+from hf_linear_attention.training.task_arguments import EVALUATION_DATA, TaskArguments
+from hf_linear_attention.training.tasks import CLASSIFICATION, COLUMN_TASKS, IMAGE_TASKS, TASKS, TEXT_TASKS
 
 
-CLASSIFICATION = ("sequence_classification", "image_classification")
-# Options for these tasks count tokens; the amount of image data is given in steps, epochs or samples.
-TEXT_TASKS = ("causal_lm", "masked_lm", "sequence_classification", "embedding")
 TEACHER = ("teacher_name_or_path",)
-EVALUATION_DATA = ("validation_file", "dataset_name")
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
 # With these, the student computes its original softmax attention and is its own teacher.
 TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
@@ -44,7 +42,8 @@ def _where_patience_counts(values: Mapping[str, Any]) -> OnResume:
 
 def _where_embeddings_are_compared(values: Mapping[str, Any]) -> OnResume:
     """What a changed teacher means on resumption: an embedding model is evaluated by its similarity to its teacher."""
-    return OnResume.WARNED | (OnResume.INCOMPARABLE if values.get("task") == "embedding" else OnResume.FREE)
+    task = TASKS.get(str(values.get("task")))
+    return OnResume.WARNED | (OnResume.INCOMPARABLE if task and task.logits is None else OnResume.FREE)
 
 
 @dataclass
@@ -57,8 +56,10 @@ class ModelArguments:
         is_path=True,
         is_per_stage=True,
     )
-    task: Literal["causal_lm", "masked_lm", "sequence_classification", "embedding", "image_classification"] = option(
-        "Task of the model; it decides the head, the loss and the figures of an evaluation.", for_evaluation=True
+    task: str = option(
+        "Task of the model; it decides the head, the loss and the figures of an evaluation.",
+        choices=tuple(TASKS),
+        for_evaluation=True,
     )
     teacher_name_or_path: str | None = option(
         "Model to imitate, usually the original that was converted.",
@@ -151,24 +152,31 @@ class DataArguments:
         on_resume=OnResume.FREE,
     )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
-    text_column_name: str = option("Column with the text.", "text", tasks=TEXT_TASKS, for_evaluation=True)
+    text_column_name: str = option(
+        "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
+        "text",
+        tasks=COLUMN_TASKS,
+        for_evaluation=True,
+    )
     image_column_name: str = option(
-        "Column with the image itself or its path, relative to the folder of the data file (image_classification).",
+        "Column with the image itself or its path, relative to the folder of the data file.",
         "image",
-        tasks=("image_classification",),
+        tasks=IMAGE_TASKS,
         for_evaluation=True,
     )
     text_pair_column_name: str | None = option(
         "Column with a second text. For sequence_classification, both texts are one input; in the validation data of "
-        "an embedding model, the label is the similarity of the two texts.",
+        "an embedding model, the label is the similarity of the two texts; for seq2seq_lm, it is the text to write "
+        "(default: target).",
         None,
-        tasks=("sequence_classification", "embedding"),
+        tasks=("sequence_classification", "embedding", "seq2seq_lm"),
         for_evaluation=True,
     )
     label_column_name: str = option(
-        "Column with the class, or the score of a pair.",
+        "Column with the class, the class of every word, or the score of a pair; default: label (token_classification: "
+        "tags, ner_tags or pos_tags).",
         "label",
-        tasks=(*CLASSIFICATION, "embedding"),
+        tasks=(*CLASSIFICATION, "token_classification", "embedding"),
         for_evaluation=True,
     )
     on_bad_rows: Literal["raise", "skip"] = option(
@@ -260,7 +268,7 @@ class ObjectiveArguments:
         None,
         bounds=NOT_NEGATIVE,
         needs=TEACHER,
-        tasks=TEXT_TASKS,
+        tasks=(*TEXT_TASKS, "image_embedding"),
         off=0,
         on_resume=OnResume.WARNED,
     )
@@ -426,5 +434,5 @@ class RunArguments:
     )
 
 
-GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments)
+GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments, TaskArguments)
 FACTS = facts_of(*GROUPS)

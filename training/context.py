@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.processors import Processor
+from hf_linear_attention.training.distributed.zero import uses_deepspeed
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
+from hf_linear_attention.training.evaluation.generated import Generation
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.parameters import WeightAverage
 from hf_linear_attention.training.recipe import Recipe
@@ -51,12 +53,21 @@ class RunContext:
             accelerator.process_index,
             accelerator.num_processes,
         )
-        evaluator = Evaluator(accelerator, self.recipe.model.task, self.teacher)
+        evaluator = Evaluator(
+            accelerator, self.recipe.model.task, self.teacher, self._generation(), self.validation.examples
+        )
         with self.final_weights():
             figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
         self.record({"step": step, self.recipe.unit: tokens, **figures})
         logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
         return figures
+
+    def _generation(self) -> Generation | None:
+        options = self.recipe.task_options
+        if not options.predict_with_generate:
+            return None
+        is_sharded = self.accelerator.is_fsdp2 or uses_deepspeed(self.accelerator)
+        return Generation(self.processor, options.generation_max_length, is_sharded)
 
     def record(self, event: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and send it to the trackers."""

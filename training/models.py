@@ -11,33 +11,26 @@ import logging
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.adapters import add_adapters
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
 from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tasks import TASKS
 
 
 logger = logging.getLogger(__name__)
 
-AUTO_CLASSES: dict[str, Any] = {
-    "causal_lm": AutoModelForCausalLM,
-    "masked_lm": AutoModelForMaskedLM,
-    "sequence_classification": AutoModelForSequenceClassification,
-    "embedding": AutoModel,
-    "image_classification": AutoModelForImageClassification,
-}
+# The endings of the names of classifiers, whose checkpoints have classes of their own.
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
+
+
+def auto_class_of(task: str) -> Any:
+    """The Auto class of transformers that loads models of a task."""
+    return getattr(transformers, TASKS[task].auto_class)
 
 
 def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> PreTrainedModel:
@@ -80,9 +73,7 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
     numeric = all(name.isdigit() for name in unique)
     if numeric and max(map(int, unique)) < len(known):
         return {str(index): index for index in range(len(known))}
-    if any(
-        name.endswith(("ForSequenceClassification", "ForImageClassification")) for name in config.architectures or ()
-    ):
+    if any(name.endswith(CLASSIFIERS) for name in config.architectures or ()):
         raise TrainingError(
             f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}; "
             "rename those in the data, or choose another label column"
@@ -99,7 +90,7 @@ def empty_model(task: str, path: str, trust_remote_code: bool) -> PreTrainedMode
     """The model of a folder or of a name on the Hub, without its weights (on the device `meta`)."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        return AUTO_CLASSES[task].from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class_of(task).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool) -> PreTrainedModel:
@@ -124,19 +115,21 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
 
 def _must_agree(recipe: Recipe) -> dict[str, bool]:
     """The settings in which student and teacher can differ, and whether the objectives in use need them to agree."""
-    weights, task = recipe.objective, recipe.model.task
+    weights, logits = recipe.objective, recipe.task.logits
     hidden = bool(weights.hidden_state_weight or weights.embedding_weight)
+    has_classes = logits == "inputs" or recipe.model.task == "token_classification"
     return {
-        "vocab_size": bool(weights.logits_kl_weight) and not recipe.is_classification,
-        "label2id": bool(weights.logits_kl_weight) and recipe.is_classification,
-        "hidden_size": hidden or task == "embedding",
+        "vocab_size": bool(weights.logits_kl_weight) and not has_classes and logits != "spans",
+        "label2id": bool(weights.logits_kl_weight) and has_classes,
+        "hidden_size": hidden or logits is None,
         "num_hidden_layers": bool(weights.hidden_state_weight) and weights.hidden_state_layers == "all",
     }
 
 
 def _load(recipe: Recipe, path: str, **options: Any) -> PreTrainedModel:
-    auto_class = AUTO_CLASSES[recipe.model.task]
-    return auto_class.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code, **options)
+    return auto_class_of(recipe.model.task).from_pretrained(
+        path, trust_remote_code=recipe.model.trust_remote_code, **options
+    )
 
 
 def device_map(empty: PreTrainedModel, device: torch.device, mechanism: str) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_linear_attention.configuration_linear_attention import parse_layers
 from hf_linear_attention.training.arguments import (
-    CLASSIFICATION,
     FACTS,
     DataArguments,
     ModelArguments,
@@ -17,16 +16,8 @@ from hf_linear_attention.training.arguments import (
     OptimizationArguments,
     RunArguments,
 )
-
-
-# For each task, the figures by which the best model can be chosen; the first is the default.
-SELECTING = {
-    "causal_lm": ("nats_per_token", "perplexity"),
-    "masked_lm": ("nats_per_token", "perplexity"),
-    "sequence_classification": ("accuracy", "f1"),
-    "embedding": ("cosine", "cosine_min", "spearman"),
-    "image_classification": ("accuracy", "f1"),
-}
+from hf_linear_attention.training.task_arguments import TaskArguments
+from hf_linear_attention.training.tasks import TASKS, Task, unit_of
 
 
 def parse_layer_numbers(text: str) -> list[int]:
@@ -65,6 +56,7 @@ class Recipe:
     objective: ObjectiveArguments
     optimization: OptimizationArguments
     run: RunArguments
+    task_options: TaskArguments = field(default_factory=TaskArguments)
     given: frozenset[str] = frozenset()
 
     @property
@@ -73,14 +65,14 @@ class Recipe:
         return self.data.train_file is not None or self.data.dataset_name is not None
 
     @property
-    def is_classification(self) -> bool:
-        """Whether the task assigns one class to every input."""
-        return self.model.task in CLASSIFICATION
+    def task(self) -> Task:
+        """What distinguishes the task."""
+        return TASKS[self.model.task]
 
     @property
     def unit(self) -> str:
-        """The unit in which the amount of training is counted: "images" or "tokens"."""
-        return "images" if self.model.task == "image_classification" else "tokens"
+        """The unit in which the amount of training is counted, such as "tokens"."""
+        return unit_of(self.model.task)
 
     @property
     def output_dir(self) -> Path:
@@ -97,7 +89,7 @@ class Recipe:
 
     def flat(self) -> dict[str, Any]:
         """All options in one dictionary, without their groups."""
-        groups = (self.model, self.data, self.objective, self.optimization, self.run)
+        groups = (self.model, self.data, self.objective, self.optimization, self.run, self.task_options)
         return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
     def facts(self) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _teacher(
     model = load_teacher(recipe, student, accelerator.mixed_precision != "no")
     needs_logits = any(o.needs_logits and o.needs_teacher for _, o in objectives.values())
     layers = hidden_layers_of(recipe, objectives)
-    if layers is None and recipe.model.task == "embedding":
+    if layers is None and recipe.task.logits is None:
         layers = "last"  # the evaluation compares them
     return Teacher(model.to(accelerator.device), accelerator.autocast, needs_logits, layers)
 

@@ -9,18 +9,23 @@ from pathlib import Path
 
 from hf_linear_attention._common.options import out_of_bounds, without_needs, without_task
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
-from hf_linear_attention.training.recipe import SELECTING, Recipe, parse_layer_numbers, parse_rates
+from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers, parse_rates
 from hf_linear_attention.training.tracking import tracker_problems
 
 
 FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+GENERATED = ("exact_match", "f1", "same_text")
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
 def fill_defaults(recipe: Recipe) -> None:
-    """Replace objective weights that are `None` by the defaults for the task and the teacher, in place."""
+    """Set what was not given to the defaults for the task and the teacher: columns and objective weights, in place."""
     has_teacher = recipe.model.teacher_name_or_path is not None
-    embedding = recipe.model.task == "embedding"
+    embedding = recipe.task.logits is None
+    if "text_column_name" not in recipe.given:
+        recipe.data.text_column_name = recipe.task.text_column
+    if "text_pair_column_name" not in recipe.given:
+        recipe.data.text_pair_column_name = recipe.task.pair_column
     is_transfer = any(getattr(recipe.objective, name) for name in TRANSFER_WEIGHTS)
     suggested = {
         "task_loss_weight": not has_teacher and not embedding and not is_transfer,
@@ -73,9 +78,12 @@ def _files(recipe: Recipe) -> Iterator[str]:
             yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
         elif not Path(path).is_file():
             yield f"`--{name} {path}`: there is no such file; check the path"
-        elif Path(path).suffix == ".txt" and recipe.is_classification:
+        elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
+            what = "images" if recipe.task.inputs == "images" else "classes"
+            what = "targets" if recipe.task.pair_column else what
             yield (
-                f"`--{name} {path}`: a .txt file has no classes; use .jsonl, .csv, .tsv or .parquet with a label column"
+                f"`--{name} {path}`: a .txt file has no {what}; use .jsonl, .csv, .tsv or .parquet with the columns of "
+                f"`--task {recipe.model.task}`"
             )
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
@@ -91,7 +99,7 @@ def _streaming(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.data.join_documents:
         yield "`--join_documents` and `--streaming` exclude each other; drop one of them"
-    if recipe.is_classification:
+    if not recipe.task.reads_running_text:
         yield f"`--streaming` reads text without labels; drop it for `--task {recipe.model.task}`"
     if (recipe.data.train_file or "").endswith(".txt"):
         yield (
@@ -125,9 +133,9 @@ def _columns(recipe: Recipe) -> Iterator[str]:
 def _objectives(recipe: Recipe) -> Iterator[str]:
     weights, task = recipe.objective, recipe.model.task
     teacher = recipe.model.teacher_name_or_path
-    if task == "embedding":
+    if recipe.task.logits is None:
         if teacher is None:
-            yield "`--task embedding` needs a teacher; give `--teacher_name_or_path`"
+            yield f"`--task {task}` needs a teacher; give `--teacher_name_or_path`"
         for name in ("task_loss_weight", "logits_kl_weight"):
             if getattr(weights, name):
                 yield f"`--{name} {getattr(weights, name)}`: an embedding model has no logits; set it to 0"
@@ -139,7 +147,7 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
         yield f"there is nothing to learn from, because every weight is 0; set one of {names} above 0"
     elif used_here := [name for name in TRANSFER_WEIGHTS if getattr(weights, name)]:
         yield from _transfer(recipe, used_here[0], [name for name in WEIGHTS[2:] if getattr(weights, name)])
-    elif teacher is not None and not used and task != "embedding":
+    elif teacher is not None and not used and recipe.task.logits is not None:
         names = ", ".join(f"`--{name}`" for name in TEACHER_WEIGHTS)
         yield f"`--teacher_name_or_path {teacher}` is not used; set one of {names} above 0, or drop the teacher"
     try:
@@ -162,7 +170,7 @@ def _transfer(recipe: Recipe, used: str, others: list[str]) -> Iterator[str]:
         yield f"{weight} and `--{name}` exclude each other; train twice, with the transfer first"
     if recipe.model.trainable != "mechanism":
         yield f"{weight} trains only the mechanisms; add `--trainable mechanism`"
-    if recipe.model.teacher_name_or_path is not None and recipe.model.task != "embedding":
+    if recipe.model.teacher_name_or_path is not None and recipe.task.logits is not None:
         yield f"{weight} makes the model its own teacher; drop `--teacher_name_or_path`"
 
 
@@ -223,12 +231,15 @@ def _pattern(recipe: Recipe) -> Iterator[str]:
 
 
 def _selection(recipe: Recipe) -> Iterator[str]:
-    run, allowed = recipe.run, SELECTING[recipe.model.task]
-    if run.metric_for_best_model is not None and run.metric_for_best_model.removeprefix("eval_") not in allowed:
+    run, allowed = recipe.run, recipe.task.figures
+    name = (run.metric_for_best_model or allowed[0]).removeprefix("eval_")
+    if name not in allowed:
         yield (
             f"`--metric_for_best_model {run.metric_for_best_model}` is not a figure of `--task {recipe.model.task}`; "
             f"choose one of {', '.join(allowed)}"
         )
+    if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
+        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:
@@ -236,5 +247,5 @@ def _modes(recipe: Recipe) -> Iterator[str]:
         return
     for name in sorted(name for name in recipe.given & FACTS.keys() if not FACTS[name].for_evaluation):
         yield f"`--{name}` has no effect without training data; give `--train_file`, or drop it"
-    if recipe.model.teacher_name_or_path is not None and recipe.model.task != "embedding":
-        yield "`--teacher_name_or_path` is not used if a language model or classifier is only evaluated; drop it"
+    if recipe.model.teacher_name_or_path is not None and not recipe.task.compares:
+        yield f"`--teacher_name_or_path` is not used if `--task {recipe.model.task}` is only evaluated; drop it"

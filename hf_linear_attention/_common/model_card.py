@@ -12,7 +12,7 @@ import yaml
 from transformers.utils import cached_file
 
 from hf_linear_attention import model_cards
-from hf_linear_attention._common.heads import head_of
+from hf_linear_attention._common.heads import head_of_config, is_without_head
 from hf_linear_attention.layer_ranges import ranges_of
 
 
@@ -46,8 +46,8 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     # A trained model was trained from a converted checkpoint, whose report names the original model.
     base_model = report.get("base_model", facts["base_model"])
     auto_class = _auto_class(config)
-    head = head_of((config.get("architectures") or [""])[0], is_vision="patch_size" in config)
-    is_sentence_model = (folder / "modules.json").is_file()
+    head = head_of_config(config)
+    is_sentence_model = is_without_head(config) and (folder / "modules.json").is_file()
     metadata = {
         **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
         "library_name": "transformers",
@@ -72,6 +72,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder),
         is_sentence_model=is_sentence_model,
+        other_weights=_other_weights(facts),
         settings=_rows(_settings(facts.get("settings"))),
         faster_from=report.get("faster_from"),
         conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
@@ -84,6 +85,16 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def _other_weights(facts: Mapping[str, Any]) -> str:
+    """The sentence about the weights outside the mechanisms, which a run may have trained."""
+    runs = [*(facts.get("earlier_training") or ()), *([facts["training"]] if facts.get("training") else [])]
+    if all(run.get("trainable") == "mechanism" for run in runs):
+        return "All other weights and their names are those of the base model."
+    if runs[-1].get("use_peft"):
+        return "Adapters were trained and merged into other weights; all names are those of the base model."
+    return "The other weights were trained as well (see Training), and began as those of the base model."
 
 
 def _is_hub_name(name: str) -> bool:
@@ -138,7 +149,7 @@ def _auto_class(config: Mapping[str, Any]) -> str:
         auto for auto, target in (config.get("auto_map") or {}).items() if str(target).endswith(f".{architecture}")
     ]
     found.sort(key=lambda auto: auto in LAST_CHOICE)
-    return found[0] if found else head_of(architecture).auto_class
+    return found[0] if found else head_of_config(config).auto_class
 
 
 def _preprocessor(folder: Path) -> str | None:

@@ -117,3 +117,39 @@ def test_the_license_of_the_source_is_copied(tmp_path):
         write_model_card(folder, {"base_model": str(source)})
         metadata, _ = read_card(folder)
         assert {key: metadata[key] for key in ("license", "language") if key in metadata} == expected
+
+
+def test_the_card_says_of_other_weights_only_what_is_so(linear_llama, tmp_path):
+    shutil.copytree(linear_llama, tmp_path / "healed")
+    untouched = "All other weights and their names are those of the base model."
+    assert untouched in read_card(linear_llama)[1]
+    for runs, is_so in (
+        (["mechanism"], True),
+        (["mechanism", "mechanism"], True),
+        (["mechanism", "all"], False),
+        ([None], False),
+    ):
+        *earlier, last = [{"trainable": trainable} for trainable in runs]
+        facts = {"base_model": "b", "settings": {"mechanism": "linear"}, "training": last, "earlier_training": earlier}
+        write_model_card(tmp_path / "healed", facts)
+        text = read_card(tmp_path / "healed")[1]
+        assert (untouched in text) == is_so
+        assert ("The other weights were trained as well" in text) != is_so
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_sentence_model", "tag"),
+    [
+        ("LinearBertModel", True, "sentence-similarity"),
+        ("LinearBertForSequenceClassification", False, "text-classification"),
+        ("LinearBertForTokenClassification", False, "token-classification"),
+    ],
+)
+def test_a_classifier_is_no_sentence_model(architecture, is_sentence_model, tag, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (tmp_path / "modules.json").write_text("[]")
+    write_model_card(tmp_path, {"base_model": "someone/model", "settings": {"mechanism": "linear"}})
+    metadata, text = read_card(tmp_path)
+    assert metadata["pipeline_tag"] == tag
+    assert ("sentence-transformers" in metadata["tags"]) == is_sentence_model
+    assert ("SentenceTransformer" in text) == is_sentence_model

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from architectures import inputs_of, tiny_model
 from checkpoints import convert_folder, run
 from transformers import AutoModel
 
+from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention.conversion.convert_checkpoint import architecture_table
+from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.conversion.report import _healing_lines
+from hf_linear_attention.tested_architectures import ARCHITECTURES
+from hf_linear_attention.training.tasks import TASKS
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,41 @@ def test_what_is_refused_says_what_to_do(tmp_path):
     assert (
         "no layer of this type" in run("--model_name_or_path", tmp_path, "--dry_run", "--layers", "full_attention")[2]
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "recipe"),
+    [
+        ("t5", "AutoModelForSeq2SeqLM", "distil_seq2seq_lm.yaml"),
+        ("marian", "AutoModelForSeq2SeqLM", "distil_seq2seq_lm.yaml"),
+        ("bart", "AutoModel", None),
+        ("bert", "AutoModelForTokenClassification", "distil_token_classification.yaml"),
+        ("bert", "AutoModelForQuestionAnswering", "distil_question_answering.yaml"),
+        ("bert", "AutoModelForMultipleChoice", None),
+        ("vit", "AutoModel", "distil_image_embedding.yaml"),
+        ("vit", "AutoModelForMaskedImageModeling", None),
+        ("yolos", "AutoModelForObjectDetection", None),
+        ("wav2vec2", "AutoModel", None),
+        ("wav2vec2", "AutoModelForAudioClassification", None),
+    ],
+)
+def test_the_hint_after_a_conversion_names_the_recipe_of_the_head(model_type, head, recipe):
+    """A head that no task trains has none, instead of a task that would train something else."""
+    stock = tiny_model(model_type, head)
+    plan = Plan(stock.config, type(stock), 0, [], [], [], [], [], [], {})
+    found = plan.head
+    assert found.recipe == recipe
+    assert (found.task is None) == (recipe is None)
+    if recipe is None:
+        assert f"no task for {type(stock).__name__}" in _healing_lines(plan, None, "OUT")[0]
+    else:
+        path = Path(__file__).resolve().parents[2] / "training" / "configs" / recipe
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == found.task
+
+
+def test_the_table_names_tasks():
+    assert {task for tasks in HEALED_AS.values() for task in tasks if " " not in task} <= set(TASKS)
+    assert set(HEALED_AS) == set(ARCHITECTURES)
 
 
 def test_the_table_can_be_printed():

@@ -113,6 +113,7 @@ def test_where_there_is_a_gpu_nothing_is_quoted(measured, monkeypatch, device):
         ("hybrid --window_size 2048", False),
         ("hybrid --num_sinks 0", False),
         ("hybrid --normalization separate", False),
+        ("hybrid --far gated_delta", False),
         ("aft --variant simple", True),
     ],
 )

@@ -30,9 +30,11 @@ def size_of(folder, dtype=torch.float32, **settings) -> int:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("budget", [20_000, 33_333, 100_001])
-@pytest.mark.parametrize("mechanism", ["hybrid", "window"])
+@pytest.mark.parametrize("mechanism", ["hybrid", "hybrid gated_delta", "hybrid both", "window"])
 def test_a_budget_is_used_and_not_exceeded(llama, mechanism, budget, dtype):
+    mechanism, _, far = mechanism.partition(" ")
     settings = {"mechanism": mechanism, "rope": "partial"} if mechanism == "hybrid" else {"mechanism": mechanism}
+    settings |= {"far": far} if far else {}
     config = AutoConfig.from_pretrained(llama)
     chosen = with_budget({**settings, "state_bytes": budget}, LlamaForCausalLM, config, dtype)
     needed = size_of(llama, dtype, **chosen)

@@ -41,7 +41,8 @@ def inputs(expected, start=0):
 def test_a_checkpoint_computes_what_it_did(model, expected):
     saved = json.loads((FIRST / "converted" / "config.json").read_text())["linear_attention"]
     assert "format_version" not in saved
-    later = {"rope_frequencies": None, "trained_length": None, "rotary": None, "softmax_heads": []}  # unknown, off
+    unknown, off = {"rope_frequencies": None, "trained_length": None, "rotary": None}, {"softmax_heads": []}
+    later = {**unknown, **off, "far": "linear"}
     assert model.config.linear_attention == {**saved, **later, "format_version": 1}
     real = expected["attention_mask"].bool()
     actual = model(**inputs(expected)).logits

@@ -72,12 +72,12 @@ def test_the_start_does_not_depend_on_the_hidden_states(decay):
     width = {"none": 0, "head": 2, "channel": 16}[decay]
     torch.testing.assert_close(gates[..., :2], torch.full((3, 7, 2), 0.5))
     torch.testing.assert_close(gates[..., 2:], torch.full((3, 7, width), -math.log(2) / 100))
-    assert torch.equal(mechanism.features.key_projection, torch.eye(8).expand(2, -1, -1))
+    assert torch.equal(mechanism.rule.features.key_projection, torch.eye(8).expand(2, -1, -1))
 
 
 def test_more_and_fewer_features_than_channels():
     for num_features in (5, 20):
-        weight = build(num_features=num_features).features.query_projection
+        weight = build(num_features=num_features).rule.features.query_projection
         assert weight.shape == (4, 8, num_features)
         assert torch.equal(weight[0, :, :8], torch.eye(8, num_features)[:, :8])
         torch.testing.assert_close(weight[0].norm(dim=0), torch.ones(num_features))

@@ -24,6 +24,15 @@ SETTINGS = {
     "plain": {},
     "channel": {"decay": "channel", "num_features": 6, "rope": "partial", "rope_frequencies": 1},
     "conv": {"conv_size": 3, "decay": "none"},
+    "hybrid": {
+        "mechanism": "hybrid",
+        "far": "both",
+        "window_size": 3,
+        "num_sinks": 1,
+        "num_features": 6,
+        "rope": "partial",
+        "rope_frequencies": 1,
+    },
 }
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(2))
 MASK = torch.ones_like(IDS)
@@ -32,7 +41,7 @@ MASK[0, :2] = 0
 
 def build(name: str = "plain", family: str = "llama", **changes):
     """A converted twin whose gates differ from token to token."""
-    model = convert(stock_model(family, **changes), mechanism="gated_delta", **SETTINGS[name])
+    model = convert(stock_model(family, **changes), **{"mechanism": "gated_delta", **SETTINGS[name]})
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for module in linear_attention_modules(model).values():
@@ -205,7 +214,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         model(IDS, attention_mask=MASK, labels=IDS, use_cache=False).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(*results, rtol=0, atol=0)
-    assert results[0]["model.layers.0.self_attn.linear_attention.gate.rate"].abs().max() > 0
+    assert results[0]["model.layers.0.self_attn.linear_attention.rule.forget.rate"].abs().max() > 0
 
 
 @pytest.mark.parametrize("name", SETTINGS)

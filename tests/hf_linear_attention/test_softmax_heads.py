@@ -31,13 +31,14 @@ CASES = {
     "hybrid": {"window_size": 3, "num_sinks": 1, "num_features": 8},
     "window": {"window_size": 3, "num_sinks": 1},
     "gated_delta": {"num_features": 6},
+    "hybrid-delta": {"mechanism": "hybrid", "window_size": 3, "num_sinks": 1, "num_features": 8, "far": "gated_delta"},
 }
 HEADS = [1, 4, 5]  # of the groups 0 and 2
 EVERY = [[layer, head] for layer in range(3) for head in range(4)]
 
 
 def mechanism_of(name: str, heads=(), dtype=torch.float64):
-    cls = MECHANISMS[name]
+    cls = MECHANISMS[CASES[name].get("mechanism", name)]
     made = cls(cls.filled(CASES[name]), SHAPE).to(dtype)
     made.reset_parameters()
     if made.needs_gates:

@@ -72,7 +72,7 @@ def test_parts_change_nothing(row, monkeypatch):
 def test_a_strong_decay_keeps_its_digits_in_a_long_input():
     mechanism = build_mechanism("linear-gated")
     with torch.no_grad():
-        mechanism.gate.rate.fill_(3.0)  # about 3 nats per token, 30,000 over the input
+        mechanism.gate.forget.rate.fill_(3.0)  # about 3 nats per token, 30,000 over the input
     query, key, value = (x.detach() for x in inputs(10_000, torch.float32, batch=1))
     output, _ = mechanism(query, key, value, attention_mask=None, scaling=SCALING, is_causal=True, state=None)
     last = slice(9_900, None)
@@ -85,8 +85,8 @@ def test_a_strong_decay_keeps_its_digits_in_a_long_input():
 
 def test_gates_start_as_a_constant_decay_with_the_half_life_of_the_trained_length():
     mechanism = build_mechanism("linear-gated")
-    mechanism.gate.slopes = (math.log(2) / 100,) * 2
-    mechanism.gate.reset_parameters()
+    mechanism.gate.forget.slopes = (math.log(2) / 100,) * 2
+    mechanism.gate.reset_parameters(mechanism.generator())
     key = inputs(5, torch.float32)[1]
     gates = mechanism.gates(hidden_states_of(key))
     weight, forget = mechanism.gate.split(gates, None)

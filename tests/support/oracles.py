@@ -152,8 +152,8 @@ def log_gates(mechanism, key, mask):
     total = torch.zeros(*key.shape[:3], key.shape[2], dtype=torch.float64)
     if "input_projection" in p:
         total = total + (hidden @ p["input_projection"].T).transpose(1, 2).unsqueeze(2)
-    if "rate" in p:
-        rate = hidden @ p["forget_projection"].T + p["rate"]
+    if "forget.rate" in p:
+        rate = hidden @ p["forget.projection"].T + p["forget.rate"]
         forget = -(1 + rate.exp()).log()
         forget = forget if mask is None else forget * mask.unsqueeze(-1)
         until = forget.cumsum(dim=1).transpose(1, 2)
@@ -162,6 +162,18 @@ def log_gates(mechanism, key, mask):
 
 
 def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
+    """The window with far keys in its denominator, mixed with the delta rule, as the setting `far` says."""
+    given = (mechanism, query, key, value, mask, is_causal, scaling)
+    near = (window if mechanism.feature_map is None else joint)(*given)
+    if mechanism.rule is None:
+        return near
+    hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
+    projection, bias = (x.double() for x in (mechanism.share.projection, mechanism.share.bias))
+    share = (hidden @ projection.T + bias).sigmoid().transpose(1, 2).unsqueeze(3)
+    return (1 - share) * near + share * gated_delta(*given)
+
+
+def joint(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row without its padding, whose queries get 0."""
     features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     options = {"log_decay": log_decay(mechanism), "alibi": log_decay(mechanism, "alibi"), "is_causal": is_causal}
@@ -263,19 +275,19 @@ def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row without its padding; the gates are those of `matrix.add_gates`."""
     p = {name: parameter.double() for name, parameter in mechanism.named_parameters()}
     hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
-    beta = (hidden @ p["gate.beta_projection"].T + p["gate.beta_bias"]).sigmoid().transpose(1, 2)
-    if (kind := mechanism.settings["decay"]) == "none":
+    beta = (hidden @ p["rule.beta.projection"].T + p["rule.beta.bias"]).sigmoid().transpose(1, 2)
+    if (kind := mechanism.rule.decay) == "none":
         alpha = torch.ones_like(beta)
     else:
-        hidden = hidden @ p["gate.decay_input"].T if kind == "channel" else hidden
-        rate = hidden @ p["gate.decay_projection"].T + p["gate.rate"]
+        hidden = hidden @ p["rule.forget.reduction"].T if kind == "channel" else hidden
+        rate = hidden @ p["rule.forget.projection"].T + p["rule.forget.rate"]
         alpha = (1 / (1 + rate.exp())).unflatten(2, (beta.shape[1], -1)).transpose(1, 2)  # exp(-softplus(rate))
-    size = mechanism.features.key_projection.shape[2]
+    size = mechanism.rule.features.key_projection.shape[2]
     alpha = alpha.reshape(*beta.shape, -1).expand(*beta.shape, size)
 
     def features(x, side):
-        x = x * math.sqrt(scaling) @ p[f"features.{side}_projection"] + p[f"features.{side}_bias"]
-        x = x * x.sigmoid() if mechanism.settings["activation"] == "silu" else x
+        x = x * math.sqrt(scaling) @ p[f"rule.features.{side}_projection"] + p[f"rule.features.{side}_bias"]
+        x = x * x.sigmoid() if mechanism.rule.features.is_activated else x
         return x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
 
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
@@ -283,11 +295,13 @@ def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
     for row in range(query.shape[0]):
         real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
         parts = [x[row : row + 1].index_select(2, real).double() for x in (query, key, value, alpha, beta)]
-        for place in range(3 if mechanism.conv_size else 0):
+        for place in range(3 if getattr(mechanism, "conv_size", 0) else 0):
             parts[place] = convolved(parts[place], p[f"convolutions.{place}.weight"])
         q, k = features(parts[0], "query"), features(parts[1], "key")
         v, kept, write = parts[2:]
-        result = reference.gated_delta(q, k, v, kept.log(), write, erases=mechanism.erases)[0] * p["output_scale"]
+        result = (
+            reference.gated_delta(q, k, v, kept.log(), write, erases=mechanism.rule.erases)[0] * p["rule.output_scale"]
+        )
         rows.append(output[row : row + 1].index_copy(2, real, result))
     return torch.cat(rows)
 

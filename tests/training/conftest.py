@@ -17,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import save_twin
 from PIL import Image
+from task_twins import TWINS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     BertConfig,
@@ -186,6 +187,22 @@ def vision_teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     names = {"id2label": {0: "bright", 1: "dark"}, "label2id": {"bright": 0, "dark": 1}}
     save_twin(folder, "vit", "AutoModelForImageClassification", **names)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def twin(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], Path]:
+    """The folder of an original and its data for a task, as `task_twins.py` describes it."""
+    made: dict[str, Path] = {}
+
+    def folder_of(task: str) -> Path:
+        if task not in made:
+            made[task] = tmp_path_factory.mktemp(task)
+            TWINS[task](made[task], texts, tokenizer)
+        return made[task]
+
+    return folder_of
 
 
 @pytest.fixture

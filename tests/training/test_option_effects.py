@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from task_twins import TWINS
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -85,7 +86,7 @@ def with_code(llama: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def cases(
     folder: Path, student: Path, with_code: Path, llama_teacher: str, masked: str, bert: str, bert_teacher: str,
-    named_classifier: str, vision_teacher: str, pictures: Path, save: Callable[..., str],
+    named_classifier: str, vision_teacher: str, pictures: Path, save: Callable[..., str], twin: Callable[[str], Path],
 ) -> dict[str, dict[str, Options]]:  # fmt: skip
     """`base`: of every run. `task`: what a task changes. `second`: values that no metadata tell. `beside`: where an
     option has an effect."""
@@ -111,6 +112,14 @@ def cases(
             "masked_lm": {"model_name_or_path": masked},
             "sequence_classification": {"model_name_or_path": named_classifier},
             "embedding": {"model_name_or_path": bert, "teacher_name_or_path": bert_teacher},
+            **{
+                task: {
+                    "model_name_or_path": twin(task) / "original",
+                    "train_file": twin(task) / "train.jsonl",
+                    "validation_file": twin(task) / "valid.jsonl",
+                }
+                for task in TWINS
+            },
             "image_classification": {
                 "model_name_or_path": vision_teacher,
                 **images,

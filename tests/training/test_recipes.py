@@ -12,9 +12,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from task_twins import TWINS
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from hf_linear_attention import convert
+from hf_linear_attention.training.tasks import TASKS
 from hf_linear_attention.training.tracking import read_metrics
 
 
@@ -28,6 +30,9 @@ def originals(request: pytest.FixtureRequest, files: Path) -> Callable[[str], tu
     def original(task: str) -> tuple[str, Path, str]:
         if task == "image_classification":
             return request.getfixturevalue("vision_teacher"), request.getfixturevalue("pictures"), "jsonl"
+        if task in TWINS:
+            folder = request.getfixturevalue("twin")(task)
+            return str(folder / "original"), folder, "jsonl"
         if task == "sequence_classification":
             return request.getfixturevalue("named_classifier"), files, "tsv"
         names = {"causal_lm": "llama_teacher", "masked_lm": "masked_teacher", "embedding": "bert_teacher"}
@@ -49,7 +54,7 @@ def test_every_recipe_trains_on_two_processes(
     options: list[Any] = ["--config", recipe, "--model_name_or_path", converted, "--teacher_name_or_path", original]
     options += ["--train_file", files / f"train.{suffix}", "--validation_file", files / f"valid.{suffix}"]
     options += ["--output_dir", out, "--max_train_steps", 4, "--logging_steps", 1]
-    options += ["--per_device_train_batch_size", 4, *([] if task == "image_classification" else ["--max_length", 64])]
+    options += ["--per_device_train_batch_size", 4, *(["--max_length", 64] if TASKS[task].inputs == "text" else [])]
     log = tmp_path / "stderr"
     run = processes.start(processes.finetune, dataset_cache, options, ranks=2, stderr=log)
     assert processes.finish(run) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from hf_linear_attention._common import folders
+from hf_linear_attention._common.heads import is_without_head
 from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention.training.checkpoints.checkpointing import MODEL_FOLDER
 from hf_linear_attention.training.checkpoints.weights import save_model
@@ -23,8 +24,7 @@ from hf_linear_attention.training.tracking import plot_metrics
 
 logger = logging.getLogger(__name__)
 
-# conversion_report.json describes the conversion, and the model card quotes it.
-SIDECARS = (REPORT, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 def save_final(
@@ -63,8 +63,13 @@ def save_final(
 
 
 def copy_sidecars(source: str, target: Path) -> None:
-    """Copy the sidecar files that `source` (a folder or a name on the Hub) has into `target`."""
-    for name in [*SIDECARS, *_module_files(source)]:
+    """Copy the sidecar files that `source` (a folder or a name on the Hub) has into `target`, which holds a model.
+
+    A classifier that was trained from a sentence-transformers model is no such model, and gets none of their files.
+    """
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    sentence_files = [*SENTENCE_FILES, *_module_files(source)] if is_without_head(config) else []
+    for name in [REPORT, *sentence_files]:
         found = _find(source, name)
         if found is not None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,8 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
     """Right-padded tensors: input_ids, attention_mask and labels [B, N] (classes: [B]), and index [B].
 
     Pairs of texts also have token_type_ids. Packed documents also have position_ids, in which the padding counts as one
-    more document.
+    more document. For an encoder-decoder, labels are the targets [B, T], and decoder_attention_mask tells which are
+    not padding.
     """
     length = max(len(example["input_ids"]) for example in examples)
     batch = {
@@ -89,15 +90,26 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
         "attention_mask": _rows([np.ones(len(example["input_ids"]), np.int64) for example in examples], length, 0),
         "index": torch.tensor([example["index"] for example in examples]),
     }
-    if "token_type_ids" in examples[0]:
-        batch["token_type_ids"] = _rows([example["token_type_ids"] for example in examples], length, 0)
+    for name in ("token_type_ids", "context_mask"):  # the mask is of the tokens that an answer can be made of
+        if name in examples[0]:
+            batch[name] = _rows([example[name] for example in examples], length, 0)
     if any("position_ids" in example for example in examples):
         batch["position_ids"] = torch.stack([_positions(example, length) for example in examples])
-    if all("labels" in example for example in examples):
-        labels = [example["labels"] for example in examples]
-        scalar = np.ndim(labels[0]) == 0
-        batch["labels"] = torch.tensor(labels) if scalar else _rows(labels, length, IGNORED)
-    return batch
+    return batch | _padded_labels(examples)
+
+
+def _padded_labels(examples: list[Example]) -> Batch:
+    if all("targets" in example for example in examples):
+        targets = [example["targets"] for example in examples]
+        most = max(len(row) for row in targets)
+        masks = [np.ones(len(row), np.int64) for row in targets]
+        return {"labels": _rows(targets, most, IGNORED), "decoder_attention_mask": _rows(masks, most, 0)}
+    if not all("labels" in example for example in examples):
+        return {}
+    labels = [example["labels"] for example in examples]
+    if np.ndim(labels[0]) == 0:
+        return {"labels": torch.tensor(labels)}
+    return {"labels": _rows(labels, max(len(row) for row in labels), IGNORED)}
 
 
 def stack(examples: list[Example]) -> Batch:
@@ -173,21 +185,38 @@ def steps_for_tokens(stream: Stream, sequences_per_step: int, max_tokens: int, m
 
 
 def aligned_labels(batch: Batch, task: str) -> Tensor:
-    """The labels at the positions of the logits that predict them: [B, N], or [B] for classes."""
+    """The labels of the logits, one for each: [B, N] for tokens, [B, T] for targets, [B, 2] for spans, [B] for classes.
+
+    A causal language model predicts the next token.
+    """
     labels = batch["labels"]
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if task == "causal_lm" else labels
 
 
 def count_units(batch: Batch) -> Tensor:
     """The number of tokens in a batch, not counting padding, or of its images, as a long scalar."""
+    return _row_units(batch).sum()
+
+
+def _row_units(batch: Batch) -> Tensor:
+    """The units in every row [B]: its tokens, with those of its target, or 1 for an image."""
     if "pixel_values" in batch:
-        return torch.tensor(len(batch["pixel_values"]), device=batch["pixel_values"].device)
-    return batch["attention_mask"].sum()
+        return torch.ones(len(batch["pixel_values"]), dtype=torch.long, device=batch["pixel_values"].device)
+    tokens = batch["attention_mask"].sum(-1)
+    return tokens + batch["decoder_attention_mask"].sum(-1) if "decoder_attention_mask" in batch else tokens
 
 
-def token_weights(batch: Batch, length: int) -> Tensor:
-    """The weights [B, N] of the N positions: 1 for a token, 0 for padding, and 1 / N for a position of an image."""
+def token_weights(batch: Batch, length: int, is_decoder: bool = False) -> Tensor:
+    """The weights [B, N] of the N positions of an input, or with `is_decoder` of those of its target.
+
+    Padding has the weight 0; the weights of all other positions of a row are equal. They add up to the units of the row
+    (`count_units`), so a token has the weight 1, and a position of an image 1 / N. In an encoder-decoder, each side of
+    a row has the weight of both.
+    """
     if "pixel_values" in batch:
         images = batch["pixel_values"]
         return torch.full((len(images), length), 1 / length, device=images.device)
-    return batch["attention_mask"].float()
+    if "decoder_attention_mask" not in batch:
+        return batch["attention_mask"].float()
+    mask = batch["decoder_attention_mask" if is_decoder else "attention_mask"].float()
+    return mask * (_row_units(batch) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)

@@ -5,7 +5,11 @@
 | causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
 | sequence_classification | refused                                     | a row is a text with class, cut     |
+| seq2seq_lm              | refused                                     | a row is two texts, each cut        |
+| question_answering      | refused                                     | a part of a context, and a question |
+| token_classification    | refused                                     | a row is words with classes, cut    |
 | image_classification    | refused                                     | a row is an image with class        |
+| image_embedding         | refused                                     | a row is an image                   |
 
 "Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
 to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt
@@ -84,30 +88,40 @@ def build_examples(
             has_types = "token_type_ids" in tokenizer.model_input_names
             types = tokenize_texts(texts, tokenizer, "token_type_ids", pairs=pairs, **cut) if has_types else None
             examples = Documents(documents, labels, types)
+    return finished(examples, recipe, split)
+
+
+def finished(examples: Examples, recipe: Recipe, split: str) -> Examples:
+    """The examples of a split, of which an evaluation uses only the first (`--max_eval_samples`, `--max_eval_tokens`).
+
+    Raises:
+        TrainingError: if there are none.
+    """
     if split == "validation":
-        examples = shorten(examples, data.max_eval_samples, data.max_eval_tokens)
+        examples = shorten(examples, recipe.data.max_eval_samples, recipe.data.max_eval_tokens)
     if len(examples) == 0:
-        raise TrainingError(f"the {split} data holds no text; check the file and its columns")
-    logger.info("%s: %d examples, %d tokens", split, len(examples), examples.lengths.sum())
+        what = {"text": "text", "images": "image", "sound": "recording"}[recipe.task.inputs]
+        raise TrainingError(f"the {split} data holds no {what}; check the file or folder and its columns")
+    logger.info("%s: %d examples, %d %s", split, len(examples), examples.lengths.sum(), recipe.unit)
     return examples
 
 
 def image_examples(
-    recipe: Recipe, rows: datasets.Dataset, processor: BaseImageProcessor, classes: dict[str, int] | None, split: str
+    recipe: Recipe,
+    rows: datasets.Dataset,
+    processor: BaseImageProcessor,
+    max_length: int,
+    classes: dict[str, int] | None,
+    split: str,
 ) -> Examples:
     """The images of the usable rows of one split, as examples.
 
     Raises:
         TrainingError: if there are none, or their labels cannot be used.
     """
-    labels = class_labels(rows, recipe, classes, split)
-    examples: Examples = Images(rows, recipe.data, split, processor, labels)
-    if split == "validation":
-        examples = shorten(examples, recipe.data.max_eval_samples, None)
-    if len(examples) == 0:
-        raise TrainingError(f"the {split} data holds no image; check the file or folder")
-    logger.info("%s: %d images", split, len(examples))
-    return examples
+    labels = class_labels(rows, recipe, classes, split) if recipe.task.logits is not None else None
+    images: Examples = Images(rows, recipe.data, split, processor, labels)
+    return finished(images, recipe, split)
 
 
 def _causal_examples(

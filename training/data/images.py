@@ -17,7 +17,7 @@ from transformers import BaseImageProcessor
 
 from hf_linear_attention.training.data.packing import Example, Tokens
 from hf_linear_attention.training.data.rows import path_of, require_column, without_bad
-from hf_linear_attention.training.recipe import DataArguments
+from hf_linear_attention.training.recipe import DataArguments, Recipe
 
 
 class Images:
@@ -48,12 +48,14 @@ class Images:
         return {"pixel_values": pixels, **({} if self.labels is None else {"labels": self.labels[index]})}
 
 
-def usable_images(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> datasets.Dataset:
-    """`rows` without the bad ones, which have no image that can be opened or, with `labelled`, no label.
+def usable_images(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+    """`rows` without the bad ones, which have no image that can be opened or, where there are labels, no label.
 
     Raises:
         TrainingError: if there are bad rows that may not be skipped, or no column with the images.
     """
+    data = recipe.data
+    labelled = recipe.task.logits is not None and data.label_column_name in rows.column_names
     require_column(rows, "image_column_name", data.image_column_name)
     root, bad = _root(data, split), {}
     for number, value in enumerate(_undecoded(rows, data)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import datasets
+import numpy as np
 
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.recipe import DataArguments, Recipe
@@ -57,16 +59,28 @@ def class_labels(
     return [classes[value] for value in values] if classes else None
 
 
-def label_names(rows: datasets.Dataset, name: str) -> list[str]:
+def label_names(rows: datasets.Dataset, name: str) -> list[Any]:
     """The label of every row as text: the class name for a `ClassLabel` column, otherwise the value itself.
+
+    For a column of lists, such as the classes of the words of a text, the list of these texts.
 
     Raises:
         TrainingError: if a value is neither a name nor a whole number.
     """
     feature = rows.features[name]
+    if isinstance(inner := getattr(feature, "feature", None), datasets.ClassLabel):
+        return [[inner.int2str(value) for value in row] for row in rows[name]]
     if isinstance(feature, datasets.ClassLabel):
         return [feature.int2str(value) for value in rows[name]]
     values = list(rows[name])
+    if values and isinstance(values[0], list):
+        flat = _as_names([value for row in values for value in row], name)
+        ends = np.cumsum([len(row) for row in values])[:-1]
+        return [list(map(str, part)) for part in np.split(np.array(flat, dtype=object), ends)]
+    return _as_names(values, name)
+
+
+def _as_names(values: list[Any], name: str) -> list[str]:
     wrong = [value for value in values if not isinstance(value, (str, int))]
     if wrong:
         raise TrainingError(

@@ -122,12 +122,13 @@ class Documents:
     """One example per text.
 
     Args:
-        labels: a class or a score for each text, "tokens" (the labels are the tokens themselves), or None.
+        labels: a class or a score for each text, or the labels of its tokens; "tokens" (they are the tokens
+            themselves), or None.
         types: the token_type_ids of pairs of texts.
     """
 
     def __init__(
-        self, documents: list[Tokens], labels: Sequence[float] | str | None, types: list[Tokens] | None = None
+        self, documents: list[Tokens], labels: Sequence[Any] | str | None, types: list[Tokens] | None = None
     ) -> None:
         self.documents, self.labels, self.types = documents, labels, types
 

@@ -25,7 +25,7 @@ DEFAULT_MAX_LENGTH = 512
 
 def load_processor(recipe: Recipe) -> Processor:
     """The image processor or tokenizer that prepares the inputs of the model, and is saved with it."""
-    if recipe.model.task != "image_classification":
+    if recipe.task.inputs != "images":
         return load_tokenizer(recipe)
     path = recipe.model.model_name_or_path
     return AutoImageProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
@@ -39,6 +39,11 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """
     name = recipe.model.tokenizer_name or recipe.model.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+    if recipe.model.task == "token_classification" and getattr(tokenizer, "add_prefix_space", None) is False:
+        # GPT-2's and RoBERTa's tokenizers take words only with a space before each.
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=recipe.model.trust_remote_code, add_prefix_space=True
+        )
     if recipe.model.task == "masked_lm" and tokenizer.mask_token_id is None:
         raise TrainingError(
             f"the tokenizer of {name} has no mask token, which `--task masked_lm` needs; choose another task or "
@@ -58,11 +63,11 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(recipe.model.model_name_or_path, trust_remote_code=recipe.model.trust_remote_code)
 
 
-def sequence_length(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
+def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:
     """The length to which texts are cut: `--max_length`, by default 512, or fewer tokens if the model accepts fewer."""
     positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
     if recipe.data.max_length is None:
-        return int(min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length, positions))
+        return int(min(DEFAULT_MAX_LENGTH, getattr(processor, "model_max_length", DEFAULT_MAX_LENGTH), positions))
     if recipe.data.max_length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", recipe.data.max_length, positions)
     return recipe.data.max_length

@@ -14,8 +14,11 @@ from hf_linear_attention.training.data.images import usable_images
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
+from hf_linear_attention.training.data.questions import question_examples, usable_questions
 from hf_linear_attention.training.data.rows import count_skipped, load_rows
 from hf_linear_attention.training.data.streaming import StreamedExamples
+from hf_linear_attention.training.data.targets import target_examples
+from hf_linear_attention.training.data.words import usable_words, word_examples
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
 
@@ -30,24 +33,42 @@ class Splits:
     skipped: dict[str, int]
 
 
-def _load_images(recipe: Recipe, processor: BaseImageProcessor) -> Splits:
-    labels = recipe.data.label_column_name
-    rows, skipped = _read(
-        recipe,
-        ("train", "validation"),
-        lambda part, split: usable_images(part, recipe.data, split, labelled=labels in part.column_names),
-    )
-    classes = _classes(recipe, rows)
-    examples = {split: image_examples(recipe, part, processor, classes, split) for split, part in rows.items()}
-    return Splits(examples.get("train"), examples.get("validation"), classes, skipped)
+@dataclass(frozen=True)
+class Reader:
+    """How the rows of a task become examples.
+
+    Args:
+        usable: the rows of a split that are not bad, given the recipe, the rows and the name of the split.
+        examples: their examples, given the recipe, the rows, the processor, the length to which texts are cut, the
+            class index of every label, and the name of the split.
+        has_classes: whether the column of labels holds classes.
+    """
+
+    usable: Callable[[Recipe, datasets.Dataset, str], datasets.Dataset]
+    examples: Callable[..., Examples]
+    has_classes: bool = False
 
 
-def _read(
-    recipe: Recipe, splits: Sequence[str], usable: Callable[[datasets.Dataset, str], datasets.Dataset]
-) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
+TEXT = Reader(usable_texts, build_examples)
+# The tasks that are not here read texts (`TEXT`).
+READERS = {
+    "question_answering": Reader(usable_questions, question_examples),
+    "seq2seq_lm": Reader(usable_texts, target_examples),
+    "sequence_classification": Reader(usable_texts, build_examples, has_classes=True),
+    "token_classification": Reader(usable_words, word_examples, has_classes=True),
+    "image_classification": Reader(usable_images, image_examples, has_classes=True),
+    "image_embedding": Reader(usable_images, image_examples),
+}
+
+
+def _read(recipe: Recipe, splits: Sequence[str], reader: Reader) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
     """The usable rows of every split that exists, and the number of those skipped in each split that has any."""
     found = {split: rows for split in splits if (rows := load_rows(recipe.data, split)) is not None}
-    kept = {split: usable(rows, split) for split, rows in found.items()}
+    if "label_column_name" not in recipe.given:
+        present = {name for rows in found.values() for name in rows.column_names}
+        named = [name for name in recipe.task.label_columns if name in present]
+        recipe.data.label_column_name = named[0] if named else recipe.task.label_columns[0]
+    kept = {split: reader.usable(recipe, rows, split) for split, rows in found.items()}
     skipped = {split: count_skipped(rows, kept[split], recipe.data, split) for split, rows in found.items()}
     return kept, {split: count for split, count in skipped.items() if count}
 
@@ -56,26 +77,30 @@ def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int
     """The class index of every label in the first labelled split; the other split may have no further classes."""
     column = recipe.data.label_column_name
     labelled = [part for part in rows.values() if column in part.column_names]
-    return class_mapping(load_config(recipe), label_names(labelled[0], column)) if labelled else None
+    if not labelled:
+        return None
+    names = label_names(labelled[0], column)
+    flat = [entry for row in names for entry in row] if names and isinstance(names[0], list) else names
+    return class_mapping(load_config(recipe), flat)
 
 
 def load_data(recipe: Recipe, processor: Processor) -> Splits:
-    """Read both splits, and make examples of them."""
-    if isinstance(processor, BaseImageProcessor):
-        return _load_images(recipe, processor)
-    return _load_texts(recipe, processor)
+    """Read both splits, and make examples of them.
 
-
-def _load_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Splits:
-    max_length = sequence_length(recipe, tokenizer, load_config(recipe))
+    Raises:
+        TrainingError: if a split holds nothing that can be used.
+    """
+    reader = READERS.get(recipe.model.task, TEXT)
+    max_length = sequence_length(recipe, processor, load_config(recipe))
     read_now = ("validation",) if recipe.data.streaming else ("train", "validation")
-    rows, skipped = _read(recipe, read_now, lambda part, split: usable_texts(recipe, part, split))
-    classes = _classes(recipe, rows) if recipe.model.task == "sequence_classification" else None
+    rows, skipped = _read(recipe, read_now, reader)
+    classes = _classes(recipe, rows) if reader.has_classes else None
     examples = {
-        split: build_examples(recipe, part, tokenizer, max_length, classes, split) for split, part in rows.items()
+        split: reader.examples(recipe, part, processor, max_length, classes, split) for split, part in rows.items()
     }
-    train = StreamedExamples(recipe, tokenizer, max_length) if recipe.data.streaming else examples.get("train")
-    return Splits(train, examples.get("validation"), classes, skipped)
+    if recipe.data.streaming and isinstance(processor, PreTrainedTokenizerBase):
+        return Splits(StreamedExamples(recipe, processor, max_length), examples.get("validation"), classes, skipped)
+    return Splits(examples.get("train"), examples.get("validation"), classes, skipped)
 
 
 def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import evaluate
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
-from hf_linear_attention.training.data.batches import Batch, aligned_labels
-from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.data.batches import Batch, aligned_labels, token_weights
+from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
+from hf_linear_attention.training.evaluation.generated import Generated, Generation, generation_figures
 from hf_linear_attention.training.evaluation.metrics import (
     GREATER_IS_BETTER,
     Classification,
@@ -23,78 +23,161 @@ from hf_linear_attention.training.evaluation.metrics import (
     TokenLoss,
     pair_similarity,
 )
-from hf_linear_attention.training.losses.outputs import embedding_cosine, hidden_states_of, mean_pooled, run_model
+from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch
+from hf_linear_attention.training.losses.outputs import (
+    embedding_cosine,
+    hidden_states_of,
+    logits_of,
+    mean_pooled,
+    run_model,
+    scored_logits,
+)
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.recipe import CLASSIFICATION, SELECTING, Recipe
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tasks import TASKS
 
 
-Figures = tuple[Tensor, Tensor]
-"""Prediction and reference of every example in a batch, in the form that the metric expects: [B] and [B]."""
+LONGEST_ANSWER = 30  # tokens, as in the evaluation of BERT on SQuAD
+
+Figures = tuple[list[Any], list[Any]]
+"""Prediction and reference of every example in a batch, in the form that the metric expects."""
 
 
 def token_nats(batch: Batch, outputs: Any, task: str) -> Figures:
-    """The summed cross-entropy [B] and the number of scored tokens [B] of every text."""
+    """The summed cross-entropy and the number of scored tokens of every text."""
     labels = aligned_labels(batch, task)
     nats = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
-    return nats.double().sum(-1), (labels != IGNORED).sum(-1)
+    return nats.double().sum(-1).tolist(), (labels != IGNORED).sum(-1).tolist()
 
 
-def _classes(batch: Batch, outputs: Any) -> Figures:
-    return outputs.logits.argmax(-1), batch["labels"]
+def _classes(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
+    return outputs.logits.argmax(-1).tolist(), batch["labels"].tolist()
+
+
+def _answers(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
+    """The best span of every context: its score, first and last token, and the score of the empty answer (token 0)."""
+    starts, ends = (x.double() for x in (outputs.start_logits, outputs.end_logits))
+    outside = (batch["context_mask"] == 0).unsqueeze(1)
+    length = starts.shape[1]
+    is_span = torch.ones(length, length, dtype=torch.bool, device=starts.device).triu().tril(LONGEST_ANSWER - 1)
+    scores = (starts.unsqueeze(2) + ends.unsqueeze(1)).masked_fill(~is_span | outside | outside.mT, -torch.inf)
+    best, place = scores.flatten(1).max(-1)
+    rows = torch.stack([best, place // length, place % length, starts[:, 0] + ends[:, 0]], dim=-1)
+    return rows.tolist(), [0] * len(rows)
+
+
+def _tags(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
+    """The names of the classes of the words of every text."""
+    pairs = zip(outputs.logits.argmax(-1).tolist(), batch["labels"].tolist(), strict=True)
+    kept = [[(a, b) for a, b in zip(mine, yours, strict=True) if b != IGNORED] for mine, yours in pairs]
+    return [[names[a] for a, _ in row] for row in kept], [[names[b] for _, b in row] for row in kept]
+
+
+# How the predictions of a task are read from a batch and its outputs, and their metric. Other tasks with logits are
+# scored by their nats per token, and tasks without by the similarity to the teacher.
+SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[evaluate.Metric]]] = {
+    "sequence_classification": (_classes, Classification),
+    "image_classification": (_classes, Classification),
+    "token_classification": (_tags, Tagging),
+    "question_answering": (_answers, TextMatch),
+}
 
 
 class Evaluator:
     """Runs the model on the examples of this process, and computes the metric of the task over all processes."""
 
-    def __init__(self, accelerator: Accelerator, task: str, teacher: Teacher | None) -> None:
-        self.accelerator, self.task, self.teacher = accelerator, task, teacher
-        self.layers = "last" if task == "embedding" else None
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        task: str,
+        teacher: Teacher | None,
+        generation: Generation | None = None,
+        examples: Any = None,
+    ) -> None:
+        """Prepare evaluations.
 
-    def metric(self) -> evaluate.Metric:
-        """A new metric for the task."""
-        metrics: dict[str, Callable[..., evaluate.Metric]] = {
-            "causal_lm": TokenLoss,
-            "masked_lm": TokenLoss,
-            "sequence_classification": Classification,
-            "embedding": TeacherCosine,
-            "image_classification": Classification,
-        }
-        return metrics[self.task](keep_in_memory=True)  # by default, it would be in a file in the home folder
+        Args:
+            accelerator: the processes that evaluate together.
+            task: the task of the model.
+            teacher: the model to compare with.
+            generation: how texts are generated; None if none are.
+            examples: the examples that are evaluated; they turn spans into texts.
+        """
+        self.accelerator, self.task, self.teacher, self.generation = accelerator, task, teacher, generation
+        self.examples = examples
+        self.logits = TASKS[task].logits
+        self.layers = "last" if self.logits is None else None
+        self.compares = teacher is not None and self.logits is not None and TASKS[task].compares
 
-    def figures(self, batch: Batch, outputs: Any) -> Figures:
-        """Prediction and reference of every example in `batch`, given the outputs of the model for it."""
-        if self.task in CLASSIFICATION:
-            return _classes(batch, outputs)
-        if self.task != "embedding":
+    def figures(self, batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
+        """Prediction and reference of every example in `batch`, given the outputs of the model for it.
+
+        Args:
+            batch: the batch.
+            outputs: the outputs of the model for it.
+            names: the names of the model's classes.
+        """
+        if self.task in SCORES:
+            return SCORES[self.task][0](batch, outputs, names)
+        if self.logits is not None:
             return token_nats(batch, outputs, self.task)
         if self.teacher is None:
             raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
         mine = hidden_states_of(outputs, self.layers)[-1]
         yours = self.teacher(batch).hidden_states[-1]
-        return embedding_cosine(mine, yours, batch["attention_mask"]), batch["attention_mask"].sum(-1)
+        mask = token_weights(batch, mine.shape[1]) > 0
+        return embedding_cosine(mine, yours, mask).tolist(), mask.sum(-1).tolist()
 
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, float]:
         """The figures of the metric, named `eval_<figure>`. The model stays in the mode that it had."""
         was_training = model.training
         model.eval()
-        rows: list[tuple[int, float, int]] = []
+        rows: list[tuple[int, Any, Any]] = []
+        agreed: list[tuple[int, int, int]] = []
         scored: list[tuple[int, float, list[float]]] = []
+        texts: list[Generated] = []
         for batch in batches:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
                 outputs = run_model(model, batch, self.layers)
-                predictions, references = self.figures(batch, outputs)
+                predictions, references = self.figures(batch, outputs, model.config.id2label)
             index = batch["index"].tolist()
-            rows += zip(index, predictions.tolist(), references.tolist(), strict=True)
+            rows += zip(index, predictions, references, strict=True)
+            if self.compares:
+                agreed += zip(index, *self._agreement(batch, outputs), strict=True)
+            if self.generation is not None:
+                texts += self.generation(model, self.teacher and self.teacher.model, batch)
             if self.task == "embedding" and "labels" in batch:
                 pooled = mean_pooled(hidden_states_of(outputs, self.layers)[-1], batch["attention_mask"])
                 scored += zip(index, batch["labels"].tolist(), pooled.tolist(), strict=True)
         model.train(was_training)
-        rows = _each_once(gather_object(rows))
-        result = self.metric().compute(predictions=[row[1] for row in rows], references=[row[2] for row in rows])
-        result = {**(result or {}), **_similarity(_each_once(gather_object(scored)))}
+        result = self._result(_each_once(gather_object(rows)))
+        result |= _similarity(_each_once(gather_object(scored)))
+        result |= generation_figures(_each_once(gather_object(texts)))
+        if self.compares:
+            counts = [row[1:] for row in _each_once(gather_object(agreed))]
+            result["agreement"] = sum(hits for hits, _ in counts) / max(sum(count for _, count in counts), 1)
         return {f"eval_{name}": value for name, value in result.items()}
+
+    def _result(self, rows: list[tuple[int, Any, Any]]) -> dict[str, float]:
+        metric = SCORES[self.task][1] if self.task in SCORES else TokenLoss if self.logits else TeacherCosine
+        predictions, references = [row[1] for row in rows], [row[2] for row in rows]
+        if self.logits == "spans":
+            whole = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
+            predictions, references = whole.texts([row[:2] for row in rows])
+        # By default, a metric would be in a file in the home folder.
+        found = metric(keep_in_memory=True).compute(predictions=predictions, references=references)
+        return found or {}
+
+    def _agreement(self, batch: Batch, outputs: Any) -> tuple[list[int], list[int]]:
+        """For every example, how many rows of its logits have their maximum where the teacher's have, of how many."""
+        if self.teacher is None:
+            raise RuntimeError("there is no teacher to agree with")
+        mine, mask = logits_of(outputs, batch), scored_logits(batch, self.logits)
+        same = (self.teacher.all_logits(batch).argmax(-1) == mine.argmax(-1)) & mask
+        shape = len(mask), -1
+        return same.reshape(shape).sum(-1).tolist(), mask.reshape(shape).sum(-1).tolist()
 
 
 def _each_once(rows: list[Any]) -> list[Any]:
@@ -124,7 +207,7 @@ class Selection:
     """Compares evaluations by `--metric_for_best_model`, or by default by the main figure of the task."""
 
     def __init__(self, recipe: Recipe) -> None:
-        name = (recipe.run.metric_for_best_model or SELECTING[recipe.model.task][0]).removeprefix("eval_")
+        name = (recipe.run.metric_for_best_model or recipe.task.figures[0]).removeprefix("eval_")
         self.name, self.sign = f"eval_{name}", 1 if GREATER_IS_BETTER[name] else -1
         self.patience = recipe.run.early_stopping_patience
 

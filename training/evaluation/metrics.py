@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import datasets
 import evaluate
@@ -22,10 +23,14 @@ GREATER_IS_BETTER = {
     "spearman": True,
     "cosine": True,
     "cosine_min": True,
+    "exact_match": True,
+    "same_text": True,
 }
 
 
-def _info(description: str, features: dict[str, datasets.Value]) -> evaluate.MetricInfo:
+def metric_info(metric: evaluate.Metric, features: dict[str, Any]) -> evaluate.MetricInfo:
+    """What `evaluate` wants to know about a metric, which its docstring describes."""
+    description = str(type(metric).__doc__)
     return evaluate.MetricInfo(
         description=description, citation=CITATION, inputs_description="", features=datasets.Features(features)
     )
@@ -36,7 +41,7 @@ class TokenLoss(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
-        return _info(str(type(self).__doc__), features)
+        return metric_info(self, features)
 
     def _compute(self, predictions: list[float], references: list[int]) -> dict[str, float]:
         tokens = sum(references)
@@ -53,7 +58,7 @@ class Classification(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
-        return _info(str(type(self).__doc__), features)
+        return metric_info(self, features)
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
         pairs = list(zip(predictions, references, strict=True))
@@ -75,7 +80,7 @@ class Spearman(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("float64"), "references": datasets.Value("float64")}
-        return _info(str(type(self).__doc__), features)
+        return metric_info(self, features)
 
     def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
         mine, yours = (_ranks(np.asarray(values)) for values in (predictions, references))
@@ -106,7 +111,7 @@ class TeacherCosine(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
-        return _info(str(type(self).__doc__), features)
+        return metric_info(self, features)
 
     def _compute(self, predictions: list[float], references: list[int]) -> dict[str, float]:
         count = max(len(predictions), 1)

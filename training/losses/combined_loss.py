@@ -28,7 +28,13 @@ from hf_linear_attention.training.losses.layer_transfer import (
     layer_of,
 )
 from hf_linear_attention.training.losses.objectives import Embedding, HiddenState, LogitsKL, Objective, TaskLoss
-from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, hidden_states_of, run_model
+from hf_linear_attention.training.losses.outputs import (
+    Outputs,
+    StudentOutputs,
+    hidden_states_of,
+    logits_of,
+    run_model,
+)
 from hf_linear_attention.training.recipe import Recipe
 
 
@@ -108,7 +114,11 @@ class StudentWithObjectives(nn.Module):
 
     def _outputs(self, batch: Batch) -> StudentOutputs:
         outputs = run_model(self.student, batch, self.layers)
-        return StudentOutputs(None, hidden_states_of(outputs, self.layers), getattr(outputs, "logits", None))
+        return StudentOutputs(
+            hidden_states=hidden_states_of(outputs, self.layers),
+            decoder_states=hidden_states_of(outputs, self.layers, "decoder_"),
+            all_logits=logits_of(outputs, batch),
+        )
 
     def _observed(self, batch: Batch) -> StudentOutputs:
         seen: list[ObservedAttention] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.losses.divergence import chunked_kl
-from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, embedding_cosine
+from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, embedding_cosine, scored_logits
 from hf_linear_attention.training.recipe import Recipe
 
 
@@ -38,7 +38,7 @@ class Objective(Protocol):
 
 
 class TaskLoss(Objective):
-    """Cross-entropy with the labels: the next token, the masked tokens, or the class."""
+    """Cross-entropy with the labels: the next token, the masked tokens, the target, the class, or the answer's ends."""
 
     needs_logits, needs_hidden_states, needs_teacher = True, False, False
 
@@ -56,28 +56,25 @@ class TaskLoss(Objective):
 
 
 class LogitsKL(Objective):
-    """KL(teacher || student) of the logits of every token that is not padding, or of the classes."""
+    """KL(teacher || student) of all logits that are not of padding: those of tokens, of classes, ... (`tasks.py`)."""
 
     needs_logits, needs_hidden_states, needs_teacher = True, False, True
 
     def __init__(self, recipe: Recipe) -> None:
-        self.per_sequence = recipe.is_classification
+        self.logits_of = recipe.task.logits
         self.temperature = recipe.objective.temperature
 
-    def _mask(self, batch: Batch) -> Tensor:
-        mask = token_weights(batch, 1) > 0
-        return mask.any(-1) if self.per_sequence else mask
-
     def units(self, batch: Batch) -> Tensor:
-        """Number of tokens, or of sequences or images for a classifier, a long scalar."""
-        return self._mask(batch).sum()
+        """Number of tokens or targets, of sequences or images for a classifier, or of ends, a long scalar."""
+        return scored_logits(batch, self.logits_of).sum()
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of T^2 KL(teacher || student) at temperature T, in nats."""
         rows = None if teacher is None else teacher.logits
         if rows is None:
             raise RuntimeError("`logits_kl` needs the teacher's logits")
-        return chunked_kl(_logits(student).flatten(0, -2), rows, self._mask(batch).flatten(), self.temperature)
+        mask = scored_logits(batch, self.logits_of).flatten()
+        return chunked_kl(_logits(student).flatten(0, -2), rows, mask, self.temperature)
 
 
 class HiddenState(Objective):
@@ -97,10 +94,11 @@ class HiddenState(Objective):
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of the relative squared errors."""
-        pairs = _hidden_pairs(student, teacher)
-        weights = token_weights(batch, pairs[0][0].shape[1])
-        mask = weights > 0
-        return torch.stack([(_relative_errors(a[mask], b[mask]) * weights[mask]).sum() for a, b in pairs]).mean()
+        if teacher is None:
+            raise RuntimeError("`hidden_state` needs a teacher")
+        sums = _error_sums(student.hidden_states, teacher.hidden_states, batch, is_decoder=False)
+        sums += _error_sums(student.decoder_states, teacher.decoder_states, batch, is_decoder=True)
+        return torch.stack(sums).mean()
 
 
 class Embedding(Objective):
@@ -113,12 +111,22 @@ class Embedding(Objective):
 
     def units(self, batch: Batch) -> Tensor:
         """Number of sequences, a long scalar."""
-        return torch.tensor(batch["input_ids"].shape[0], device=batch["input_ids"].device)
+        return torch.tensor(len(batch["index"]), device=batch["index"].device)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of 1 - cosine similarity."""
         mine, yours = _hidden_pairs(student, teacher)[-1]
-        return (1 - embedding_cosine(mine, yours, batch["attention_mask"])).sum()
+        return (1 - embedding_cosine(mine, yours, token_weights(batch, mine.shape[1]) > 0)).sum()
+
+
+def _error_sums(mine: tuple[Tensor, ...], yours: tuple[Tensor, ...], batch: Batch, is_decoder: bool) -> list[Tensor]:
+    """The weighted sum of the relative squared errors of every layer of one side of the model."""
+    sums = []
+    for a, b in zip(mine, yours, strict=True):
+        weights = token_weights(batch, a.shape[1], is_decoder)
+        mask = weights > 0
+        sums.append((_relative_errors(a[mask], b[mask]) * weights[mask]).sum())
+    return sums
 
 
 def _relative_errors(mine: Tensor, yours: Tensor) -> Tensor:

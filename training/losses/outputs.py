@@ -6,25 +6,33 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.training.data.batches import Batch
+from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.losses.divergence import LogitRows
+from hf_linear_attention.training.tasks import LogitsOf
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of one model: logits by row of the flattened batch, and hidden states [B, N, D] by layer."""
+    """The outputs of one model: logits by row of the flattened batch, and hidden states [B, N, D] by layer.
+
+    In an encoder-decoder, `hidden_states` are those of the encoder, and `decoder_states` [B, T, D] of the decoder.
+    """
 
     logits: LogitRows | None = None
     hidden_states: tuple[Tensor, ...] = ()
+    decoder_states: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
 class StudentOutputs(Outputs):
-    """The outputs of the student, with all logits [B, N, V] or [B, C], because their gradient needs as much memory."""
+    """The outputs of the student, with all logits (`logits_of`), because their gradient needs as much memory."""
 
     all_logits: Tensor | None = None
     attention: tuple[ObservedAttention, ...] = ()
@@ -53,11 +61,65 @@ def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
     places = "position_ids" if "position_ids" in batch else "attention_mask"
     if "token_type_ids" in batch and "token_type_ids" in accepted:
         keywords["token_type_ids"] = batch["token_type_ids"]
+    if "decoder_attention_mask" in batch:
+        keywords["decoder_input_ids"] = decoder_inputs(model, batch["labels"])
     return model(input_ids=batch["input_ids"], **{places: batch[places]}, **keywords)
 
 
-def hidden_states_of(outputs: Any, layers: str | None) -> tuple[Tensor, ...]:
-    """The hidden states [B, N, D] after each layer ("all") or after the last one ("last"), without the embeddings."""
+def decoder_inputs(model: Any, labels: Tensor) -> Tensor:
+    """The inputs [B, T] of the decoder for which it predicts `labels` [B, T]: its start token, then the labels before.
+
+    Raises:
+        TrainingError: if the model names no start token.
+    """
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    start = getattr(model.config, "decoder_start_token_id", None)
+    if prepare is not None and start is not None:
+        return prepare(labels=labels)  # mBART begins with the token of the target's language instead
+    start = start if start is not None else getattr(model.generation_config, "decoder_start_token_id", None)
+    if start is None:
+        raise TrainingError(
+            f"{type(model).__name__} names no token that its decoder starts with; set `decoder_start_token_id` in its "
+            "config.json"
+        )
+    shifted = F.pad(labels[:, :-1], (1, 0), value=start)
+    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id or 0)
+
+
+def logits_of(outputs: Any, batch: Batch) -> Tensor | None:
+    """The logits, the last dimension of which is that of a distribution; None if the model has none.
+
+    For answers to questions, [B, 2, N]: over the N tokens that are not padding, for the first and the last token of the
+    answer.
+    """
+    if (start := getattr(outputs, "start_logits", None)) is None:
+        return getattr(outputs, "logits", None)
+    logits = torch.stack([start, outputs.end_logits], dim=1)
+    return logits.masked_fill(batch["attention_mask"].unsqueeze(1) == 0, -torch.inf)
+
+
+def scored_logits(batch: Batch, logits: LogitsOf | None) -> Tensor:
+    """Whether each row of the logits is one of the input's, not one of padding: [B, N], [B, T], [B, 2] or [B]."""
+    if logits == "tokens":
+        return batch["attention_mask"] > 0
+    if logits == "targets":
+        return batch["decoder_attention_mask"] > 0
+    index = batch["index"]
+    return torch.ones((len(index), 2) if logits == "spans" else index.shape, dtype=torch.bool, device=index.device)
+
+
+def hidden_states_of(outputs: Any, layers: str | None, part: str = "") -> tuple[Tensor, ...]:
+    """The hidden states [B, N, D] after each layer ("all") or after the last one ("last"), without the embeddings.
+
+    Args:
+        outputs: the outputs of a model.
+        layers: "all", "last", or None for none.
+        part: "decoder_" for the decoder of an encoder-decoder; otherwise its encoder.
+    """
     if layers is None:
         return ()
-    return tuple(outputs.hidden_states[1:] if layers == "all" else outputs.hidden_states[-1:])
+    is_divided = getattr(outputs, "encoder_hidden_states", None) is not None
+    if part and not is_divided:
+        return ()
+    states = getattr(outputs, f"{part or 'encoder_'}hidden_states") if is_divided else outputs.hidden_states
+    return tuple(states[1:] if layers == "all" else states[-1:])

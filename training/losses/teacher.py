@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.batches import Batch
-from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_of, run_model
+from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_of, logits_of, run_model
 
 
 class Teacher:
@@ -37,13 +38,19 @@ class Teacher:
         recorder = _Recorder(self.head) if self.head is not None else None
         with self.autocast():
             outputs = run_model(self.model, batch, self.layers)
-        hidden_states = hidden_states_of(outputs, self.layers)
+        states = hidden_states_of(outputs, self.layers), hidden_states_of(outputs, self.layers, "decoder_")
         if not self.needs_logits:
-            return Outputs(None, hidden_states)
+            return Outputs(None, *states)
         if self.head is None or recorder is None:
-            logits = outputs.logits.flatten(0, -2)
-            return Outputs(lambda rows: logits[rows], hidden_states)
-        return Outputs(self._rows(self.head, recorder.close().flatten(0, -2)), hidden_states)
+            logits = _logits(outputs, batch).flatten(0, -2)
+            return Outputs(lambda rows: logits[rows], *states)
+        return Outputs(self._rows(self.head, recorder.close().flatten(0, -2)), *states)
+
+    @torch.no_grad()
+    def all_logits(self, batch: Batch) -> Tensor:
+        """The logits (`logits_of`) of the teacher for a batch, as a whole; for evaluation."""
+        with self.autocast():
+            return _logits(run_model(self.model, batch, None), batch)
 
     def _rows(self, head: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         @torch.no_grad()
@@ -52,6 +59,13 @@ class Teacher:
                 return head(inputs[rows])
 
         return logits
+
+
+def _logits(outputs: Any, batch: Batch) -> Tensor:
+    logits = logits_of(outputs, batch)
+    if logits is None:
+        raise RuntimeError("the teacher has no logits")
+    return logits
 
 
 class _Recorder:
@@ -76,12 +90,15 @@ class _Recorder:
 def _separable_head(model: PreTrainedModel) -> nn.Module | None:
     """The output layer, if its outputs are exactly the logits of the model on a small input; otherwise None."""
     head = model.get_output_embeddings()
-    if head is None:
+    if head is None or model.main_input_name != "input_ids":
         return None
     seen: list[tuple[tuple[Tensor, ...], Tensor]] = []
     hook = head.register_forward_hook(lambda module, arguments, output: seen.append((arguments, output)))
     tokens = torch.arange(1, 9, device=model.device).unsqueeze(0)  # 0 is often padding, which is embedded as zeros
-    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if model.config.is_encoder_decoder:
+        batch |= {"labels": tokens, "decoder_attention_mask": torch.ones_like(tokens)}
+    logits = run_model(model, batch, None).logits
     hook.remove()
     if logits.abs().max() < 0.1:  # capping cannot be recognised on logits this small
         return None

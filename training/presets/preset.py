@@ -17,10 +17,12 @@ from torch import nn
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.training.tasks import TASKS
 
 
 FOLDER = Path(__file__).parent
 BLOCK_SIZE = "layers_per_block"
+EPOCHS = 6.0  # of images or recordings, for all stages together
 STAGES = "stages"  # the folder in output_dir for the models between the stages
 
 
@@ -83,9 +85,17 @@ def stages_of(preset: Preset, task: str) -> list[Stage]:
 
 
 def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
-    """The command line of one stage: its options, some of which those in `given` replace."""
+    """The command line of one stage: its options, some of which those in `given` replace.
+
+    The amount of images and recordings is given in epochs, which the stages share as they share `tokens` of text.
+    """
+    task = TASKS[given["task"]]
     options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
-    trainable, is_embedding = stage.options.get("trainable", "all"), given.get("task") == "embedding"
+    if task.inputs != "text":
+        del options["max_train_tokens"]
+        if "max_train_steps" not in given:
+            options["num_train_epochs"] = given.get("num_train_epochs", EPOCHS) * stage.share
+    trainable, is_embedding = stage.options.get("trainable", "all"), task.logits is None
     unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
     if not is_transfer(stage):
         unused = unused | {name for name, fact in FACTS.items() if fact.needs == TRANSFER_WEIGHTS}

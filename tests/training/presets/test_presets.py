@@ -23,6 +23,7 @@ from hf_linear_attention.training.presets import preset as presets
 from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training.tasks import TASKS
 
 
 CLASSES = {
@@ -60,7 +61,7 @@ def test_a_preset_is_whole(name: str) -> None:
 def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, files: Path, tmp_path: Path) -> None:
     for task in load_preset(name).stages:
         words = [f"--preset={name}", f"--task={task}", "--model_name_or_path=m", "--teacher_name_or_path=t"]
-        kind = "tsv" if task == "sequence_classification" else "jsonl"
+        kind = "jsonl" if TASKS[task].reads_running_text else "tsv"
         assert parse_preset([*words, f"--train_file={files}/train.{kind}", f"--output_dir={tmp_path / 'o'}"])
 
 

@@ -1,0 +1,115 @@
+"""What only `hybrid` with `far` = `gated_delta` or `both` has: its start, its rotary positions and its state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import hidden_states_of, stock_config, stock_model
+
+from hf_linear_attention import convert
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.conversion_api import convert_config
+from hf_linear_attention.mechanism import LayerShape, Rotary
+from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.training.evaluation.retention import without_far
+
+
+ROTARY = Rotary((1.0, 0.3, 0.09, 0.01))
+SIZES = {"window_size": 5, "num_sinks": 2, "trained_length": 20}
+
+
+def build(mechanism="hybrid", **settings):
+    sizes = {"trained_length": 20} if mechanism == "gated_delta" else SIZES
+    filled = LinearAttentionSettings({"mechanism": mechanism, **sizes, **settings}, is_causal=True, model_type="test")
+    made = MECHANISMS[mechanism](filled, LayerShape(4, 2, 8, 0, rotary=ROTARY, hidden_size=16)).double()
+    made.reset_parameters()
+    return made
+
+
+def moved(mechanism):
+    with torch.no_grad():
+        for parameter in mechanism.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return mechanism
+
+
+def sample(length=40):
+    query, key, value = (torch.randn(2, heads, length, 8).double() for heads in (4, 2, 2))
+    return query, key, value, torch.stack((torch.arange(length), torch.arange(length) + 7)).int()
+
+
+def run(mechanism, query, key, value, positions, state=None, gates=None):
+    options = {"positions": positions, "gates": gates} if gates is not None else {"positions": positions}
+    return mechanism(query, key, value, attention_mask=None, scaling=0.3, is_causal=True, state=state, **options)
+
+
+@pytest.mark.parametrize("far", ["gated_delta", "both"])
+@torch.no_grad()
+def test_it_starts_close_to_what_it_has_without_the_delta_rule(far):
+    query, key, value, positions = sample()
+    mechanism = build(far=far)
+    without = build("window") if far == "gated_delta" else build()
+    output, _ = run(mechanism, query, key, value, positions, gates=mechanism.gates(torch.randn(2, 40, 16)))
+    expected, _ = run(without, query, key, value, positions)
+    assert 0 < (output - expected).norm() / expected.norm() < 0.03
+
+
+@pytest.mark.parametrize("rope", ["before_map", "partial", "none"])
+@torch.no_grad()
+def test_the_delta_rule_sees_fewer_rotary_frequencies_than_the_window(rope):
+    """The window is that of `window`, whose sinks are clamped; the rule gets what the mechanism `gated_delta` gets."""
+    frequencies = {"rope": rope, "rope_frequencies": 2} if rope == "partial" else {"rope": rope}
+    mechanism = moved(build(far="gated_delta", decay="learned", num_features=6, **frequencies))
+    query, key, value, positions = sample()
+    gates = mechanism.gates(hidden_states_of(key))
+    gated_delta = build("gated_delta", num_features=6, **frequencies)
+    gated_delta.rule.load_state_dict(mechanism.rule.state_dict())
+    q, k, _ = gated_delta.prepare(query, key, positions)
+    options = {"attention_mask": None, "scaling": 0.3, "is_causal": True, "state": None}
+    far = gated_delta(q, k, value, gates=gates[..., :-4], **options)[0]
+    share = gates[..., -4:].unsqueeze(-1)
+    expected = (1 - share) * run(build("window"), query, key, value, positions)[0] + share * far
+    for sizes in ([40], [1] * 40, [3, 1, 1, 20, 1, 14]):
+        state, outputs = None, []
+        tensors = zip(*(x.split(sizes, dim=2) for x in (query, key, value)))
+        for (q, k, v), p, g in zip(tensors, positions.split(sizes, dim=1), gates.split(sizes, dim=1)):
+            output, state = run(mechanism, q, k, v, p, state, g)
+            outputs.append(output)
+        torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-6, atol=1e-6)  # angles are float32
+
+
+@pytest.mark.parametrize(("far", "num_parts"), [("linear", 8), ("gated_delta", 7), ("both", 9)])
+@torch.no_grad()
+def test_only_keys_that_leave_for_a_feature_map_keep_their_positions(far, num_parts):
+    mechanism = build(far=far, rope="none", num_features=6)
+    query, key, value, positions = sample(12)
+    gates = mechanism.gates(hidden_states_of(key)) if mechanism.needs_gates else None
+    _, state = run(mechanism, query, key, value, positions, gates=gates)
+    assert len(state) == num_parts
+    sums = {"linear": [(2, 2, 6, 10)], "gated_delta": [(2, 2, 6, 8)], "both": [(2, 2, 6, 8), (2, 2, 6, 10)]}[far]
+    assert [tuple(x.shape) for x in state[: len(sums)]] == sums
+    assert (state[-1].dtype == torch.int32) == (far != "gated_delta")
+
+
+@torch.no_grad()
+def test_the_window_alone_can_be_measured():
+    model = convert(stock_model("llama"), mechanism="hybrid", far="both", window_size=4, num_sinks=1)
+    window = convert(stock_model("llama"), mechanism="window", window_size=4, num_sinks=1)
+    ids = torch.randint(3, 64, (2, 20))
+    expected = window(ids).logits
+    assert not torch.allclose(model(ids).logits, expected)
+    with without_far(model):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="`far` = `gated_delta` has no bidirectional form"):
+        convert_config(stock_config("bert"), mechanism="hybrid", far="gated_delta")
+    with pytest.raises(ValueError, match=r"`feature_map`.*no effect.*`far` = `gated_delta`"):
+        build(far="gated_delta", feature_map="hedgehog")
+    with pytest.raises(ValueError, match="`far` = `both` is causal and needs `gates`; compute them"):
+        run(build(far="both"), *sample())
+    with pytest.raises(ValueError, match="give the layer's `hidden_size`"):
+        MECHANISMS["hybrid"](
+            LinearAttentionSettings({"mechanism": "hybrid", "far": "gated_delta"}), LayerShape(4, 2, 8, 0)
+        )

@@ -1,0 +1,141 @@
+"""Long inputs of decoders are computed in chunks, and nobody can tell by the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import stock_model
+
+from hf_linear_attention import convert, long_inputs, softmax_attention
+
+
+IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones_like(IDS)
+PADDED[0, :7] = 0
+SETTINGS = {
+    "linear": {"mechanism": "linear", "feature_map": "exp", "decay": "gated", "input_gate": True},
+    "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "feature_map": "exp", "rope": "partial"},
+    "gated_delta": {"mechanism": "gated_delta"},
+    "softmax between": {"mechanism": "linear", "feature_map": "exp", "layers": [0]},
+}
+
+
+@pytest.fixture
+def divided(monkeypatch):
+    """Chunks of 6 tokens from 9 tokens on; the list has an entry for each input that was divided."""
+    monkeypatch.setattr(long_inputs, "CHUNK_SIZE", 6)
+    monkeypatch.setattr(long_inputs, "LONGEST_UNDIVIDED", 8)
+    calls, divide = [], long_inputs._divided
+    monkeypatch.setattr(long_inputs, "_divided", lambda *given: (calls.append(1), divide(*given))[1])
+    return calls
+
+
+def model_of(name: str = "linear", family: str = "llama", auto_class: str | None = None):
+    torch.manual_seed(0)
+    return convert(stock_model(family, auto_class), **SETTINGS[name]).eval()
+
+
+def undivided(model, *args, **kwargs):
+    """The output of one pass: with gradients, which keep an input whole."""
+    return model(*args, **kwargs)
+
+
+def assert_close(actual, exact):
+    torch.testing.assert_close(actual, exact.detach(), rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_are_those_of_one_pass(name, divided):
+    model = model_of(name)
+    exact = undivided(model, IDS, attention_mask=PADDED).logits
+    assert not divided
+    with torch.no_grad():
+        output = model(IDS, attention_mask=PADDED, use_cache=False)
+        assert_close(output.logits[PADDED.bool()], exact[PADDED.bool()])
+        assert output.past_key_values is None
+        assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=8).logits[1], exact[1, -8:])
+        assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=1, return_dict=False)[0], exact[:, -1:])
+    assert len(divided) == 3
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_cache_goes_on(name, divided):
+    model = model_of(name)
+    exact = undivided(model, IDS).logits
+    with torch.no_grad():
+        cache = model(IDS[:, :11]).past_key_values
+        output = model(IDS[:, 11:28], past_key_values=cache)
+        assert_close(output.logits, exact[:, 11:28])
+        assert_close(model(IDS[:, 28:], past_key_values=output.past_key_values).logits, exact[:, 28:])
+    assert len(divided) == 2
+
+
+def test_positions_and_embeddings_are_divided_too(divided):
+    model = model_of("hybrid")
+    embeddings, positions = model.get_input_embeddings()(IDS).detach(), torch.arange(3, 32).expand(2, -1)
+    exact = undivided(model, inputs_embeds=embeddings, position_ids=positions).logits
+    with torch.no_grad():
+        assert_close(model(inputs_embeds=embeddings, position_ids=positions).logits, exact)
+    assert divided
+
+
+def test_a_base_model_gives_its_hidden_states(divided):
+    model = model_of(auto_class="AutoModel")
+    exact = undivided(model, IDS).last_hidden_state
+    with torch.no_grad():
+        assert_close(model(IDS).last_hidden_state, exact)
+    assert divided
+
+
+def test_generation_is_the_same(divided, monkeypatch):
+    model = model_of("hybrid")
+    options = {"attention_mask": PADDED, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    text = model.generate(IDS, **options)
+    assert divided
+    monkeypatch.setattr(long_inputs, "LONGEST_UNDIVIDED", 8192)
+    assert torch.equal(model.generate(IDS, **options), text)
+
+
+PACKED = torch.cat((torch.arange(14), torch.arange(15))).expand(2, -1)
+WHOLE = {
+    "labels": {"labels": IDS},
+    "hidden states": {"output_hidden_states": True},
+    "packed": {"position_ids": PACKED},
+    "square mask": {"attention_mask": torch.ones(2, 1, 29, 29, dtype=torch.bool).tril()},
+    "rows to keep": {"logits_to_keep": torch.tensor([3, 4])},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_all_tokens_gets_them(name, divided):
+    model = model_of(name="softmax between" if name == "square mask" else "linear")
+    exact = undivided(model, IDS, **WHOLE[name])
+    with torch.no_grad():
+        actual = model(IDS, **WHOLE[name])
+    torch.testing.assert_close(actual.logits, exact.logits.detach())
+    assert not divided
+
+
+def test_softmax_is_left_alone(divided):
+    model = model_of()
+    with torch.no_grad(), softmax_attention(model):
+        model(IDS)
+    assert not divided
+
+
+def test_a_head_per_sequence_reads_joined_hidden_states(divided):
+    model = model_of(auto_class="AutoModelForSequenceClassification")
+    exact = undivided(model, IDS, attention_mask=PADDED).logits
+    with torch.no_grad():
+        assert_close(model(IDS, attention_mask=PADDED).logits, exact)
+    assert len(divided) == 1  # that of its base model
+
+
+def test_inputs_of_more_than_8192_tokens_are_divided(monkeypatch):
+    lengths, divide = [], long_inputs._divided
+    monkeypatch.setattr(long_inputs, "_divided", lambda *given: (lengths.append(given[-1]), divide(*given))[1])
+    model = model_of(auto_class="AutoModel")
+    with torch.no_grad():
+        for length in (8192, 8193):
+            assert model(IDS[:1, :1].expand(1, length)).last_hidden_state.shape[1] == length
+    assert lengths == [8193]

@@ -1,0 +1,341 @@
+"""Tasks beyond plain text: what rows become, what is learned from the original, and what is measured and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from task_twins import TAGS, TWINS
+from transformers import (
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+)
+
+from hf_linear_attention import convert
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.data.processors import load_processor
+from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch, spans_of
+from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.tasks import TASKS
+
+
+ELSEWHERE = {"text": ["y"], "answer_start": [0]}
+Twin = Callable[[str], Path]
+DROPPED: dict[str, dict[str, Any]] = {"seq2seq_lm": {"drop": ["position_bias"]}}
+
+
+@pytest.fixture
+def student(twin: Twin, tmp_path: Path) -> Callable[[str], list[Any]]:
+    """Options that distil a converted twin from its original."""
+
+    def options(task: str) -> list[Any]:
+        folder, converted = twin(task), tmp_path / "student"
+        settings = {"mechanism": "linear", "feature_map": "exp", **DROPPED.get(task, {})}
+        convert(str(folder / "original"), **settings).save_pretrained(converted)
+        load_processor(recipe_of(task, folder, folder / "original")).save_pretrained(converted)
+        models = ["--model_name_or_path", converted, "--teacher_name_or_path", folder / "original"]
+        return ["--task", task, *models, "--train_file", folder / "train.jsonl", "--logging_steps", 1]
+
+    return options
+
+
+def recipe_of(task: str, folder: Path, model: Path, *options: Any) -> Any:
+    words = ["--task", task, "--model_name_or_path", model, "--output_dir", "o", "--train_file", folder / "train.jsonl"]
+    words += ["--validation_file", folder / "valid.jsonl"]
+    teacher = ["--teacher_name_or_path", model] if TASKS[task].logits is None else []
+    return parse([str(word) for word in (*words, *teacher, *options)])
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def data_of(task: str, twin: Twin, *options: Any) -> Any:
+    recipe = recipe_of(task, twin(task), twin(task) / "original", *options)
+    return load_data(recipe, load_processor(recipe))
+
+
+@pytest.mark.parametrize("task", TWINS)
+def test_every_task_is_healed_and_resumes(
+    task: str, student: Callable[[str], list[Any]], twin: Twin, finetune: Any, tmp_path: Path
+) -> None:
+    """The loss falls and the predictions come closer to the original's; a run that was cut in two ends the same."""
+    steps = ["--max_train_steps", 6, "--per_device_train_batch_size", 24, "--learning_rate", 5e-4]
+    steps += ["--hidden_state_weight", 1, "--checkpointing_steps", 3]
+    options = [*student(task), *steps, "--validation_file", twin(task) / "valid.jsonl"]
+    events = finetune(*options)
+    losses = [event["loss"] for event in events if "loss" in event]
+    assert losses[-1] < 0.9 * losses[0]
+    figures = [event for event in events if any(name.startswith("eval_") for name in event)]
+    assert len(figures) == 2
+    close = "eval_agreement" if TASKS[task].logits is not None else "eval_cosine"
+    assert figures[0][close] <= figures[1][close] <= 1
+    assert f"eval_{TASKS[task].figures[0]}" in figures[0]
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    finetune(*options, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-3")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_the_first_token_of_a_word_has_its_class(twin: Twin) -> None:
+    found = data_of("token_classification", twin)
+    rows = rows_of(twin("token_classification") / "train.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(twin("token_classification") / "original")
+    for row, example in zip(rows, [found.train[number] for number in range(len(rows))], strict=True):
+        ids, labels = list(example["input_ids"]), list(example["labels"])
+        assert [TAGS[label] for label in labels if label != IGNORED] == row["ner_tags"]
+        parts = [tokenizer(word, add_special_tokens=False).input_ids for word in row["tokens"]]
+        starts = [sum(map(len, parts[:number])) for number in range(len(parts))]
+        assert ids == [token for part in parts for token in part]
+        assert [place for place, label in enumerate(labels) if label != IGNORED] == starts
+
+
+def test_losses_of_a_token_classifier_are_the_formulas(
+    student: Callable[[str], list[Any]], twin: Twin, finetune: Any
+) -> None:
+    options = student("token_classification")
+    batch = ["--max_train_steps", 1, "--per_device_train_batch_size", 24, "--task_loss_weight", 1]
+    event = next(event for event in finetune(*options, *batch, "--logits_kl_weight", 1) if "loss" in event)
+    found = data_of("token_classification", twin).train
+    sums = {"task_loss": 0.0, "logits_kl": 0.0}
+    words = tokens = 0
+    models = [AutoModelForTokenClassification.from_pretrained(str(options[place])).eval() for place in (3, 5)]
+    for number in range(len(found)):
+        ids, labels = (torch.tensor(found[number][name])[None] for name in ("input_ids", "labels"))
+        mine, yours = (model(input_ids=ids).logits[0].log_softmax(-1).detach() for model in models)
+        sums["task_loss"] += F.nll_loss(mine, labels[0], ignore_index=IGNORED, reduction="sum").item()
+        sums["logits_kl"] += F.kl_div(mine, yours, log_target=True, reduction="sum").item()
+        words, tokens = words + int((labels != IGNORED).sum()), tokens + ids.numel()
+    assert event["task_loss"] == pytest.approx(sums["task_loss"] / words, rel=1e-4)
+    assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / tokens, rel=1e-4)
+
+
+def test_spans_are_those_of_the_tags() -> None:
+    assert spans_of(["B-A", "I-A", "O", "I-A", "B-A", "I-B", "VERB"]) == {
+        ("A", 0, 2), ("A", 3, 4), ("A", 4, 5), ("B", 5, 6), ("VERB", 6, 7),
+    }  # fmt: skip
+    tags = [["B-A", "I-A", "O"], ["O", "B-B", "O"]]
+    found = Tagging(keep_in_memory=True).compute(predictions=[["B-A", "O", "O"], ["O", "B-B", "O"]], references=tags)
+    assert found == {"f1": 0.5, "accuracy": 5 / 6, "words": 6}
+
+
+def test_texts_match_as_in_squad() -> None:
+    found = TextMatch(keep_in_memory=True).compute(
+        predictions=["The Cat!", "a red dog", "x"], references=[["cat", "dog"], ["dog"], ["y"]]
+    )
+    assert found == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3) / 3), "texts": 3}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "what"),
+    [
+        ("token_classification", {"tokens": "some words", "ner_tags": ["O"]}, "not a list of words"),
+        ("token_classification", {"tokens": ["some", "words"], "ner_tags": ["O"]}, "one class for each of the 2 words"),
+        (
+            "question_answering",
+            {"question": "?", "context": "x", "answers": {"text": ["y"], "answer_start": [0]}},
+            "not 'y'",
+        ),
+        ("seq2seq_lm", {"source": "text", "target": 3}, "`target` is 3"),
+    ],
+)
+def test_bad_rows_are_named(
+    task: str, row: dict[str, Any], what: str, twin: Twin, tmp_path: Path, finetune: Any, capsys: Any
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    finetune("--task", task, "--model_name_or_path", twin(task) / "original", "--train_file", path, expect=1)
+    error = capsys.readouterr().err
+    assert "1 bad row(s)" in error
+    assert what in error
+
+
+def test_a_txt_file_and_streaming_are_refused(finetune: Any, twin: Twin, files: Path, capsys: Any) -> None:
+    for task in TWINS:
+        if TASKS[task].inputs == "text":
+            model = ["--task", task, "--model_name_or_path", twin(task) / "original"]
+            finetune(*model, "--train_file", files / "train.txt", "--streaming", expect=2)
+            error = capsys.readouterr().err
+            assert "a .txt file has no" in error
+            assert "`--streaming` reads text without labels" in error
+
+
+def test_losses_of_an_encoder_decoder_are_the_formulas(
+    student: Callable[[str], list[Any]], twin: Twin, finetune: Any
+) -> None:
+    """Of one pair at a time, without padding: the tokens of both sides weigh what both sides of their pair have."""
+    options = student("seq2seq_lm")
+    weights = ["--task_loss_weight", 1, "--logits_kl_weight", 1, "--hidden_state_weight", 1]
+    batch = ["--max_train_steps", 1, "--per_device_train_batch_size", 24, "--hidden_state_layers", "all"]
+    event = next(event for event in finetune(*options, *batch, *weights) if "loss" in event)
+    found = data_of("seq2seq_lm", twin).train
+    sums = dict.fromkeys(("task_loss", "logits_kl", "hidden_state"), 0.0)
+    targets = tokens = 0
+    models = [AutoModelForSeq2SeqLM.from_pretrained(str(options[place])).eval() for place in (3, 5)]
+    for number in range(len(found)):
+        ids, labels = (torch.tensor(found[number][name])[None] for name in ("input_ids", "targets"))
+        with torch.no_grad():
+            mine, yours = (model(input_ids=ids, labels=labels, output_hidden_states=True) for model in models)
+        a, b = (outputs.logits[0].log_softmax(-1) for outputs in (mine, yours))
+        sums["task_loss"] += mine.loss.item() * labels.numel()
+        sums["logits_kl"] += F.kl_div(a, b, log_target=True, reduction="sum").item()
+        errors = [
+            ((x - y).square().sum(-1) / y.square().sum(-1)).mean().item()
+            for name in ("encoder_hidden_states", "decoder_hidden_states")
+            for x, y in zip(getattr(mine, name)[1:], getattr(yours, name)[1:], strict=True)
+        ]
+        units = ids.numel() + labels.numel()
+        sums["hidden_state"] += sum(errors) / len(errors) * units
+        targets, tokens = targets + labels.numel(), tokens + units
+    assert event["task_loss"] == pytest.approx(sums["task_loss"] / targets, rel=1e-4)
+    assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / targets, rel=1e-4)
+    assert event["hidden_state"] == pytest.approx(sums["hidden_state"] / tokens, rel=1e-4)
+    assert event["tokens"] == tokens
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_attention_transfer_reaches_encoder_decoder_and_cross_attention(
+    family: str, twin: Twin, finetune: Any, tmp_path: Path
+) -> None:
+    """Every converted layer is trained, by a loss that does not depend on the padding of either side."""
+    source = twin("seq2seq_lm") / "original"
+    settings: dict[str, Any] = {"drop": ["position_bias"]}
+    if family == "bart":
+        torch.manual_seed(0)
+        source, settings = tmp_path / "bart", {"cross_attention": True}
+        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+        more = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0, "init_std": 0.3}
+        ids = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+        BartForConditionalGeneration(BartConfig(**sizes, **more, **ids)).save_pretrained(source)
+    model = convert(str(source), mechanism="linear", feature_map="exp", **settings)
+    model.save_pretrained(tmp_path / "student")
+    AutoTokenizer.from_pretrained(twin("seq2seq_lm") / "original").save_pretrained(tmp_path / "student")
+    options = ["--task", "seq2seq_lm", "--model_name_or_path", tmp_path / "student", "--trainable", "mechanism"]
+    options += ["--attention_transfer_weight", 1, "--train_file", twin("seq2seq_lm") / "train.jsonl"]
+    options += ["--max_train_steps", 2, "--logging_steps", 1, "--learning_rate", 1e-2]
+    events = [
+        event
+        for size in (24, 1)  # one step of all pairs, with and without padding
+        for event in finetune(
+            *options, "--per_device_train_batch_size", size, "--gradient_accumulation_steps", 24 // size,
+            output_dir=tmp_path / f"out{size}",
+        )
+        if event["step"] == 1
+    ]  # fmt: skip
+    assert events[0]["loss"] == pytest.approx(events[1]["loss"], rel=1e-4)
+    before, after = model.state_dict(), load_file(tmp_path / "out24" / "model.safetensors")
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    modules = linear_attention_modules(model)
+    assert all(any(name.startswith(f"{module}.linear_attention") for name in changed) for module in modules)
+    assert all(".linear_attention." in name for name in changed)
+    assert ("decoder.layers.0.encoder_attn" in " ".join(modules)) == (family == "bart")
+
+
+def test_generated_texts_are_compared(student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
+    """The figures are those of `generate` of the models alone, on one text at a time."""
+    options = [*student("seq2seq_lm"), "--validation_file", twin("seq2seq_lm") / "valid.jsonl"]
+    generate = [
+        "--predict_with_generate",
+        "--generation_max_length",
+        8,
+        "--max_train_steps",
+        1,
+        "--learning_rate",
+        1e-9,
+    ]
+    figures = finetune(*options, *generate)[0]
+    tokenizer = AutoTokenizer.from_pretrained(str(options[3]))
+    models = [AutoModelForSeq2SeqLM.from_pretrained(str(options[place])).eval() for place in (3, 5)]
+    same, exact, rows = 0, 0, rows_of(twin("seq2seq_lm") / "valid.jsonl")
+    for row in rows:
+        ids = tokenizer(row["source"], return_tensors="pt").input_ids
+        mine, yours = (
+            tokenizer.decode(model.generate(ids, max_new_tokens=8)[0], skip_special_tokens=True) for model in models
+        )
+        same, exact = same + (mine == yours), exact + (mine.split() == row["target"].split())
+    assert figures["eval_same_text"] == same / len(rows)
+    assert figures["eval_exact_match"] == exact / len(rows)
+
+
+def test_an_answer_is_where_its_characters_are(twin: Twin) -> None:
+    """Every part that holds the whole answer points at tokens that spell it; other parts point at token 0."""
+    found = data_of("question_answering", twin, "--max_length", 40, "--doc_stride", 8).train
+    rows = rows_of(twin("question_answering") / "train.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(twin("question_answering") / "original")
+    assert len(found) > 2 * len(rows)
+    held = 0
+    for part, example in zip(found.parts, [found[number] for number in range(len(found))], strict=True):
+        start, end = example["labels"]
+        answers, ids = rows[part.row]["answers"]["text"], example["input_ids"]
+        assert len(ids) <= 40
+        if (start, end) != (0, 0):
+            held += 1
+            assert answers[0] in tokenizer.decode(ids[start : end + 1])
+            assert answers[0] not in tokenizer.decode(ids[start + 1 : end + 1])
+            assert answers[0] not in tokenizer.decode(ids[start:end])
+        elif answers:
+            place = rows[part.row]["answers"]["answer_start"][0]
+            spans = [part.offsets[n] for n in range(len(ids)) if part.context_mask[n]]
+            assert not (spans[0][0] <= place and place + len(answers[0]) <= spans[-1][1])
+    assert held >= sum(bool(row["answers"]["text"]) for row in rows)
+    fewer = data_of("question_answering", twin, "--max_length", 40, "--doc_stride", 2).train
+    assert len(fewer) < len(found)
+
+
+def test_the_best_answer_of_all_parts_is_scored(twin: Twin) -> None:
+    """Each part proposes a span; the best of a question wins, and nothing wins only where nothing may be answered."""
+    found = data_of("question_answering", twin, "--max_length", 40, "--doc_stride", 8).validation
+    rows = rows_of(twin("question_answering") / "valid.jsonl")
+    spans = []
+    for number, part in enumerate(found.parts):
+        start, end = found[number]["labels"]
+        has_answer = (start, end) != (0, 0)
+        place = (start, end) if has_answer else (int(part.context_mask.argmax()),) * 2
+        spans.append((number, [float(has_answer), *map(float, place), 0.5]))
+    texts, references = found.texts(spans)
+    assert references == [row["answers"]["text"] or [""] for row in rows]
+    figures = TextMatch(keep_in_memory=True).compute(predictions=texts, references=references)
+    assert figures == {"exact_match": 1.0, "f1": 1.0, "texts": 9}
+
+
+def test_a_question_without_room_for_its_context_is_refused(twin: Twin, finetune: Any, capsys: Any) -> None:
+    folder = twin("question_answering")
+    options = ["--task", "question_answering", "--model_name_or_path", folder / "original", "--max_length", 16]
+    finetune(*options, "--train_file", folder / "train.jsonl", "--doc_stride", 8, expect=1)
+    assert "with `--max_length` 16 and `--doc_stride` 8 only" in capsys.readouterr().err
+
+
+def test_a_vision_model_without_a_head_learns_the_mean_of_its_states(
+    student: Callable[[str], list[Any]], twin: Twin, finetune: Any, tmp_path: Path
+) -> None:
+    """The preset shares its epochs among the stages; the first losses of the last stage are the formulas."""
+    options = student("image_embedding")
+    batch = ["--per_device_train_batch_size", 24, "--validation_file", twin("image_embedding") / "valid.jsonl"]
+    events = finetune("--preset", "default", *options, *batch, "--num_train_epochs", 4)
+    runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+    assert [run["training"]["num_train_epochs"] for run in runs] == [2, 2]
+    assert [run["training"]["images"] for run in runs] == [48, 48]
+    first, last = (event["eval_cosine"] for event in events if "eval_cosine" in event)
+    assert first < last <= 1
+    found = data_of("image_embedding", twin).train
+    pixels = torch.stack([found[number]["pixel_values"] for number in range(24)])
+    folders = (tmp_path / "out" / "stages" / "1-transfer", options[5])
+    with torch.no_grad():
+        models = [AutoModel.from_pretrained(str(folder)) for folder in folders]
+        mine, yours = (model(pixels, output_hidden_states=True).hidden_states[-1] for model in models)
+    cosine = F.cosine_similarity(mine.mean(1), yours.mean(1), dim=-1).mean().item()
+    event = next(event for event in events if "embedding" in event)
+    assert event["embedding"] == pytest.approx(1 - cosine, rel=1e-3, abs=1e-6)

@@ -1,0 +1,53 @@
+"""Texts that models generate for the inputs of a batch (`--predict_with_generate`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_linear_attention.training.data.batches import Batch
+from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.evaluation.text_metrics import TextMatch
+
+
+INPUTS = ("input_ids", "attention_mask", "input_features")
+# Number of an example, the text of the model, that of the data, and that of the teacher, if there is one.
+Generated = tuple[int, str, str, str | None]
+
+
+class Generation:
+    """Generates greedily, at most `max_length` tokens for each text, and decodes."""
+
+    def __init__(self, processor: Any, max_length: int, is_sharded: bool = False) -> None:
+        self.processor, self.max_length, self.is_sharded = processor, max_length, is_sharded
+
+    @torch.no_grad()
+    def texts(self, model: PreTrainedModel, batch: Batch) -> list[str]:
+        """The texts that the model generates for the inputs of `batch`."""
+        inputs = {name: batch[name] for name in INPUTS if name in batch}
+        # The processes that share a sharded model must make as many forward passes as the slowest.
+        more = {"synced_gpus": True} if self.is_sharded else {}
+        found = model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
+        return self.processor.batch_decode(found, skip_special_tokens=True)
+
+    def __call__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch) -> list[Generated]:
+        """The texts of both models and of the data for a batch."""
+        pad = self.processor.pad_token_id or 0
+        labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, pad)
+        known = self.processor.batch_decode(labels, skip_special_tokens=True)
+        theirs = [None] * len(known) if teacher is None else self.texts(teacher, batch)
+        return list(zip(batch["index"].tolist(), self.texts(model, batch), known, theirs, strict=True))
+
+
+def generation_figures(rows: list[Generated]) -> dict[str, float]:
+    """The share of texts that equal those of the data, the F1 score of their words, and the share that equal the
+    teacher's (`same_text`)."""
+    if not rows:
+        return {}
+    pairs = {"predictions": [row[1] for row in rows], "references": [[row[2]] for row in rows]}
+    found = TextMatch(keep_in_memory=True).compute(**pairs, ignores_case=False) or {}
+    if rows[0][3] is not None:
+        found["same_text"] = sum(row[1] == row[3] for row in rows) / len(rows)
+    return found

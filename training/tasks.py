@@ -1,0 +1,88 @@
+"""The tasks of `training/finetune.py`: one row for each. Everything that depends on the task alone is looked up here.
+
+How the rows of a task become examples is in `data/splits.py`, and how its predictions are scored in
+`evaluation/scores.py`; both have one entry for each task, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+Inputs = Literal["text", "images", "sound"]
+# What one row of the logits stands for: a token of the input, an input, the start or the end of an answer in an input,
+# a token of the target, or a frame of sound.
+LogitsOf = Literal["tokens", "inputs", "spans", "targets", "frames"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What distinguishes a task.
+
+    Args:
+        auto_class: the Auto class of transformers that loads its models.
+        inputs: what the models read.
+        logits: what one row of the logits stands for; None for models without logits.
+        figures: the figures by which the best model can be chosen; the first is the default.
+        text_column: the column with the text, unless `--text_column_name` is given.
+        pair_column: the column with a second text, unless `--text_pair_column_name` is given.
+        label_columns: the names that the column of labels may have, unless `--label_column_name` is given.
+        reads_running_text: whether a .txt file can be used, and rows can be streamed.
+        generates: whether an evaluation can generate text (`--predict_with_generate`).
+        compares: whether an evaluation compares the predictions with those of the teacher.
+    """
+
+    auto_class: str
+    inputs: Inputs
+    logits: LogitsOf | None
+    figures: tuple[str, ...]
+    text_column: str = "text"
+    pair_column: str | None = None
+    label_columns: tuple[str, ...] = ("label",)
+    reads_running_text: bool = False
+    generates: bool = False
+    compares: bool = True
+
+
+LANGUAGE = ("nats_per_token", "perplexity")
+CLASSES = ("accuracy", "f1")
+EMBEDDINGS = ("cosine", "cosine_min")
+TEXTS = ("exact_match", "f1")
+
+TASKS: dict[str, Task] = {
+    "causal_lm": Task("AutoModelForCausalLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
+    "masked_lm": Task("AutoModelForMaskedLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
+    "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
+    "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
+    "image_classification": Task("AutoModelForImageClassification", "images", "inputs", CLASSES),
+    "image_embedding": Task("AutoModel", "images", None, EMBEDDINGS),
+    "seq2seq_lm": Task(
+        "AutoModelForSeq2SeqLM",
+        "text",
+        "targets",
+        (*LANGUAGE, *TEXTS, "same_text"),
+        text_column="source",
+        pair_column="target",
+        generates=True,
+    ),
+    "question_answering": Task("AutoModelForQuestionAnswering", "text", "spans", ("f1", "exact_match")),
+    "token_classification": Task(
+        "AutoModelForTokenClassification",
+        "text",
+        "tokens",
+        ("f1", "accuracy"),
+        text_column="tokens",
+        label_columns=("tags", "ner_tags", "pos_tags", "label"),
+    ),
+}
+TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
+# The columns of question_answering have fixed names.
+COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
+IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
+CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
+
+
+def unit_of(task: str) -> str:
+    """The unit in which the amount of training for a task is counted."""
+    return {"text": "tokens", "images": "images", "sound": "recordings"}[TASKS[task].inputs]
