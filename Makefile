@@ -6,7 +6,7 @@ EXTRAS ?= dev
 WORKERS ?= 2
 # In benchmarks/; the timed ones last.
 PAPERS := performer_error attention_spectrum training_free_swap copy_task linformer_plus_linear peers autoregressive_images
-SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_conversion speed_without_kernels
+SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_conversion speed_without_kernels shared_prefix
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -59,6 +59,10 @@ $(VENV)/.clients: $(VENV)/.installed
 .PHONY: test-clients
 test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (a quarter of an hour on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
+
+.PHONY: test-browser
+test-browser: $(VENV)/.installed ## report.html in a real browser (Debian: `apt-get install chromium`; half a minute)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/conversion
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"

@@ -70,16 +70,29 @@ def faster_from(settings: Mapping[str, Any], is_causal: bool | None) -> str | No
         settings: the `cost_settings` of the converted layers.
         is_causal: None for an encoder-decoder.
     """
+    speed = measured_speed(settings, is_causal)
+    if speed is None:
+        return None
+    lengths = [_words(length, speed["longest"]) for length in speed["lengths"].values()]
+    places = (" in the encoder", " in the decoder") if len(lengths) == 2 else ("",)
+    found = ", ".join(length + place for length, place in zip(lengths, places))
+    return f"{found} (measured: {speed['measured']})"
+
+
+def measured_speed(settings: Mapping[str, Any], is_causal: bool | None) -> dict[str, Any] | None:
+    """The `lengths` (None beyond the `longest`) by the direction of attention, and what was `measured`, for the report.
+
+    The arguments are those of `faster_from`.
+    """
     measured = _measured()
     row = next((row for row in measured["rows"] if row["settings"] == dict(settings)), None)
     if row is None or _has_gpu():
         return None
     forms = ("bidirectional", "causal") if is_causal is None else ("causal",) if is_causal else ("bidirectional",)
-    lengths = [_words(row[form], measured["longest"]) for form in forms if form in row]
-    places = (" in the encoder", " in the decoder") if len(lengths) == 2 else ("",)
-    found = ", ".join(length + place for length, place in zip(lengths, places))
+    lengths = {form: row[form] for form in forms if form in row}
     machine = f"{Backend(**measured['backend']).description}, {measured['environment']['processor']}"
-    return f"{found} (measured: {row['name']}, {measured['conditions']}, {machine})" if found else None
+    conditions = f"{row['name']}, {measured['conditions']}, {machine}"
+    return {"lengths": lengths, "longest": measured["longest"], "measured": conditions} if lengths else None
 
 
 def difference_here() -> str | None:

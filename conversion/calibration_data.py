@@ -21,6 +21,7 @@ from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.training.data.batches import Batch, pad
+from hf_linear_attention.training.data.file_checks import check_data_file
 from hf_linear_attention.training.data.packing import Examples, shorten
 from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
 from hf_linear_attention.training.recipe import (
@@ -98,7 +99,7 @@ def _text_inputs(
     return TextFile(config, tokenizer, path)
 
 
-def check_text_file(option: str, path: str) -> None:
+def check_text_file(option: str, path: str, columns: Sequence[str] = ("text",)) -> None:
     """Check that `path` is a text file of a type that training can read.
 
     Raises:
@@ -106,6 +107,10 @@ def check_text_file(option: str, path: str) -> None:
     """
     if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
         raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
+    try:
+        check_data_file(path, dict.fromkeys(columns))
+    except UsageError as error:
+        raise UsageError(f"`--{option}`: {error}") from error
 
 
 def check_pairs_file(path: str) -> None:
@@ -118,7 +123,7 @@ def check_pairs_file(path: str) -> None:
         load_rows,  # imports `datasets`, which most conversions do without
     )
 
-    check_text_file("pairs_file", path)
+    check_text_file("pairs_file", path, tuple(PAIR_COLUMNS.values()))
     try:
         rows = load_rows(DataArguments(validation_file=path, **PAIR_COLUMNS), "validation")
     except TrainingError as error:
@@ -240,7 +245,7 @@ class ImageInputs:
             raise UsageError(f"`--calibration_file` = {self.path!r} contains no images; give another folder")
         try:
             return [Image.open(path).convert("RGB") for path in paths[:: max(1, len(paths) // count)][:count]]
-        except OSError as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import ConversionError
+from hf_linear_attention._common.reading import reading
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source
 
@@ -33,7 +34,14 @@ def load_source_tokenizer(source: Source, trust_remote_code: bool) -> PreTrained
     """The source's tokenizer; None if there is none, or it cannot be loaded here."""
     if not _present(source, TOKENIZER_FILES):
         return None
-    return _try_loading(AutoTokenizer, source.folder, trust_remote_code)
+    if not (source.folder / "tokenizer.json").is_file():  # other formats may need libraries that are not installed
+        return _try_loading(AutoTokenizer, source.folder, trust_remote_code)
+    with reading(f"the tokenizer of {source.name} (tokenizer.json)"):
+        try:
+            return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        except ImportError as error:
+            logger.debug("the tokenizer of %s: %s", source.folder, error)
+            return None
 
 
 def load_image_processor(source: Source, trust_remote_code: bool) -> Any:

@@ -32,7 +32,7 @@ killed. --evaluate measures any converted model in the same way:
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --evaluate \
         --validation_file HELD_OUT.txt
 
-Print what would become of the layers and tensors, and write nothing:
+Print what would be done, and write nothing; --verbose lists all layers and tensors:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --dry_run
 
@@ -48,10 +48,23 @@ With HF_LINEAR_ATTENTION_DEBUG=1, errors are shown with their traceback.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+
+if __name__ == "__main__":  # the imports below take seconds; until they are done, nothing is written
+
+    def _stop(number: int, frame: object) -> None:
+        word = {2: "interrupted", 15: "terminated"}[number]
+        os.write(2, f"convert_checkpoint.py: {word}; nothing was written\n".encode())
+        os._exit(128 + number)
+
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_number, _stop)
 
 if not __package__:  # the file was started as a script, and its folder must not hide other packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -61,8 +74,12 @@ from hf_linear_attention._common.command_line import run_command
 from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.conversion.request import Request, parse
+from hf_linear_attention.default_settings import REASONS, direction_of
 from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
 
+
+if TYPE_CHECKING:
+    from hf_linear_attention.conversion.pipeline import Conversion
 
 PACKAGE = "hf_linear_attention.conversion"
 
@@ -85,34 +102,63 @@ def _answer(request: Request) -> str:
     """The text to print. The imports are here because `--help` and errors about options need no model."""
     if request.arguments.list_architectures:  # given with a value, or in the YAML file
         return architecture_table()
-    from hf_linear_attention.conversion.diagnosis import describe_diagnosis
-    from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted, prepare, run
-    from hf_linear_attention.conversion.preset_plan import describe_stages
+    from hf_linear_attention.conversion.pipeline import prepare, run
     from hf_linear_attention.conversion.quality import evaluate
-    from hf_linear_attention.conversion.report import describe, describe_result, describe_tensors
-    from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
+    from hf_linear_attention.conversion.report import describe_result
 
     if request.arguments.evaluate:
         return evaluate(request)
     conversion = prepare(request)
-    if conversion.is_written and conversion.training is not None:
+    chosen = _default_lines(conversion)
+    if not conversion.is_written:
+        return "\n".join([*chosen, *_preview(conversion)])
+    if conversion.training is not None:
         from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
-        return run_training(conversion, conversion.training)
-    if conversion.is_written:
-        return describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
+        text = run_training(conversion, conversion.training)
+    else:
+        text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
+    return "\n".join([*chosen, text, *_pushed(conversion)])
+
+
+def _pushed(conversion: Conversion) -> list[str]:
+    """Where the result is on the Hub, if it was asked for."""
+    name, folder = conversion.request.arguments.push_to_hub, conversion.output_dir
+    if name is None or folder is None:
+        return []
+    from hf_linear_attention.conversion.hub import push
+
+    return ["", f"Pushed to {push(folder, name)}"]
+
+
+def _default_lines(conversion: Conversion) -> list[str]:
+    """Which mechanism was taken and why, if the command names none."""
+    if not conversion.request.is_default or not conversion.plan.layers:
+        return []
+    reason = REASONS[direction_of(conversion.plan.config)]
+    return [f"No `--attention` was given: {reason}."]
+
+
+def _preview(conversion: Conversion) -> list[str]:
+    """What would be done, and what `--spectrum` finds, in lines."""
+    from hf_linear_attention.conversion.diagnosis import describe_diagnosis
+    from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted
+    from hf_linear_attention.conversion.preset_plan import describe_stages
+    from hf_linear_attention.conversion.report import describe, describe_tensors
+    from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
+
+    arguments = conversion.request.arguments
     lines = [describe(conversion.plan, conversion.source)]
-    if request.arguments.dry_run:
+    if arguments.verbose:
         lines.append(describe_tensors(conversion.plan))
-    if is_automatic(request.arguments):
-        lines.append(f"  softmax     in {count_of(request.arguments)} of these layers, chosen on text")
+    if is_automatic(arguments):
+        lines.append(f"  softmax     in {count_of(arguments)} of these layers, chosen on text")
     if conversion.training is not None:
         lines += describe_stages(conversion.training)
-    if request.arguments.spectrum:
+    if arguments.spectrum:
         diagnosis = calibrate_and_diagnose(conversion, load_converted(conversion))["diagnosis"]
         lines += ["", describe_diagnosis(diagnosis, conversion.plan.mechanisms), ""]
-    reason = "--dry_run" if request.arguments.dry_run else "no --output_dir"
-    return "\n".join([*lines, f"Nothing was written ({reason})."])
+    return [*lines, f"Nothing was written ({'--dry_run' if arguments.dry_run else 'no --output_dir'})."]
 
 
 def architecture_table() -> str:
@@ -132,4 +178,6 @@ def _row(kind: str, number: int | str, names: Sequence[str], tasks: Sequence[str
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(main())

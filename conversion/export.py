@@ -17,6 +17,10 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
     path = Path(output_dir).expanduser().resolve()
     if source is not None and (path == source or path in source.parents):
         raise UsageError(f"`--output_dir` = {output_dir!r} contains the checkpoint to convert; choose another folder")
+    if source is not None and source in path.parents:
+        raise UsageError(
+            f"`--output_dir` = {output_dir!r} is inside of the checkpoint to convert; choose another folder"
+        )
     if not path.exists():
         return path
     if not path.is_dir():

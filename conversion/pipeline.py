@@ -14,9 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention import supported_model_types
+from hf_linear_attention._common.command_line import not_essential
+from hf_linear_attention._common.devices import memory_of_machine
 from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
+from hf_linear_attention._common.reading import reading
+from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.cast import cast_weights
@@ -37,6 +42,8 @@ from hf_linear_attention.conversion.head_ranking import (
     num_heads_to_keep,
     plan_with_heads,
 )
+from hf_linear_attention.conversion.hub import check_hub_name
+from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
@@ -45,8 +52,9 @@ from hf_linear_attention.conversion.preset_plan import (
     preset_settings,
     with_healed_frequencies,
 )
-from hf_linear_attention.conversion.report import build_report
-from hf_linear_attention.conversion.request import ConversionArguments, Request
+from hf_linear_attention.conversion.recipe_file import write_recipe
+from hf_linear_attention.conversion.report import build_report, published_words
+from hf_linear_attention.conversion.request import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.softmax_layers import (
     CHOICE,
     check_softmax_layers,
@@ -87,6 +95,11 @@ class Conversion:
     training: Training | None = None
 
     @property
+    def name(self) -> str:
+        """The name of the result, on the Hub or of its folder."""
+        return self.request.arguments.push_to_hub or Path(str(self.output_dir)).name
+
+    @property
     def is_written(self) -> bool:
         """Whether the converted model is written to a folder."""
         return self.output_dir is not None and not self.request.arguments.dry_run
@@ -102,6 +115,8 @@ def prepare(request: Request) -> Conversion:
     if arguments.output_dir is None and not arguments.dry_run and not arguments.spectrum:
         raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
     check_training_options(arguments)
+    if arguments.push_to_hub is not None:
+        check_hub_name(arguments.push_to_hub)
     local = Path(arguments.model_name_or_path).expanduser().resolve()
     output_dir = None
     if arguments.output_dir is not None:
@@ -115,11 +130,29 @@ def prepare(request: Request) -> Conversion:
         plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
     if arguments.softmax_heads is not None and not chooses_heads(arguments):
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
+    _check_memory(plan)
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse sizes that this machine cannot hold, before anything of these sizes is allocated."""
+    needs = {"new weights": 4 * plan.weights["new"], "state per sequence": plan.state_bytes or 0}
+    for what, needed in needs.items():
+        if needed > (memory := memory_of_machine()):
+            sizes = {
+                f"`{name}` = {value:,}"
+                for entry in entries_of(plan.settings)
+                for name, value in entry.items()
+                if type(value) is int and value > 1
+            }
+            raise UsageError(
+                f"{needed:,} bytes of {what} are needed with {', '.join(sorted(sizes))}, and this machine has "
+                f"{memory:,}; choose smaller sizes"
+            )
 
 
 def _plan(request: Request, source: Source) -> Plan:
@@ -130,18 +163,21 @@ def _plan(request: Request, source: Source) -> Plan:
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, *options[:2])
 
-    if arguments.preset is None:
+    if arguments.preset is None and not request.is_default:
         return make_plan(source, request.settings_over({}, spread), *options)
-    preset = preset_settings(arguments.preset, source, arguments.trust_remote_code)
+    preset = preset_settings(arguments.preset or DEFAULT, source, arguments.trust_remote_code)
     settings = request.settings_over(preset, spread)
     try:
         plan = make_plan(source, settings, *options)
+        if arguments.preset is None:
+            return plan
         healed = with_healed_frequencies(settings, plan, arguments.preset)
         return plan if healed == settings else make_plan(source, healed, *options)
     except UsageError as error:
         if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
             raise
-        logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
+        if arguments.preset is not None:
+            logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
         settings = changed(settings, lambda entry: {**entry, "rope": "before_map"} if "rope" in entry else {**entry})
         return make_plan(source, settings, *options)
 
@@ -166,7 +202,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     if conversion.output_dir is None:
         raise UsageError("`--output_dir` is missing; name the folder to write")
     arguments, plan = conversion.request.arguments, conversion.plan
-    with staging(conversion.output_dir) as folder:
+    with staging(conversion.output_dir, replaces=arguments.overwrite) as folder:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
         measured = calibrate_and_diagnose(conversion, model)
@@ -195,13 +231,17 @@ def run(conversion: Conversion) -> dict[str, Any]:
             checks,
             **measured,
             dtype=arguments.dtype,
+            command=published_words(conversion.request.words),
             card_metadata=source_metadata(conversion.source.root),
+            base_model_name=arguments.base_model,
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        # The title of the card is the final name of the folder.
-        write_model_card(
-            folder, {"base_model": conversion.source.name, "settings": plan.settings}, name=conversion.output_dir.name
-        )
+        write_recipe(folder, conversion.request, conversion.plan, conversion.training)
+        facts = {"base_model": conversion.source.name, "settings": plan.settings}
+        with not_essential("the model card"):  # its title is the final name
+            write_model_card(folder, facts, name=conversion.name)
+        with not_essential("the page"):
+            write_page(folder, conversion.name)
     return report
 
 
@@ -244,18 +284,23 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
         if scratch is not None:
             folder = stack.enter_context(cast_weights(source, plan, arguments.dtype, scratch))
         torch.manual_seed(arguments.seed or 0)
-        loaded: Any = plan.linear_class.from_pretrained(
-            folder,
-            config=plan.config,
-            dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
-            use_safetensors=not source.is_pickled or folder != source.folder,
-            ignore_mismatched_sizes=plan.extension is not None,
-            output_loading_info=True,
-        )
+        with reading(source.weights[0]):
+            loaded: Any = plan.linear_class.from_pretrained(
+                folder,
+                config=plan.config,
+                dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+                use_safetensors=not source.is_pickled or folder != source.folder,
+                ignore_mismatched_sizes=plan.extension is not None,
+                output_loading_info=True,
+            )
     model, loading = loaded
     if plan.extension is not None:
         _extend_tables(model, source, plan, plan.extension, {entry[0] for entry in loading["mismatched_keys"]})
     plan.confirm(set(loading["missing_keys"]))
+    if not arguments.allow_missing:
+        dropped = [str(tensor.source) for tensor in plan.dropped]
+        check_complete(source.name, model, [str(tensor.target) for tensor in plan.new_base], dropped)
+    check_finite(source.name, model)
     if plan.new_base:
         names = ", ".join(str(tensor.target) for tensor in plan.new_base)
         logger.warning("the checkpoint does not contain %s; these weights are random and need training", names)

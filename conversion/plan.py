@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, Inputs, head_of
+from hf_linear_attention._common.reading import reading
 from hf_linear_attention.architectures import attention_modules, converted_features
 from hf_linear_attention.configuration_linear_attention import entries_of, model_heads
 from hf_linear_attention.conversion.break_even import cost_settings
@@ -224,8 +225,9 @@ def make_plan(
     stock = stock_config(source, trust_remote_code)
     _refuse_quantized(source, stock)
     kept_dtype = _dtype_of(dtype, source)
-    try:
+    with reading(source.config_file):
         stock_class = _stock_class(stock, model_class)
+    with reading(source.config_file, names_ours=False):
         extension = plan_extension(stock, stock_class, positions)
         config = convert_config(stock, changed(settings, _without_budget), extension=extension)
         if any("state_bytes" in entry for entry in entries_of(settings)):
@@ -233,10 +235,6 @@ def make_plan(
             config = convert_config(stock, sized, extension=extension)
         with torch.device("meta"):
             model = linear_model_class(stock_class)(config)
-    except UsageError:
-        raise
-    except (ValueError, OSError) as error:
-        raise UsageError(_one_line(error)) from error
     converted = linear_attention_modules(model)
     tensors = _tensor_plans(source, model, extension)
     names = list(self_attention_modules(model))
@@ -267,12 +265,8 @@ def spread_over_layers(
         UsageError: if the values do not fit the layers, or the checkpoint cannot be converted.
     """
     stock = stock_config(source, trust_remote_code)
-    try:
+    with reading(source.config_file, names_ours=False):
         return spread(settings, _stock_class(stock, model_class), stock)
-    except UsageError:
-        raise
-    except (ValueError, OSError) as error:
-        raise UsageError(_one_line(error)) from error
 
 
 def changed(settings: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
@@ -291,16 +285,8 @@ def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
     Raises:
         UsageError: if there is none that transformers can read.
     """
-    try:
+    with reading(source.config_file):
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError) as error:
-        raise UsageError(_one_line(error)) from error
-
-
-def _one_line(error: Exception) -> str:
-    """The message of an error on one line, also if it is a list."""
-    text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")
-    return " ".join(text.split())
 
 
 def _stock_class(config: PreTrainedConfig, name: str | None) -> type[PreTrainedModel]:
@@ -321,7 +307,8 @@ def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
         raise UsageError(
-            f"{source.name} is quantized ({method}); convert the full-precision original and quantize the result"
+            f"by {source.config_file}, the model is quantized ({method}); convert the full-precision original and "
+            "quantize the result"
         )
 
 

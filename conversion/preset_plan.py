@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import without_needs
-from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config
+from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options, parse_tokens
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
 from hf_linear_attention.training.presets.preset import Preset, fit_to, load_preset, preset_names, stages_of
 from hf_linear_attention.training.recipe_parser import parse_preset
@@ -90,7 +91,7 @@ def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[
     """
     config = stock_config(source, trust_remote_code)
     settings = load_preset(name).settings
-    direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
+    direction = direction_of(config)
     if direction not in settings:
         able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
         raise UsageError(

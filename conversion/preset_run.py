@@ -28,6 +28,7 @@ from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
+from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
@@ -36,6 +37,7 @@ from hf_linear_attention.training.presets.preset import STAGES, stages_of
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.tracking import METRICS, loss_curve
 
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ def run_training(conversion: Conversion, training: Training) -> str:
         logger.warning("stopped; the same command resumes the run (%s)", work)
         raise
     text = _describe(conversion, training)
+    if training.output_dir.exists() and not conversion.request.arguments.overwrite:
+        raise UsageError(f"{training.output_dir} was written by another process meanwhile; the result is in {final}")
     folders.replace(final, training.output_dir)
     folders.discard(work)
     return text
@@ -166,15 +170,20 @@ def _finish(conversion: Conversion, training: Training) -> None:
         if data is not None and task in TASKS:
             control = training.work / CONTROL / TRAINED
             quality = measure(folder, conversion.source, task, data, control if control.is_dir() else None)
-        record(folder, conversion.source, quality, training.output_dir.name)
+        write_recipe(folder, conversion.request, conversion.plan, training)
+        record(folder, conversion.source, quality, conversion.name)
 
 
 def _name_runs(folder: Path, training: Training) -> None:
-    """Name the stages in the training history, instead of the folders between them, which will be deleted."""
+    """Name the stages in the training history, instead of the folders between them, which will be deleted, and keep
+    their losses."""
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
-    for run_, stage in zip(runs, stages, strict=True):
+    trained = training.work / TRAINED
+    for number, (run_, stage) in enumerate(zip(runs, stages, strict=True), 1):
         del run_["training"]["model_name_or_path"]
+        place = trained if number == len(stages) else trained / STAGES / f"{number}-{stage.name}"
+        run_["loss"] = loss_curve(place / METRICS)
         name = f"{training.preset.name} (version {training.preset.version})"
         run_["training"] = {"preset": name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")

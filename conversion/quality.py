@@ -25,6 +25,7 @@ from hf_linear_attention._common.model_card import (
 )
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
+from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
@@ -212,7 +213,7 @@ def finite(value: Any) -> Any:
 
 
 def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
-    """Write the figures into conversion_report.json and the model card of `folder`; returns the report."""
+    """Write the figures into conversion_report.json, report.html and the model card of `folder`; returns the report."""
     path = folder / REPORT
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"base_model": source.name}
     report["quality"] = quality
@@ -225,4 +226,5 @@ def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name
     facts |= {"comparison": comparison(quality or {})}
     facts |= {"base_model": source.name, "settings": config["linear_attention"]}
     write_model_card(folder, facts, name=name)
+    write_page(folder, name)
     return report

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import transformers
 
-from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config
-from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from
+from hf_linear_attention._common.command_line import PROGRAM, typed_name
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config, max_length_of
+from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from, measured_speed
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
 from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_heads
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
@@ -41,8 +42,20 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
         "checks": dict(checks) if checks else None,
         "figures": figures,
         "faster_from": _faster_from(plan),
+        "speed": measured_speed(plan.cost_settings, _is_causal(plan)),
+        "max_length": max_length_of(plan.config),
         "backend": asdict(current_backend()),
     }
+
+
+def published_words(words: Sequence[str]) -> list[str]:
+    """The words of a command for the report: of an absolute path only the name, since a folder may be published."""
+    shown = []
+    for word in words:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        path = Path(value).expanduser()
+        shown.append(option + equals + (path.name if path.is_absolute() and value else value))
+    return shown
 
 
 def _calibration(facts: Mapping[str, Any] | None) -> str | None:
@@ -154,9 +167,13 @@ def _state_line(plan: Plan) -> str:
 
 
 def _faster_from(plan: Plan) -> str | None:
+    return faster_from(plan.cost_settings, _is_causal(plan))
+
+
+def _is_causal(plan: Plan) -> bool | None:
+    """Whether the model is a decoder; None for an encoder-decoder."""
     config = plan.config
-    is_causal = None if config.is_encoder_decoder else is_causal_config(config, config.stock_model_type)
-    return faster_from(plan.cost_settings, is_causal)
+    return None if config.is_encoder_decoder else is_causal_config(config, config.stock_model_type)
 
 
 def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
@@ -193,14 +210,20 @@ def _healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
             "The new attention is untrained, and training/finetune.py has no task for "
             f"{plan.stock_class.__name__}. Train it with a loop of your own, such as transformers' Trainer."
         ]
+    given = f"--model_name_or_path {output_dir} --teacher_name_or_path {source.loadable}"
+    length = "" if plan.extension is None else f" --max_length {plan.extension.tokens}"
+    data = f"--train_file {plan.head.data} --output_dir {output_dir}-healed{length}"
+    sentence = "The new attention is untrained. Train it with the original as teacher:"
+    if typed_name("").startswith(PROGRAM):
+        recipe = Path(str(plan.head.recipe)).stem
+        return [sentence, f"  {PROGRAM} finetune --config {recipe} {given} \\\n    {data}"]
     training = Path(__file__).resolve().parents[1] / "training"
     return [
-        "The new attention is untrained. Train it with the original as teacher:",
+        sentence,
         f"  accelerate launch --config_file {training / 'launch' / 'one.yaml'} {training / 'finetune.py'} \\\n"
         f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
-        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
-        f"    --train_file {plan.head.data} --output_dir {output_dir}-healed"
-        + ("" if plan.extension is None else f" --max_length {plan.extension.tokens}"),
+        f"    {given} \\\n"
+        f"    {data}",
     ]
 
 

@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Any
 
-from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, words_of
+from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, as_typed, typed_name, words_of
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import COUNT, Bounds, OnResume, facts_of, option, out_of_bounds
+from hf_linear_attention._common.options import (
+    COUNT,
+    SEED,
+    Bounds,
+    OnResume,
+    facts_of,
+    option,
+    out_of_bounds,
+    unusable_texts,
+)
 from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer
 from hf_linear_attention.mechanism import Option
@@ -18,6 +27,8 @@ from hf_linear_attention.position_extension import STARTS, LongerPositions
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# The preset whose settings a conversion without `--attention` and `--preset` has.
+DEFAULT = "default"
 # The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features")
 
@@ -26,47 +37,62 @@ SIZES = ("window_size", "num_sinks", "num_features")
 class ConversionArguments:
     """The options of the script itself."""
 
-    model_name_or_path: str = option("the softmax checkpoint: a folder or a hub name", for_evaluation=True)
+    model_name_or_path: str = option(
+        "the softmax checkpoint: a folder or a hub name", for_evaluation=True, group="source"
+    )
     output_dir: str | None = option(
-        "the folder to write; may be left out with --dry_run or --spectrum", None, for_evaluation=True, is_path=True
+        "the folder to write; may be left out with --dry_run or --spectrum",
+        None,
+        for_evaluation=True,
+        is_path=True,
+        group="result",
     )
     attention: str | None = option(
-        f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISMS))} (default: linear, or that of --preset); "
-        "or mechanisms by layer, such as 0-3:hybrid,4-:linear, with every layer to convert in one range. Other options "
-        "are then for the mechanisms that have them",
+        f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISMS))} (default: that of --preset, or else "
+        "hybrid for decoders and linear for encoders); or mechanisms by layer, such as 0-3:hybrid,4-:linear, with each "
+        "layer to convert in one range. Other options are then for the mechanisms that have them",
         None,
+        group="attention",
     )
     layers: str | None = option(
-        "the attention layers to convert: all (default), full_attention, none, or a list such as 0,2,4-7", None
+        "the attention layers to convert: all (default), full_attention, none, or a list such as 0,2,4-7",
+        None,
+        group="attention",
     )
     softmax_layers: str | None = option(
         "the layers among these that keep softmax: a list such as 0,5, or auto:K for the K layers whose softmax brings "
         "the model nearest the original, by KL divergence on --calibration_file or --train_file (measured before the "
         "last stage of --preset)",
         None,
+        group="attention",
     )
     softmax_heads: str | None = option(
         "the query heads of causal layers that keep softmax, and the keys and values of their groups: a list of "
         "LAYER.HEAD such as 0.3,2.1, or auto:K for the K heads without which the original is worst on repeated random "
         "tokens (and on --calibration_file or --train_file)",
         None,
+        group="attention",
     )
     drop: str | None = option(
-        f"features of the attention that may be lost, a list with any of {', '.join(DROPPABLE)}", None
+        f"features of the attention that may be lost, a list with any of {', '.join(DROPPABLE)}",
+        None,
+        group="attention",
     )
-    cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False)
+    cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False, group="attention")
     state_bytes: int | None = option(
         "the size in bytes of the decoding state of all layers together, divided between the window, the sinks and the "
         "features of hybrid (or the window and the sinks of window): a sixth for features, in multiples of 16, then 4 "
         "sinks, and the rest for the window. Sizes that are given do not change",
         None,
         bounds=COUNT,
+        group="attention",
     )
     max_position_embeddings: int | None = option(
         "extend the learned positions of the model to inputs of this number of tokens, together with the limits of its "
         "tokenizer and of sentence-transformers (RoBERTa's config counts 2 rows more)",
         None,
         bounds=COUNT,
+        group="source",
     )
     position_init: str = option(
         "what the new positions start from: tiled, the old ones again and again, or interpolated, the old ones "
@@ -74,31 +100,39 @@ class ConversionArguments:
         "tiled",
         STARTS,
         needs=("max_position_embeddings",),
+        group="source",
     )
     dtype: str = option(
         "the dtype of the weights written; auto keeps that of the checkpoint. A cast needs disk space for twice the "
         "size of the result",
         "auto",
         DTYPES,
+        group="result",
     )
     calibration_file: str | None = option(
         "real inputs to which --features favor++ is fitted, and which --spectrum analyses: .txt, .jsonl, .csv, .tsv "
         "or .parquet (column `text`), or for a vision model a folder of images (default: built-in sentences)",
         None,
         is_path=True,
+        group="attention",
     )
     calibration_tokens: int | None = option(
-        "the number of tokens or patches of --calibration_file to calibrate on (default 4096)", None, bounds=COUNT
+        "the number of tokens or patches of --calibration_file to calibrate on (default 4096)",
+        None,
+        bounds=COUNT,
+        group="attention",
     )
     spectrum: bool = option(
         "print for each layer how near softmax attention is to a low rank, and the error of the untrained mechanism; "
         "conversion_report.json has the figures per head. Without --output_dir nothing else is done",
         False,
+        group="measuring",
     )
     preset: str | None = option(
         "convert and train with a recipe of training/presets, which also gives the settings of the attention that are "
         "not set here. The same command resumes a run that was killed",
         None,
+        group="training",
     )
     train_file: str | None = option(
         "text to train on with --preset, or that was trained on with --evaluate (figures of recall count in it what is "
@@ -107,6 +141,7 @@ class ConversionArguments:
         needs=("preset", "evaluate"),
         for_evaluation=True,
         is_path=True,
+        group="training",
     )
     validation_file: str | None = option(
         "a file of held-out text, of the same types, for the figures of --preset and --evaluate",
@@ -114,6 +149,7 @@ class ConversionArguments:
         needs=("preset", "evaluate"),
         for_evaluation=True,
         is_path=True,
+        group="measuring",
     )
     pairs_file: str | None = option(
         "for an embedding model, pairs of texts with a similarity score, for Spearman's correlation in the figures: "
@@ -122,12 +158,14 @@ class ConversionArguments:
         needs=("validation_file",),
         for_evaluation=True,
         is_path=True,
+        group="measuring",
     )
     tokens: str | None = option(
         "the number of tokens to train on in all stages together, such as 2000000, 500k or 2M (default: that of "
         "--preset)",
         None,
         needs=("preset",),
+        group="training",
     )
     max_eval_tokens: int = option(
         "measure on about this number of tokens at the start of --validation_file",
@@ -135,6 +173,7 @@ class ConversionArguments:
         bounds=COUNT,
         needs=("validation_file",),
         for_evaluation=True,
+        group="measuring",
     )
     max_eval_length: int = option(
         "figures of a language model by position go up to 8 times its trained length, this, and what its positions and "
@@ -144,6 +183,7 @@ class ConversionArguments:
         needs=("validation_file",),
         tasks=("causal_lm",),
         for_evaluation=True,
+        group="measuring",
     )
     controls: str = option(
         "what a language model is compared with besides its original: none; untrained: an untrained window with as "
@@ -154,6 +194,7 @@ class ConversionArguments:
         needs=("validation_file",),
         tasks=("causal_lm",),
         for_evaluation=True,
+        group="measuring",
     )
     checkpointing_steps: int = option(
         "the number of training steps between checkpoints, which is the most that a killed run repeats",
@@ -161,28 +202,66 @@ class ConversionArguments:
         bounds=COUNT,
         needs=("preset",),
         on_resume=OnResume.FREE,
+        group="training",
     )
     evaluate: bool = option(
         "compare the model in --output_dir with the original on --validation_file, and write the figures into its "
         "conversion_report.json and model card; nothing is converted",
         False,
         for_evaluation=True,
+        group="measuring",
     )
-    seed: int | None = option("the seed of all random numbers (default 0; 42 for training)", None)
-    dry_run: bool = option("print what would be done and write nothing", False, on_resume=OnResume.FREE)
-    no_verify: bool = option("do not compare the result with its source", False)
+    seed: int | None = option(
+        "the seed of all random numbers (default 0; 42 for training)", None, bounds=SEED, group="attention"
+    )
+    dry_run: bool = option("print what would be done and write nothing", False, on_resume=OnResume.FREE, group="result")
+    verbose: bool = option(
+        "with --dry_run, list every layer and tensor",
+        False,
+        needs=("dry_run",),
+        on_resume=OnResume.FREE,
+        group="result",
+    )
+    no_verify: bool = option("do not compare the result with its source", False, group="result")
     overwrite: bool = option(
-        "replace an existing --output_dir, once the new one is complete", False, on_resume=OnResume.FREE
+        "replace an existing --output_dir, once the new one is complete", False, on_resume=OnResume.FREE, group="result"
     )
     trust_remote_code: bool = option(
-        "run Python code that the checkpoint itself contains", False, for_evaluation=True, on_resume=OnResume.FREE
+        "run Python code that the checkpoint itself contains",
+        False,
+        for_evaluation=True,
+        on_resume=OnResume.FREE,
+        group="source",
     )
     allow_pickle: bool = option(
-        "read .bin files if there are no safetensors", False, for_evaluation=True, on_resume=OnResume.FREE
+        "read .bin files if there are no safetensors",
+        False,
+        for_evaluation=True,
+        on_resume=OnResume.FREE,
+        group="source",
     )
-    list_architectures: bool = option("print the tested architectures, and do nothing else", False)
+    list_architectures: bool = option("print the tested architectures, and do nothing else", False, group="result")
+    base_model: str | None = option(
+        "the name on the Hub of a source in a folder, for the model card",
+        None,
+        on_resume=OnResume.FREE,
+        group="source",
+    )
+    push_to_hub: str | None = option(
+        "also upload the result under this name, such as user/model; paths of this machine stay here",
+        None,
+        on_resume=OnResume.FREE,
+        group="result",
+    )
+    allow_missing: bool = option(
+        "convert although the checkpoint lacks weights of the model, which are then random, or has layers that its "
+        "config.json lacks",
+        False,
+        for_evaluation=True,
+        group="source",
+    )
     model_class: str | None = option(
-        "the stock or Auto class to convert (default: the class that the checkpoint names)", None
+        "the stock or Auto class to convert (default: the class that the checkpoint names)", None, group="source"
     )
 
     @property
@@ -219,7 +298,9 @@ def mechanism_arguments() -> type:
             continue
         entry = next(iter(users.values()))
         # The values of other options can differ by layer, and `_settings_of` reads them.
-        generated.append((name, (bool if entry.kind is bool else str) | None, option(_help(users), None)))
+        kind = (bool if entry.kind is bool else str) | None
+        heading = f"options of {next(iter(users))}" if len(users) == 1 else "options of several mechanisms"
+        generated.append((name, kind, option(_help(users), None, group=heading)))
     return make_dataclass("MechanismArguments", generated)
 
 
@@ -235,10 +316,17 @@ def _help(users: Mapping[str, Option]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: the script's own options, and the `linear_attention` settings that are given."""
+    """A parsed command line: the script's own options, the `linear_attention` settings that are given, and the words of
+    both, with those of a YAML file."""
 
     arguments: ConversionArguments
     given: dict[str, Any]
+    words: tuple[str, ...] = ()
+
+    @property
+    def is_default(self) -> bool:
+        """Whether neither `--attention` nor `--preset` says which mechanism to use."""
+        return self.arguments.attention is None and self.arguments.preset is None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -300,16 +388,26 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     names = [entry.name for group in groups for entry in fields(group)]
     parser = Parser(
         groups,  # type: ignore[arg-type]  # generated at run time, which the stub does not foresee
-        prog="convert_checkpoint.py",
-        description=description,
+        prog=typed_name("convert_checkpoint.py"),
+        usage="%(prog)s --model_name_or_path SRC --output_dir OUT [options]",
+        description=as_typed(description),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
     words = words_of(argv, names, joins_lists=True)
     arguments, mechanism, _ = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    if problems := list(out_of_bounds(CONVERSION_FACTS, vars(arguments))):
+    problems = [*unusable_texts(vars(arguments)), *out_of_bounds(CONVERSION_FACTS, vars(arguments))]
+    if problems:
         raise UsageError(*problems)
-    return Request(arguments, _settings_of(arguments, mechanism))
+    return Request(arguments, _settings_of(arguments, mechanism), _without_config(words))
+
+
+def _without_config(words: Sequence[str]) -> tuple[str, ...]:
+    """The words without the name of the YAML file, whose options they contain."""
+    kept = list(words)
+    for place in reversed([place for place, word in enumerate(kept) if word.split("=", 1)[0] == "--config"]):
+        del kept[place : place + (1 if "=" in kept[place] else 2)]
+    return tuple(kept)
 
 
 def _settings_of(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:

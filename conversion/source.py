@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from hf_linear_attention._common.checkpoint_files import check_checkpoint, read_modules, weight_files
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.reading import reading
 
 
 # The files of a hub repository that a conversion may need; other formats of the same weights are not downloaded.
@@ -65,6 +66,11 @@ class Source:
         return any(path.suffix == ".bin" for path in self.weights)
 
     @property
+    def config_file(self) -> Path:
+        """The file that describes the model."""
+        return self.folder / "config.json"
+
+    @property
     def loadable(self) -> str:
         """The argument for `from_pretrained`: the hub name or the folder."""
         is_hub_model = self.folder == self.root and not Path(self.name).expanduser().is_dir()
@@ -99,8 +105,10 @@ def open_source(name: str, allow_pickle: bool = False) -> Source:
         UsageError: if there is no such checkpoint, or it does not have a form that can be converted.
     """
     root = _root(name, allow_pickle)
-    modules = _read_modules(root)
+    modules = _first_module(root)
     folder = root / modules[0]["path"] if modules else root
+    for part in {root, folder}:
+        check_checkpoint(part)
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise UsageError(
@@ -146,55 +154,36 @@ def _hub_problem(error: Exception) -> str:
     return f"{what}: {reason.split('. ')[0]}"
 
 
-def _read_modules(root: Path) -> tuple[Mapping[str, Any], ...] | None:
+def _first_module(root: Path) -> tuple[Mapping[str, Any], ...] | None:
     """The modules of a sentence-transformers checkpoint, if its first one is a transformer with a config of its own."""
     path = root / "modules.json"
     if not path.is_file():
         return None
-    modules = json.loads(path.read_text(encoding="utf-8"))
-    inside = all((root / module["path"]).resolve().is_relative_to(root) for module in modules)
-    if not modules or not inside or not (root / modules[0]["path"] / "config.json").is_file():
+    modules = read_modules(root)
+    if not modules or not (root / modules[0]["path"] / "config.json").is_file():
         raise UsageError(f"{path} does not begin with a transformer in this folder; give the transformer's own folder")
     return tuple(modules)
 
 
 def _weight_files(name: str, folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
-    if files := _files_of(folder, "model.safetensors"):
-        return files
-    pickled = _files_of(folder, "pytorch_model.bin")
-    if not pickled:
+    found = tuple(weight_files(folder))
+    if not found:
         raise UsageError(f"{name} contains no weights: neither model.safetensors nor model.safetensors.index.json")
-    if not allow_pickle:
+    if found[0].suffix != ".safetensors" and not allow_pickle:
         raise UsageError(
-            f"{name} has its weights only as pickles ({pickled[0].name}); give `--allow_pickle` if you trust their "
+            f"{name} has its weights only as pickles ({found[0].name}); give `--allow_pickle` if you trust their "
             "origin, or save the model with `save_pretrained`, which writes safetensors"
         )
-    return pickled
-
-
-def _files_of(folder: Path, name: str) -> tuple[Path, ...]:
-    """The single weight file, or the shards that an index lists."""
-    if (folder / name).is_file():
-        return (folder / name,)
-    index = folder / f"{name}.index.json"
-    if not index.is_file():
-        return ()
-    shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise UsageError(f"{index} lists {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing")
-    return tuple(folder / shard for shard in shards)
+    return found
 
 
 def _safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a handle, not a dict)
-            return {
-                name: TensorInfo(tuple(part.get_shape()), DTYPE_NAMES.get(part.get_dtype(), part.get_dtype()), path)
-                for name, part in slices.items()
-            }
-    except SafetensorError as error:
-        raise UsageError(f"{path} is damaged: {error}; get the file again") from error
+    with reading(path, "get the file again"), safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a handle, not a dict)
+        return {
+            name: TensorInfo(tuple(part.get_shape()), DTYPE_NAMES.get(part.get_dtype(), part.get_dtype()), path)
+            for name, part in slices.items()
+        }
 
 
 def _pickled_tensors(path: Path) -> dict[str, TensorInfo]:
@@ -207,4 +196,8 @@ def _pickled_tensors(path: Path) -> dict[str, TensorInfo]:
 @functools.lru_cache(maxsize=1)
 def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a pickle; with `weights_only` the unpickler refuses everything but tensors and containers."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    with reading(path, "get the file again, or save the model as safetensors"):
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(tensors, dict) or not all(isinstance(entry, torch.Tensor) for entry in tensors.values()):
+        raise UsageError(f"{path} holds other things than tensors by name; save the model with `save_pretrained`")
+    return tensors

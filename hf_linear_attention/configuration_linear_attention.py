@@ -232,7 +232,7 @@ def _layer_problems(layers: Any, num_layers: int | None) -> list[str]:
     if num_layers is None or all(layer < num_layers for layer in layers):
         return []
     beyond = [layer for layer in layers if layer >= num_layers]
-    return [f"`layers` names {beyond}, but the model has layers 0 to {num_layers - 1}"]
+    return [f"`layers` names {beyond[:9]}, but the model has layers 0 to {num_layers - 1}"]
 
 
 def _drop_problems(drop: Any) -> list[str]:
@@ -283,8 +283,8 @@ def parse_layers(text: str) -> str | list[int]:
         if match is None:
             raise ValueError(f"`layers` = {text!r}; it must be {_names(NAMED_LAYERS)} or a list such as `0,2,4-7`")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"`layers` = {text!r}; the range {part.strip()} runs backwards")
+        if not first <= last < 10_000:  # no model has more, and the numbers are listed here
+            raise ValueError(f"`layers` = {text!r}; the range {part.strip()} runs backwards or beyond layer 9999")
         layers.update(range(first, last + 1))
     return sorted(layers)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,10 @@ from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import max_length_of
 from .attention_layer import LinearizedCrossAttention
+from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
-from .modeling_linear_attention import linear_attention_modules, linear_model_class
+from .modeling_linear_attention import RotaryError, linear_attention_modules, linear_model_class
 from .position_extension import Extension, LongerPositions, plan_extension
 from .transformers_internals import base_model_class
 
@@ -50,8 +52,7 @@ def convert_config(
         names = ", ".join(f"`{name}`" for name in linear_attention)
         raise TypeError(f"Got `settings` and also {names}; put everything into `settings`.")
     model_type = config.model_type
-    if hasattr(config, "linear_attention"):
-        raise ValueError(f"This model is already converted (model type `{model_type}`); convert its softmax source.")
+    _refuse_converted(config)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"Model type `{model_type}` is not part of transformers, so its attention is unknown here.")
     fields = copy.deepcopy((config if extension is None else extension.config).to_dict())
@@ -63,6 +64,13 @@ def convert_config(
     filled = [_with_trained_length(entry, config) for entry in entries_of(given)]
     is_one = isinstance(given, Mapping)
     return linear_config_class(model_type)(**fields, linear_attention=filled[0] if is_one else filled)
+
+
+def _refuse_converted(config: PreTrainedConfig) -> None:
+    if hasattr(config, "linear_attention"):
+        raise ValueError(
+            f"This model is already converted (model type `{config.model_type}`); convert its softmax source."
+        )
 
 
 def _with_trained_length(settings: Any, config: PreTrainedConfig) -> Any:
@@ -116,11 +124,13 @@ def convert(
             table of positions is extended (`position_extension.py`).
         position_init: what the new positions start from: `tiled`, the old ones again and again, or `interpolated`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
-            mechanism and its options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
+            default is `hybrid` for decoders and `linear` for encoders (`default_settings.py`). The mechanism and its
+            options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
             `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
 
     Returns:
-        A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs.
+        A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs, and unless
+        the folder has them, conversion_report.json and a model card.
 
     Raises:
         TypeError: for a module that is not a transformers model, such as a `PeftModel`, or for both `settings` and
@@ -136,20 +146,53 @@ def convert(
         )
     if max_position_embeddings is None and position_init != "tiled":
         raise ValueError(f"`position_init` = {position_init!r} needs `max_position_embeddings`; give both or neither.")
+    if not isinstance(from_pretrained, (Mapping, type(None))):
+        raise TypeError(f"Got `from_pretrained` = {from_pretrained!r}; it must be a dict of keyword arguments.")
+    if not (model_class is None or (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel))):
+        raise TypeError(f"Got `model_class` = {model_class!r}; it must be a model class, such as `BertForMaskedLM`.")
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     positions = None if max_position_embeddings is None else LongerPositions(max_position_embeddings, position_init)
     if isinstance(model, PreTrainedModel):
         return _converted(model, model_class or type(model), positions, settings, linear_attention)
+    if not os.path.isdir(model) and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", os.fspath(model)):
+        raise ValueError(f"Got {os.fspath(model)!r}, which is neither a folder nor the name of a model on the Hub.")
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
     stock = AutoConfig.from_pretrained(model, **hub)
+    _refuse_converted(stock)
     stock_class = model_class or stock_model_class(stock)
     if positions is not None:
-        loaded = stock_class.from_pretrained(model, **arguments)
-        return _converted(loaded, stock_class, positions, settings, linear_attention)
-    config = convert_config(stock, settings, model_class=stock_class, **linear_attention)
-    return linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+        original = stock_class.from_pretrained(model, **arguments)
+        return _converted(original, stock_class, positions, settings, linear_attention)
+    config = _convert_config(stock, settings, stock_class, linear_attention)
+    loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+    # transformers returns (model, loading info) if it is asked for both
+    (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
+    return loaded
+
+
+def _convert_config(
+    config: PreTrainedConfig,
+    settings: Settings | None,
+    model_class: type,
+    given: Mapping[str, Any],
+    extension: Extension | None = None,
+) -> Any:
+    """`convert_config` with the default settings where no mechanism is named."""
+    further: Any = {"model_class": model_class, "extension": extension}
+    if settings is not None or "mechanism" in given or hasattr(config, "linear_attention"):
+        return convert_config(config, settings, **further, **given)
+    complete = {**DEFAULTS[direction_of(config)], **given}
+    try:
+        found = convert_config(config, **further, **complete)
+        if "rope" in complete and "rope" not in given:
+            with torch.device("meta"):
+                linear_model_class(model_class)(copy.deepcopy(found))
+    except RotaryError:  # no rotary positions, or not of the usual kind
+        complete = {name: value for name, value in complete.items() if name != "rope"}
+        found = convert_config(config, **further, **complete)
+    return found
 
 
 def _converted(
@@ -161,14 +204,27 @@ def _converted(
 ) -> PreTrainedModel:
     """The linear copy of a loaded model."""
     extension = plan_extension(model.config, stock_class, positions)
-    config = convert_config(model.config, settings, model_class=stock_class, extension=extension, **linear_attention)
+    config = _convert_config(model.config, settings, stock_class, linear_attention, extension)
     with torch.random.fork_rng(devices=[]):
-        converted: Any = linear_model_class(stock_class)(config)
+        converted: Any = _built(linear_model_class(stock_class), config)
     _leave_out(model, converted)
     _copy_weights(model, converted, extension)
     if model.can_generate():
         converted.generation_config = copy.deepcopy(model.generation_config)
+    converted.converted_from = model.name_or_path or "a model in memory"
     return converted.to(model.device).eval()
+
+
+def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A new model; sizes that do not fit into memory are a `ValueError`."""
+    try:
+        return model_class(config)
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error):
+            raise
+        raise ValueError(
+            f"The new weights do not fit into memory with {config.linear_attention}; choose smaller sizes."
+        ) from error
 
 
 def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -246,6 +302,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
     num_batches = 0
     with observe_attention(model, collect):
         for batch in batches:
+            _check_batch(batch, model.main_input_name)
             model.base_model(**{name: value.to(model.device) for name, value in batch.items()})
             num_batches += 1
     if not num_batches or not all(sum(part.shape[2] for part in parts) for parts in keys.values()):
@@ -258,6 +315,15 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
     first = keys[modules[0]]
     # ALBERT's layers share one module, which then sees every batch several times.
     return sum(part.shape[2] for part in first) * num_batches // len(first)
+
+
+def _check_batch(batch: Any, needed: str) -> None:
+    if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise TypeError(
+            f"Got a batch of type {type(batch).__name__}; it must map names to tensors, as a tokenizer does."
+        )
+    if needed not in batch:
+        raise ValueError(f"Got a batch with {', '.join(map(str, batch)) or 'nothing'}; it must have `{needed}`.")
 
 
 def _real_tokens(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

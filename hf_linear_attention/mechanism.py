@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 
+LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 State = tuple[torch.Tensor, ...]
 
 
@@ -50,6 +51,8 @@ class Option:
             return "must be a finite number"
         if self.choices and value not in self.choices:
             return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
+        if self.kind is int and value > LARGEST:
+            return f"must be at most {LARGEST:,}"
         if self.minimum is not None and value < self.minimum:
             return f"must be at least {self.minimum}"
         if self.below is not None and value >= self.below:
@@ -301,3 +304,30 @@ class AttentionMechanism(nn.Module):
         options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
         output, _ = self(query, key, identity, state=None, **options, **per_token)
         return output.transpose(1, 2)
+
+
+def refuse_shape(name: str, shape: LayerShape, needed: str, settings: Mapping[str, Any]) -> None:
+    """Refuse an attention layer of class `name` that needs a capability which its mechanism lacks.
+
+    Raises:
+        ValueError: with the mechanisms that could be used instead.
+    """
+    from .mechanisms import MECHANISMS
+
+    mechanism = MECHANISMS[settings["mechanism"]]
+    if obstacle := mechanism.obstacle(needed, settings):
+        raise ValueError(
+            f"`{settings['mechanism']}` {obstacle}, which layer {shape.layer} ({name}) needs; choose another "
+            "mechanism, or keep such layers softmax (setting `layers`)."
+        )
+    if shape.num_heads != shape.num_key_value_heads and not mechanism.supports("gqa", settings):
+        raise ValueError(
+            f"`{settings['mechanism']}` does not support grouped-query attention, which {name} has; choose another "
+            "mechanism."
+        )
+    if shape.alibi_slopes is not None and not mechanism.supports("alibi", settings):
+        raise ValueError(
+            f"{name} has ALiBi positions, which `{settings['mechanism']}` does not support; use one of "
+            + ", ".join(f"`{able}`" for able, other in MECHANISMS.items() if other.supports_alibi)
+            + "."
+        )

@@ -37,6 +37,7 @@ from .architectures import skips_position_bias
 from .long_inputs import divide_long_inputs  # of decoders
 from .mechanism import LayerShape
 from .mechanism import Rotary
+from .mechanism import refuse_shape
 from .cache import state_layer
 from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
@@ -150,6 +151,10 @@ class LinearAttentionModelMixin(ModelHooks):
 
 def linear_attention_modules(model: Any) -> dict[str, Any]:
     """`{name: attention module}` of the converted layers, in the order of the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"Got a {type(model).__name__}; it must be a model, as `convert` or `from_pretrained` returns it."
+        )
     return {name: module for name, module in model.named_modules() if hasattr(module, "linear_attention_enabled")}
 
 
@@ -239,7 +244,7 @@ def _convert_layers(
     for (layer, module), shape in zip(chosen.items(), shapes.values()):
         needed = "causal" if is_causal_attention(module, model) else "bidirectional"
         needed = "cross" if layer >= num_self_attention else needed
-        _refuse_shape(module, shape, needed, settings)
+        refuse_shape(type(module).__name__, shape, needed, settings)
         child = MECHANISMS[settings["mechanism"]](settings, shape)
         if child.needs_gates:
             refuse_without_hidden_states(module, layer, needed, settings["mechanism"])
@@ -305,26 +310,6 @@ class RotaryError(ValueError):
     """The setting `rope` cannot be applied to the rotary positions of this model."""
 
 
-def _refuse_shape(module: Any, shape: LayerShape, needed: str, settings: Mapping[str, Any]) -> None:
-    mechanism, name = MECHANISMS[settings["mechanism"]], type(module).__name__
-    if obstacle := mechanism.obstacle(needed, settings):
-        raise ValueError(
-            f"`{settings['mechanism']}` {obstacle}, which layer {shape.layer} ({name}) needs; choose another "
-            "mechanism, or keep such layers softmax (setting `layers`)."
-        )
-    if shape.num_heads != shape.num_key_value_heads and not mechanism.supports("gqa", settings):
-        raise ValueError(
-            f"`{settings['mechanism']}` does not support grouped-query attention, which {name} has; choose another "
-            "mechanism."
-        )
-    if shape.alibi_slopes is not None and not mechanism.supports("alibi", settings):
-        raise ValueError(
-            f"{name} has ALiBi positions, which `{settings['mechanism']}` does not support; use one of "
-            + ", ".join(f"`{name}`" for name, other in MECHANISMS.items() if other.supports_alibi)
-            + "."
-        )
-
-
 def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
     module.linear_attention = mechanism
     module.linear_attention_enabled = True
@@ -355,6 +340,10 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
     Args:
         layers: the converted layers to which this applies, numbered as in the setting `layers`; by default all.
     """
+    if layers is not None and not all(
+        type(layer) is int for layer in (layers if isinstance(layers, Collection) else "x")
+    ):
+        raise TypeError(f"Got `layers` = {layers!r}; it must be a list of layer numbers, or None for all.")
     modules = [
         module
         for module in linear_attention_modules(model).values()

@@ -63,7 +63,7 @@ def save_prompt_state(model: Any, past_key_values: Cache, path: str | os.PathLik
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
     }
     sizes = {"num_layers": len(layers), "num_tokens": int(past_key_values.get_seq_length())}
-    about = {**_about(model), **sizes, "format_version": FORMAT_VERSION}
+    about = {**identity_of(model), **sizes, "format_version": FORMAT_VERSION}
     metadata = {METADATA: json.dumps({**about, "sha256": _digest(about, tensors)})}
     path = Path(path)
     # A file in a temporary folder, unlike a temporary file, gets the usual permissions.
@@ -87,7 +87,7 @@ def load_prompt_state(model: Any, path: str | os.PathLike) -> DynamicCache:
             to another model, other settings or other weights.
     """
     about, tensors = _read(path)
-    _refuse_others(model, about, path)
+    refuse_others(model, about, path)
     checksum = about.pop("sha256", None)
     if about["format_version"] > 1 and checksum != _digest(about, tensors):
         raise _damaged(path, "its checksum does not match its content")
@@ -111,6 +111,8 @@ def _damaged(path: str | os.PathLike, problem: str) -> ValueError:
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The metadata of a file, with a `format_version`, and its tensors."""
+    if os.path.isdir(path):
+        raise ValueError(f"Got {str(path)!r}, which is a folder; pass a file from `save_prompt_state`.")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA)
@@ -299,7 +301,7 @@ def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor | Non
     return tuple(named.get(f"{part}.{place}") for place in range(max(places, default=-1) + 1))
 
 
-def _about(model: Any) -> dict[str, Any]:
+def identity_of(model: Any) -> dict[str, Any]:
     """The properties of the model on which a state depends."""
     return {
         "model_type": model.config.model_type,
@@ -339,8 +341,13 @@ def _with_defaults(settings: Any) -> Any:
     return {**COMMON_SETTINGS, **defaults, "format_version": 1, **settings}
 
 
-def _refuse_others(model: Any, about: dict[str, Any], path: str | os.PathLike) -> None:
-    ours = _about(model)
+def refuse_others(model: Any, about: dict[str, Any], path: str | os.PathLike) -> None:
+    """Refuse the `identity_of` another model, which stands in the file `path`.
+
+    Raises:
+        ValueError: naming every difference.
+    """
+    ours = identity_of(model)
     theirs = {name: about.get(name) for name in ours}
     theirs["linear_attention"] = _with_defaults(theirs["linear_attention"])
     differing = [

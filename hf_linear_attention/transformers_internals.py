@@ -6,6 +6,8 @@ Imports stand inside the functions where they take long: `import hf_linear_atten
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +28,30 @@ def set_attention_implementation(config: Any, name: str) -> None:
 
 class ModelHooks:
     """Mixed in before a stock model class: methods that transformers calls, under names of our own."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; with `linear_attention` (settings as `convert` takes them), a softmax checkpoint is
+        converted while it is loaded."""
+        settings = kwargs.pop("linear_attention", None)
+        if settings is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            from hf_linear_attention import convert
+        except ImportError:  # a checkpoint carries what loads it, and nothing that converts others
+            raise ImportError("`linear_attention` converts a checkpoint; install hf-linear-attention.") from None
+        if args or "config" in kwargs:
+            raise TypeError("`linear_attention` makes the config and the model from the softmax checkpoint alone.")
+        given = {"settings": settings, "from_pretrained": kwargs}
+        return convert(pretrained_model_name_or_path, model_class=cls.stock_class, **given)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; after a conversion in Python also conversion_report.json and a model card."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        package = sys.modules.get("hf_linear_attention")  # which a checkpoint does not carry
+        is_converted = hasattr(self, "converted_from") or hasattr(self, "conversion_files")
+        if is_converted and package is not None and kwargs.get("is_main_process", True):
+            package.write_conversion_files(self, save_directory)
 
     def default_attention_implementation(self) -> str | None:
         """The attention function of a model that is built or loaded without `attn_implementation`; None: as stock."""
@@ -51,6 +77,16 @@ class ModelHooks:
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         self.prepare_generation(generation_config, model_kwargs)
+
+
+def server_namespace() -> Any:
+    """The module in which the server of transformers looks up model classes.
+
+    It is taken from the server, because `transformers` may replace itself in `sys.modules` after it was imported.
+    """
+    from transformers.cli.serving import model_manager
+
+    return model_manager.transformers
 
 
 def collects_attentions() -> bool:

@@ -25,7 +25,9 @@ LAYERS = list(FOLDERS)
 
 def files_of(layer: str) -> list[Path]:
     """The flat files of the package, which are shipped, or everything below the folder of another layer."""
-    return sorted(FOLDERS[layer].glob("*.py") if layer == "" else FOLDERS[layer].rglob("*.py"))
+    if layer == "":  # `__main__.py` starts the command of the topmost layer and belongs to none
+        return sorted(path for path in FOLDERS[layer].glob("*.py") if path.name != "__main__.py")
+    return sorted(FOLDERS[layer].rglob("*.py"))
 
 
 def imported_modules(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:

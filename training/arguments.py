@@ -16,6 +16,8 @@ from hf_linear_attention._common.options import (
     NOT_NEGATIVE,
     POSITIVE,
     PROBABILITY,
+    SEED,
+    SIZE,
     Bounds,
     OnResume,
     facts_of,
@@ -73,6 +75,12 @@ class ModelArguments:
     )
     trust_remote_code: bool = option(
         "Run the Python code in the model folders.", False, for_evaluation=True, on_resume=OnResume.FREE
+    )
+    allow_missing: bool = option(
+        "Train although the checkpoint lacks weights, which are then random, or has layers that its config.json lacks.",
+        False,
+        for_evaluation=True,
+        on_resume=OnResume.FREE,
     )
     trainable: Literal["all", "mechanism", "adapter"] = option(
         "Parameters to train: all (with use_peft: the adapters and those of the attention mechanism), those of the "
@@ -185,7 +193,7 @@ class DataArguments:
     max_length: int | None = option(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
-        bounds=Bounds(least=2),
+        bounds=Bounds(least=2, below=2**24),
         tasks=TEXT_TASKS,
         for_evaluation=True,
     )
@@ -298,18 +306,18 @@ class OptimizationArguments:
     """The optimizer, its schedule, and the length of the run."""
 
     per_device_train_batch_size: int = option(
-        "Sequences per forward pass and process in training.", 8, bounds=COUNT, on_resume=OnResume.WARNED
+        "Sequences per forward pass and process in training.", 8, bounds=SIZE, on_resume=OnResume.WARNED
     )
     per_device_eval_batch_size: int = option(
         "Sequences per forward pass and process in evaluation.",
         8,
-        bounds=COUNT,
+        bounds=SIZE,
         needs=EVALUATION_DATA,
         for_evaluation=True,
         on_resume=OnResume.FREE,
     )
     gradient_accumulation_steps: int = option(
-        "Forward passes per optimizer step.", 1, bounds=COUNT, on_resume=OnResume.WARNED
+        "Forward passes per optimizer step.", 1, bounds=SIZE, on_resume=OnResume.WARNED
     )
     learning_rate: float = option("Peak learning rate of AdamW.", 5e-5, bounds=POSITIVE, on_resume=OnResume.WARNED)
     mechanism_learning_rate: float | None = option(
@@ -333,7 +341,10 @@ class OptimizationArguments:
         bounds=Bounds(above=0, below=1, such_as=0.999),
     )
     num_train_epochs: float | None = option(
-        "Length in epochs; default: 3 without other limits.", None, bounds=POSITIVE, on_resume=OnResume.WARNED
+        "Length in epochs; default: 3 without other limits.",
+        None,
+        bounds=Bounds(above=0, below=10**6),
+        on_resume=OnResume.WARNED,
     )
     max_train_steps: int | None = option(
         "Length of the run in optimizer steps; the limit that is reached first ends the run.",
@@ -383,9 +394,7 @@ class RunArguments:
         on_resume=OnResume.FREE,
         is_per_stage=True,
     )
-    seed: int = option(
-        "Seed of data order, masks, dropout and new heads.", 42, bounds=NOT_NEGATIVE, for_evaluation=True
-    )
+    seed: int = option("Seed of data order, masks, dropout and new heads.", 42, bounds=SEED, for_evaluation=True)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         "Mixed precision; default: that of `accelerate launch`.", None, for_evaluation=True
     )

@@ -8,6 +8,7 @@ through the layers.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.loaded_weights import check_complete, check_finite
+from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.adapters import add_adapters
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
 from hf_linear_attention.training.parameters import MECHANISM
@@ -42,7 +45,9 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
     """
     extra: dict[str, Any] = {}
     if classes is not None:
-        known = known_classes(AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code))
+        with reading(_files(path)):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
+        known = known_classes(config)
         same_numbers = len(classes) == len(known) and all(name == str(index) for name, index in classes.items())
         if not same_numbers and not set(classes) <= set(known):
             extra = {"label2id": classes, "id2label": {index: name for name, index in classes.items()}}
@@ -52,7 +57,7 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
         empty = empty_model(recipe.model.task, path, recipe.model.trust_remote_code)
         places = device_map(empty, PartialState().default_device, MECHANISM)
         extra |= {"device_map": places, "offload_folder": recipe.model.offload_folder}
-    model = _load(recipe, path, dtype=torch.float32, **extra)
+    model = _load(recipe, path, is_trained=True, dtype=torch.float32, **extra)
     if recipe.model.task == "sequence_classification" and model.config.pad_token_id is None:
         # Decoders classify at the last token that is not padding.
         model.config.pad_token_id = pad_token_id(load_tokenizer(recipe))
@@ -88,9 +93,10 @@ def known_classes(config: PreTrainedConfig) -> dict[str, int]:
 
 def empty_model(task: str, path: str, trust_remote_code: bool) -> PreTrainedModel:
     """The model of a folder or of a name on the Hub, without its weights (on the device `meta`)."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        return auto_class_of(task).from_config(config, trust_remote_code=trust_remote_code)
+    with reading(_files(path)):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return auto_class_of(task).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool) -> PreTrainedModel:
@@ -100,7 +106,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
         TrainingError: if the objectives in use cannot compare it with the student.
     """
     path = str(recipe.model.teacher_name_or_path)
-    teacher = _load(recipe, path, dtype="auto" if mixed_precision else torch.float32)
+    teacher = _load(recipe, path, is_trained=False, dtype="auto" if mixed_precision else torch.float32)
     if recipe.model.task == "sequence_classification":
         teacher.config.pad_token_id = student.config.pad_token_id
     for name, used in _must_agree(recipe).items():
@@ -126,10 +132,22 @@ def _must_agree(recipe: Recipe) -> dict[str, bool]:
     }
 
 
-def _load(recipe: Recipe, path: str, **options: Any) -> PreTrainedModel:
-    return auto_class_of(recipe.model.task).from_pretrained(
-        path, trust_remote_code=recipe.model.trust_remote_code, **options
-    )
+def _load(recipe: Recipe, path: str, is_trained: bool, **options: Any) -> PreTrainedModel:
+    """The model of a folder or hub name with all of its weights; a head for classes may be new if it `is_trained`."""
+    options = {"trust_remote_code": recipe.model.trust_remote_code, "output_loading_info": True, **options}
+    with reading(_files(path)):
+        model, loading = auto_class_of(recipe.model.task).from_pretrained(path, **options)
+    if not recipe.model.allow_missing:
+        has_new_head = is_trained and recipe.task.logits is not None and not recipe.task.reads_running_text
+        new = f"{model.base_model_prefix}." if has_new_head else None
+        check_complete(path, model, loading["missing_keys"], loading["unexpected_keys"], new)
+    check_finite(path, model)
+    return model
+
+
+def _files(path: str) -> str:
+    """The name of a checkpoint in an error: its files in a folder, or the name on the Hub."""
+    return f"{path} (config.json and weights)" if Path(path).is_dir() else path
 
 
 def device_map(empty: PreTrainedModel, device: torch.device, mechanism: str) -> dict[str, Any]:

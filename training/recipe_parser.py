@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, given_names, value_of, words_of
+from hf_linear_attention._common.command_line import (
+    CONFIG_HELP,
+    Parser,
+    as_typed,
+    given_names,
+    typed_name,
+    value_of,
+    words_of,
+)
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import COUNT, facts_of, option, out_of_bounds
+from hf_linear_attention._common.options import COUNT, facts_of, option, out_of_bounds, unusable_texts
 from hf_linear_attention.training.arguments import FACTS, GROUPS
 from hf_linear_attention.training.presets.preset import (
     BLOCK_SIZE,
@@ -26,6 +34,8 @@ from hf_linear_attention.training.validation import fill_defaults, find_problems
 
 
 OPTIONS = tuple(FACTS)
+# `--config` may name these files without their path.
+CONFIGS = Path(__file__).with_name("configs")
 
 
 @dataclass
@@ -44,13 +54,22 @@ class PresetArguments:
 
 def build_parser(description: str | None = None) -> Parser:
     """The parser of every option of `training/finetune.py`; `description` is printed by `--help` as it is."""
+    groups = [*GROUPS, PresetArguments]
     parser = Parser(
-        list[Any]((*GROUPS, PresetArguments)),
-        description=description,
+        list[Any](groups),
+        headings={name: _heading(group) for group in groups for name in group.__dataclass_fields__},
+        prog=typed_name("finetune.py"),
+        usage="%(prog)s --task TASK --model_name_or_path MODEL --output_dir OUT [options]",
+        description=as_typed(description),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
     return parser
+
+
+def _heading(group: type) -> str:
+    """`DataArguments` -> `data`."""
+    return group.__name__.removesuffix("Arguments").lower()
 
 
 def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[Preset, dict[str, Any]] | None:
@@ -97,6 +116,8 @@ def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
     """
     argv = _words(argv)
     namespace = build_parser(description).parse_args(argv)
+    if problems := list(unusable_texts(vars(namespace))):  # the checks below would stumble over these
+        raise UsageError(*problems)
     if getattr(namespace, BLOCK_SIZE) is not None:
         raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
     recipe = Recipe(*(_group(group, namespace) for group in GROUPS))
@@ -112,4 +133,4 @@ def _group(group: type, namespace: argparse.Namespace) -> Any:
 
 
 def _words(argv: Sequence[str]) -> list[str]:
-    return words_of(argv, OPTIONS, only_in_argv=("preset", BLOCK_SIZE))
+    return words_of(argv, OPTIONS, only_in_argv=("preset", BLOCK_SIZE), named=CONFIGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,22 @@ def run(recipe: Recipe) -> dict[str, float]:
     """Train, or only evaluate, as the recipe says, and return the figures of the last evaluation."""
     accelerator = start_processes(recipe)
     set_seed(recipe.run.seed)
-    checkpoint = _prepare_folder(recipe, accelerator)
+    with no_empty_folder(recipe.output_dir):
+        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator))
+
+
+@contextmanager
+def no_empty_folder(folder: Path) -> Iterator[None]:
+    """Remove `folder` after a run that failed before it had written anything there."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it holds something, or another process was faster
+            folder.rmdir()
+        raise
+
+
+def _run(recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None) -> dict[str, float]:
     processor = load_processor(recipe)
     with accelerator.main_process_first():  # the other processes then read from the cache of `datasets`
         data = load_data(recipe, processor)

@@ -77,7 +77,8 @@ TASKS: dict[str, Task] = {
     ),
 }
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
-# The columns of question_answering have fixed names.
+# The columns of question_answering, whose names are fixed.
+QUESTION_COLUMNS = ("question", "context", "answers")
 COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
 IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 METRICS = "metrics.jsonl"
+NATS = "eval_nats_per_token"
+MOST_POINTS = 100  # of a curve in a report
 
 
 class MetricsFile:
@@ -46,6 +48,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events in a `metrics.jsonl`, without a line that a crash has cut short."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def loss_curve(path: Path) -> dict[str, Any]:
+    """The losses in a `metrics.jsonl` for a report: at most about 100 `points` of (tokens or images, loss), the
+    `evaluated` nats per token of held-out text, and the median `per_second` of what was trained on.
+
+    It is empty if no loss was logged.
+    """
+    events = read_metrics(path) if path.is_file() else []
+    unit = "images" if any("images" in event for event in events) else "tokens"
+    points = [[event[unit], event["loss"]] for event in events if "loss" in event]
+    if not points:
+        return {}
+    step = -(-len(points) // MOST_POINTS)
+    speeds = sorted(event[f"{unit}_per_second"] for event in events if f"{unit}_per_second" in event)
+    return {
+        "unit": unit,
+        "points": [point for place, point in enumerate(points, 1) if place % step == 0 or place == len(points)],
+        "evaluated": [[event[unit], event[NATS]] for event in events if NATS in event],
+        "per_second": speeds[len(speeds) // 2] if speeds else None,
+    }
 
 
 def plot_metrics(output_dir: Path, folder: Path) -> None:

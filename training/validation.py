@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hf_linear_attention._common.checkpoint_files import check_checkpoint
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import out_of_bounds, without_needs, without_task
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.data.file_checks import SUFFIXES, file_problems, wanted_columns
 from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers, parse_rates
 from hf_linear_attention.training.tracking import tracker_problems
 
 
-FILE_TYPES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+FILE_TYPES = SUFFIXES
 GENERATED = ("exact_match", "f1", "same_text")
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
@@ -45,6 +48,7 @@ def find_problems(recipe: Recipe) -> list[str]:
     """One sentence per problem, with the option and its value, what is allowed, and what to do."""
     checks = (
         _facts,
+        _checkpoints,
         _files,
         _streaming,
         _columns,
@@ -68,6 +72,17 @@ def _facts(recipe: Recipe) -> Iterator[str]:
     yield from without_task(FACTS, recipe.given, recipe.model.task)
 
 
+def _checkpoints(recipe: Recipe) -> Iterator[str]:
+    """Check the files of the models before anything is written. The stages of a preset write some of them later."""
+    model = recipe.model
+    for path in dict.fromkeys((model.model_name_or_path, model.teacher_name_or_path, model.tokenizer_name)):
+        if path is not None and Path(path).is_dir():
+            try:
+                check_checkpoint(Path(path))
+            except UsageError as error:
+                yield str(error)
+
+
 def _files(recipe: Recipe) -> Iterator[str]:
     data = recipe.data
     for name in ("train_file", "validation_file"):
@@ -77,7 +92,8 @@ def _files(recipe: Recipe) -> Iterator[str]:
         if Path(path).suffix not in FILE_TYPES:
             yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
         elif not Path(path).is_file():
-            yield f"`--{name} {path}`: there is no such file; check the path"
+            what = "not a file" if Path(path).exists() else "there is no such file"
+            yield f"`--{name} {path}`: {what}; check the path"
         elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
             what = "images" if recipe.task.inputs == "images" else "classes"
             what = "targets" if recipe.task.pair_column else what
@@ -85,6 +101,9 @@ def _files(recipe: Recipe) -> Iterator[str]:
                 f"`--{name} {path}`: a .txt file has no {what}; use .jsonl, .csv, .tsv or .parquet with the columns of "
                 f"`--task {recipe.model.task}`"
             )
+        else:
+            columns = wanted_columns(recipe, name.removesuffix("_file"))
+            yield from file_problems(path, columns, data.on_bad_rows == "skip")
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
     if not recipe.has_training and data.validation_file is None:
@@ -214,6 +233,10 @@ def _folder(recipe: Recipe) -> Iterator[str]:
             f"`--resume_from_checkpoint {resume}` is not a checkpoint folder of this script; give `latest` or the path "
             "of a checkpoint-<step> folder"
         )
+    for name in ("model_name_or_path", "teacher_name_or_path"):
+        model = getattr(recipe.model, name)
+        if model is not None and Path(model).is_dir() and Path(model).resolve() in path.resolve().parents:
+            yield f"`--output_dir {path}` is inside of `--{name} {model}`; choose another folder"
     if path.exists() and not path.is_dir():
         yield f"`--output_dir {path}` is a file; give the path of a folder"
     elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:

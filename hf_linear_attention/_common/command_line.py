@@ -4,36 +4,92 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import contextvars
 import difflib
+import logging
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
-from hf_linear_attention._common.errors import RunError, UsageError
+from hf_linear_attention._common.errors import RunError, UsageError, one_line
+from hf_linear_attention._common.safe_yaml import load_yaml
 
+
+logger = logging.getLogger(__name__)
 
 DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
 # The libraries of the extra `train`, which only training, evaluation and data files need.
 TRAINING_LIBRARIES = ("accelerate", "datasets", "evaluate")
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line take precedence."
+PROGRAM = "hf-linear-attention"
+# The scripts of a checkout, and what one types for them where the package is installed.
+SUBCOMMANDS = {"python conversion/convert_checkpoint.py": "convert", "python training/finetune.py": "finetune"}
+_TYPED: contextvars.ContextVar[str | None] = contextvars.ContextVar("the command as it was typed", default=None)
+
+
+@contextlib.contextmanager
+def typed_as(command: str) -> Iterator[None]:
+    """A context in which errors, hints and help name this command instead of a script."""
+    token = _TYPED.set(command)
+    try:
+        yield
+    finally:
+        _TYPED.reset(token)
+
+
+def typed_name(script: str) -> str:
+    """The command as the user typed it: `hf-linear-attention convert`, an installed script, or else `script`."""
+    started = Path(sys.argv[0]).name
+    return _TYPED.get() or (started if started.startswith(f"{PROGRAM}-") else script)
+
+
+def as_typed(text: str | None) -> str | None:
+    """A help text in the words of the command that was typed; unchanged for a script of a checkout."""
+    if text is None or not typed_name("").startswith(PROGRAM):
+        return text
+    for script, name in SUBCOMMANDS.items():
+        text = text.replace(script, f"{PROGRAM} {name}")
+    # A launcher takes a module too, and `--config` the name of a file that the package contains.
+    text = text.replace("training/finetune.py", "-m hf_linear_attention.training.finetune")
+    return re.sub(r"--config training/configs/(\w+)\.yaml", r"--config \1", text)
 
 
 class Parser(HfArgumentParser):
-    """An HfArgumentParser that accepts no abbreviations and raises an error instead of printing the usage."""
+    """An HfArgumentParser that accepts no abbreviations and raises an error instead of printing the usage.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    Args:
+        headings: for each option, the heading under which `--help` lists it, if its facts name no group.
+    """
+
+    def __init__(self, *arguments: Any, headings: Mapping[str, str] | None = None, **options: Any) -> None:
+        self.headings, self.groups = dict(headings or {}), dict[str, Any]()
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
-    def add_argument(self, *names: Any, facts: object = None, **options: Any) -> argparse.Action:
-        """As in argparse, without the `facts` in an option's metadata, which argparse does not know."""
-        return super().add_argument(*names, **options)
+    def add_argument(self, *names: Any, facts: Any = None, **options: Any) -> argparse.Action:
+        """As in argparse, under the heading of the option, and without its `facts`, which argparse does not know."""
+        heading = getattr(facts, "group", None) or self.headings.get(str(names[0]).removeprefix("--"))
+        if heading is None:
+            return super().add_argument(*names, **options)
+        group = self.groups.setdefault(heading, None) or self.add_argument_group(heading)
+        self.groups[heading] = group
+        return group.add_argument(*names, **options)
+
+    def parse_args_into_dataclasses(self, *arguments: Any, **options: Any) -> Any:
+        """As in transformers, with a `UsageError` for words that belong to no option."""
+        try:
+            return super().parse_args_into_dataclasses(*arguments, **options)
+        except ValueError as error:
+            raise (
+                error if isinstance(error, UsageError) else UsageError(f"{error} (`--help` lists the options)")
+            ) from None
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` instead of printing the usage."""
@@ -53,7 +109,12 @@ def given_names(argv: Sequence[str]) -> list[str]:
 
 
 def words_of(
-    argv: Sequence[str], names: Sequence[str], *, only_in_argv: Sequence[str] = (), joins_lists: bool = False
+    argv: Sequence[str],
+    names: Sequence[str],
+    *,
+    only_in_argv: Sequence[str] = (),
+    joins_lists: bool = False,
+    named: Path | None = None,
 ) -> list[str]:
     """The options of the YAML file that `--config` names, as words, followed by `argv`: one parser checks them all.
 
@@ -61,15 +122,31 @@ def words_of(
         names: the options that the file may contain.
         only_in_argv: further options that only the command line may contain, besides `config` and `help`.
         joins_lists: whether a list in the file becomes one value with commas; otherwise it is refused.
+        named: a folder with files that `--config` may name without their path.
 
     Raises:
         UsageError: naming every unknown option at once.
     """
-    words = [*_yaml_words(value_of("config", argv), names, joins_lists), *argv]
+    words = [*_yaml_words(_config_path(value_of("config", argv), named), names, joins_lists), *argv]
     known = [*names, *only_in_argv, "config", "help"]
     if unknown := [name for name in given_names(words) if name not in known]:
         raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, known)}" for name in unknown))
     return words
+
+
+def _config_path(path: str | None, named: Path | None) -> str | None:
+    """The file that `--config` names: a path, or the name of a file in the folder `named`.
+
+    Raises:
+        UsageError: if there is no such file.
+    """
+    if path is None or Path(path).is_file():
+        return path
+    known = {} if named is None else {file.stem: str(file) for file in sorted(named.glob("*.yaml"))}
+    if (name := Path(path).name.removesuffix(".yaml")) in known:
+        return known[name]
+    names = f", and no file of the package has this name; it has {', '.join(known)}" if known else ""
+    raise UsageError(f"`--config {path}`: there is no such file{names}")
 
 
 def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> list[str]:
@@ -91,10 +168,8 @@ def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> li
 
 
 def _read_yaml(path: str) -> dict[Any, Any]:
-    if not Path(path).is_file():
-        raise UsageError(f"`--config {path}`: there is no such file")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:  # the file is empty or has only comments
@@ -119,13 +194,19 @@ def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks
     its traceback.
 
     Args:
-        name: the name of the command.
+        name: the name of the script, in place of which errors show the command that was typed (`typed_name`).
         stopped: what to tell a user who has stopped the command.
         speaks: whether this process reports the errors that every process of a launch has in common.
     """
+    name = typed_name(name)
     try:
         with _terminable():
             action()
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough; what Python would still print there must not fail
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     # This is the outermost level: any error is reported in one line instead of a traceback.
     except Exception as error:
         return _report(name, error, speaks)
@@ -134,6 +215,16 @@ def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks
     except KeyboardInterrupt:
         return _say(f"{name}: interrupted; {stopped}", 130, speaks)
     return 0
+
+
+@contextlib.contextmanager
+def not_essential(what: str) -> Iterator[None]:
+    """A context for what accompanies a finished model: if it cannot be written, that is said, and the model is kept."""
+    try:
+        yield
+    except Exception as error:  # whatever it is, it must not cost the weights
+        logger.warning("%s could not be written (%s: %s); the model is complete without it", what,
+                       type(error).__name__, one_line(error))  # fmt: skip
 
 
 class _TerminatedExit(SystemExit):

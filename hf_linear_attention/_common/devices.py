@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import os
+
 import torch
 
 
@@ -21,3 +23,11 @@ def computing_device() -> str:
             name,
         )
     return "cpu"
+
+
+def memory_of_machine() -> int:
+    """The bytes of memory of this machine; where the system does not say, more than any machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 2**60

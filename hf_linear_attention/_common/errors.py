@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UsageError(ValueError):
     """The command cannot do what its arguments ask for: exit code 2.
@@ -34,7 +36,22 @@ class TrainingError(RunError):
     """The data, the model or a checkpoint makes the training impossible."""
 
 
+class DataError(UsageError, TrainingError):
+    """The data cannot be used as it is: exit code 2, because the user gave it."""
+
+
 class TerminatedError(TrainingError):
     """SIGTERM arrived and a checkpoint was written: exit code 143 = 128 + 15, as shells report a terminated program."""
 
     exit_code = 143
+
+
+def one_line(error: object) -> str:
+    """The message of an error on one line, also if it is a list; the name of its type if it has no message."""
+    text = " ".join(str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ").split())
+    # Errors of the Python API name settings; on a command line these are options.
+    dropped = r"set `drop` to a list with ((?:`\w+`(?:, )?)+)"
+    text = re.sub(dropped, lambda found: f"give `--drop {re.sub('[` ]', '', found[1])}`", text)
+    layers = r"set `layers` to `\[?([\w, ]+)\]?`"
+    text = re.sub(layers, lambda found: f"give `--layers {found[1].replace(' ', '')}`", text)
+    return text or type(error).__name__

@@ -17,23 +17,39 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_linear_attention._common.errors import RunError
+
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks, and abandoned folders stay there
+    fcntl = None  # type: ignore[assignment]
+
 
 CHECKSUMS = "checksums.json"
 INCOMPLETE = ".incomplete-"
+GRACE = 60  # seconds in which a new folder may have no lock yet
 # Earlier versions renamed a folder to `.incomplete-old-NAME` before they removed it.
 LEFT_BEHIND = r"\.incomplete-(old-)?({names})|({names})\.(tmp|old)-[0-9a-f]{{16}}"
 
 
 @contextlib.contextmanager
-def staging(output_dir: Path) -> Iterator[Path]:
-    """A new folder to fill, which is renamed to `output_dir` at the end; after a failure nothing of it remains."""
+def staging(output_dir: Path, *, replaces: bool = True) -> Iterator[Path]:
+    """A new folder to fill, which is renamed to `output_dir` at the end; after a failure nothing of it remains.
+
+    Raises:
+        RunError: without `replaces`, if another process has written `output_dir` in the meantime.
+    """
     temporary, made = _beside(output_dir, "tmp"), []
+    with contextlib.suppress(OSError):  # what others left behind is no reason to fail
+        _remove_abandoned(output_dir)
     try:
         for parent in reversed([parent for parent in output_dir.parents if not parent.exists()]):
             with contextlib.suppress(FileExistsError):  # another process has created it
@@ -41,8 +57,11 @@ def staging(output_dir: Path) -> Iterator[Path]:
                 made.append(parent)
         temporary.mkdir()
         made.append(temporary)
-        yield temporary
-        replace(temporary, output_dir)
+        with _held(temporary):
+            yield temporary
+            if output_dir.exists() and not replaces:
+                raise RunError(f"{output_dir} was written by another process meanwhile; it is not replaced")
+            replace(temporary, output_dir)
     except BaseException:
         if temporary in made:
             shutil.rmtree(made.pop(), ignore_errors=True)
@@ -50,6 +69,39 @@ def staging(output_dir: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # another process may use it now
                 parent.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """A context in which other processes can see that this one is alive: it holds a lock on the folder."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(output_dir: Path) -> None:
+    """Remove the folders of killed runs for the same `output_dir`, on which no process holds a lock any more."""
+    if fcntl is None or not output_dir.parent.is_dir():
+        return
+    pattern = re.compile(rf"{re.escape(output_dir.name)}\.tmp-[0-9a-f]{{16}}")
+    for path in list(output_dir.parent.iterdir()):
+        is_old = pattern.fullmatch(path.name) is not None and time.time() - path.stat().st_mtime > GRACE
+        if is_old and path.is_dir() and not path.is_symlink():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            except OSError:  # its process is alive
+                continue
+            finally:
+                os.close(descriptor)
 
 
 def incomplete(final: Path) -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from transformers.utils import cached_file
 
 from hf_linear_attention import model_cards
 from hf_linear_attention._common.heads import head_of_config, is_without_head
+from hf_linear_attention._common.safe_yaml import load_yaml
 from hf_linear_attention.layer_ranges import ranges_of
 
 
@@ -25,6 +29,14 @@ LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
 # The metadata of the source's card that also holds for the result.
 KEPT = ("license", "license_name", "license_link", "language")
 
+ENVIRONMENT = jinja2.Environment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+    autoescape=False,
+)
+
 
 def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str | None = None) -> None:
     """Write README.md into a folder that already holds config.json.
@@ -32,7 +44,8 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     Args:
         output_dir: the folder.
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
-        (recipe), `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
+        (recipe), `is_in_python` (whether only the report of a conversion in Python is known, and not what followed it),
+        `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
         texts: `header`, `rows` and `notes`) and `dataset` (str). Every figure in the card comes from here, or from
         conversion_report.json if there is no `conversion`.
         name: the title; by default the folder's name.
@@ -43,31 +56,17 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     folder = Path(output_dir)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     report = _read_report(folder)
-    # A trained model was trained from a converted checkpoint, whose report names the original model.
-    base_model = report.get("base_model", facts["base_model"])
-    auto_class = _auto_class(config)
-    head = head_of_config(config)
+    base_model, title = _base_model(report, facts), name or folder.name
+    dataset, auto_class = str(facts.get("dataset") or ""), _auto_class(config)
     is_sentence_model = is_without_head(config) and (folder / "modules.json").is_file()
-    metadata = {
-        **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
-        "library_name": "transformers",
-        **({"base_model": base_model} if _is_hub_name(base_model) else {}),
-        "pipeline_tag": "sentence-similarity" if is_sentence_model else head.pipeline_tag,
-        "tags": _tags(facts.get("settings"), is_sentence_model),
-    }
-    environment = jinja2.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,
-    )
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    metadata = _metadata(config, report, facts, title, is_sentence_model)
+    text = ENVIRONMENT.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).strip(),
-        name=name or folder.name,
+        title=escaped(title),
+        name=json.dumps(title, ensure_ascii=False)[1:-1],
         source=f"[{base_model}](https://huggingface.co/{base_model})"
         if _is_hub_name(base_model)
-        else f"`{base_model}`",
+        else f"`{without_path(base_model).replace('`', '')}`",
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder),
@@ -76,12 +75,13 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         settings=_rows(_settings(facts.get("settings"))),
         faster_from=report.get("faster_from"),
         conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
-        dropped_features=report.get("dropped_features") or [],
+        dropped_features=[escaped(text) for text in report.get("dropped_features") or []],
         training=_rows(facts.get("training") or {}),
         earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
         metrics=_rows(facts.get("metrics") or {}),
         comparison=facts.get("comparison"),
-        dataset=facts.get("dataset"),
+        dataset=escaped(without_path(dataset)),
+        is_in_python=bool(facts.get("is_in_python")),
         plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
@@ -97,8 +97,60 @@ def _other_weights(facts: Mapping[str, Any]) -> str:
     return "The other weights were trained as well (see Training), and began as those of the base model."
 
 
+def _base_model(report: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    # A trained model was trained from a converted checkpoint, whose report names the original model.
+    return report.get("base_model_name") or report.get("base_model", facts["base_model"])
+
+
+def _metadata(
+    config: Mapping[str, Any], report: Mapping[str, Any], facts: Mapping[str, Any], title: str, is_sentence_model: bool
+) -> dict[str, Any]:
+    """The front matter, which the Hub reads."""
+    base_model, dataset = _base_model(report, facts), str(facts.get("dataset") or "")
+    head = head_of_config(config)
+    task = "sentence-similarity" if is_sentence_model else head.pipeline_tag
+    held_out = (report.get("quality") or {}).get("validation_file", "held-out data")
+    return {
+        **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
+        "library_name": "transformers",
+        **({"base_model": base_model, "base_model_relation": "finetune"} if _is_hub_name(base_model) else {}),
+        **({"datasets": [dataset]} if _is_hub_dataset(dataset) else {}),
+        "pipeline_tag": task,
+        "tags": _tags(facts.get("settings"), is_sentence_model),
+        **_model_index(title, str(task), held_out, facts.get("metrics") or {}),
+    }
+
+
 def _is_hub_name(name: str) -> bool:
-    return not Path(name).exists() and name.count("/") <= 1
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
+
+
+def _is_hub_dataset(name: str) -> bool:
+    return _is_hub_name(name) and not Path(name).suffix
+
+
+def without_path(text: str) -> str:
+    """The last part of an absolute path, which tells a reader elsewhere nothing; other texts unchanged."""
+    return Path(text).name if os.path.isabs(text) or text.startswith("~") else text
+
+
+def escaped(text: str) -> str:
+    """A text that somebody else chose, on one line and without what Markdown or HTML would make of it."""
+    plain = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\[\]|`*\\]|://)", lambda found: "&#58;//" if found[1] == "://" else f"\\{found[1]}", plain)
+
+
+def _model_index(name: str, task: str, data: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures in the form in which the Hub shows them beside a model."""
+    figures = [
+        {"type": key, "name": key, "value": value}
+        for key, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+    if not figures:
+        return {}
+    result = {"task": {"type": task}, "dataset": {"name": data, "type": data}, "metrics": figures}
+    return {"model-index": [{"name": name, "results": [result]}]}
 
 
 def training_history(source: str) -> list[dict[str, Any]]:
@@ -131,7 +183,7 @@ def source_metadata(source: Path) -> dict[str, Any]:
     if len(parts) < 3 or parts[0].strip():
         return {}
     try:
-        metadata = yaml.safe_load(parts[1])
+        metadata = load_yaml(parts[1])
     except yaml.YAMLError:  # the card of another author may be broken
         return {}
     return {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
@@ -187,7 +239,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]
 
 
 def format_value(value: Any) -> str:
-    """The text of a figure or setting in a table: numbers are rounded or grouped, and pipes are escaped."""
+    """The text of a figure or setting in a table: numbers are rounded or grouped, and markup is escaped."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -195,4 +247,4 @@ def format_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     text = (", ".join(map(str, value)) or "none") if isinstance(value, (list, tuple)) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return escaped(without_path(text))

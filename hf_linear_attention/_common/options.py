@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +34,9 @@ class Bounds:
     such_as: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Whether `value` is allowed; NaN is not."""
+        """Whether `value` is allowed; NaN and infinity are not."""
         checks = (
+            not isinstance(value, float) or math.isfinite(value),
             self.least is None or value >= self.least,
             self.above is None or value > self.above,
             self.below is None or value < self.below,
@@ -51,6 +53,8 @@ class Bounds:
 
 
 COUNT = Bounds(least=1)
+SIZE = Bounds(least=1, below=2**20)  # of a batch and the like: more would exhaust any memory
+SEED = Bounds(least=0, below=2**32)  # what NumPy accepts
 NOT_NEGATIVE = Bounds(least=0)
 POSITIVE = Bounds(above=0)
 BELOW_ONE = Bounds(least=0, below=1)
@@ -71,6 +75,7 @@ class Facts:
         for_evaluation: whether the option has an effect when a model is only evaluated.
         is_path: whether the value may be a file or folder, which is compared as an absolute path.
         is_per_stage: whether every stage of a preset has its own value.
+        group: the heading under which `--help` lists the option.
     """
 
     bounds: Bounds | None = None
@@ -81,6 +86,7 @@ class Facts:
     for_evaluation: bool = False
     is_path: bool = False
     is_per_stage: bool = False
+    group: str | None = None
 
     def meaning_on_resume(self, values: Mapping[str, Any]) -> OnResume:
         """What happens when a run whose options have these `values` is resumed with another value of this option."""
@@ -114,6 +120,23 @@ def out_of_bounds(facts: Mapping[str, Facts], values: Mapping[str, Any]) -> Iter
         value = values[name]
         if fact.bounds is not None and value is not None and not fact.bounds.hold(value):
             yield f"`--{name} {value}`: it must be {fact.bounds}"
+
+
+PATH_NAMES = ("_path", "_file", "_dir", "_folder", "dataset_name", "tokenizer_name", "_checkpoint")
+
+
+def unusable_texts(values: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence for every option that is an empty text, or a path that no file system can have."""
+    for name, value in values.items():
+        if value == "":
+            yield f"`--{name}` is empty; give a value, or leave it out"
+        elif isinstance(value, str) and name.endswith(PATH_NAMES) and not _can_be_path(value):
+            yield f"`--{name} {value[:60]}...` is no usable name: a part of it has more than 225 bytes, or a NUL"
+
+
+def _can_be_path(text: str) -> bool:
+    """Whether a file system allows this path, and the name of a temporary folder beside it."""
+    return "\0" not in text and all(len(part.encode(errors="replace")) <= 225 for part in text.split("/"))
 
 
 def without_needs(facts: Mapping[str, Facts], values: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:

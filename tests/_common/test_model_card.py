@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ def test_the_card_of_a_conversion(linear_llama):
     assert metadata["tags"] == ["linear-attention"]
     assert "base_model" not in metadata  # a folder on this machine means nothing to others
     assert text.splitlines()[1] == "# llama"
-    assert sections(text) == ["Use", "Attention", "Conversion", "Status"]
+    assert sections(text) == ["Status", "Use", "Conversion", "Attention"]
     report = json.loads((linear_llama / "conversion_report.json").read_text())
     figures = report["checks"]["student_against_teacher"]
     assert f"| kl to teacher | {figures['kl_to_teacher']:.4g} |" in text
@@ -63,7 +64,7 @@ def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_ll
     }
     write_model_card(folder, facts)
     metadata, text = read_card(folder)
-    assert sections(text) == ["Use", "Attention", "Conversion", "Training", "Results"]
+    assert sections(text) == ["Results", "Use", "Conversion", "Training", "Attention"]
     assert "| eval_loss | 1.235 |" in text
     assert "| objective.logits_kl_weight | 1 |" in text
     assert "| layers | 0, 2 |" in text
@@ -71,7 +72,8 @@ def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_ll
     assert "max_train_steps" not in text
     assert metadata["tags"] == ["linear-attention", "performer"]
     base = json.loads((folder / "conversion_report.json").read_text())["base_model"]
-    assert f"`{base}`" in text
+    assert f"`{Path(base).name}`" in text
+    assert base not in text  # a path of this machine
     (folder / "conversion_report.json").unlink()
     write_model_card(folder, facts)
     assert "Conversion" not in sections(read_card(folder)[1])
@@ -153,3 +155,44 @@ def test_a_classifier_is_no_sentence_model(architecture, is_sentence_model, tag,
     assert metadata["pipeline_tag"] == tag
     assert ("sentence-transformers" in metadata["tags"]) == is_sentence_model
     assert ("SentenceTransformer" in text) == is_sentence_model
+
+
+def test_the_hub_can_read_base_model_data_and_results(linear_llama, tmp_path):
+    folder = tmp_path / "healed"
+    shutil.copytree(linear_llama, folder)
+    report = json.loads((folder / "conversion_report.json").read_text())
+    report |= {"base_model_name": "someone/model", "quality": {"validation_file": "held_out.txt"}}
+    (folder / "conversion_report.json").write_text(json.dumps(report))
+    metrics = {"nats per token": 1.25, "figures": [1, 2]}
+    write_model_card(folder, {"base_model": "x", "metrics": metrics, "dataset": "someone/data"}, name="user/linear")
+    metadata, text = read_card(folder)
+    assert (metadata["base_model"], metadata["base_model_relation"]) == ("someone/model", "finetune")
+    assert metadata["datasets"] == ["someone/data"]
+    (model,) = metadata["model-index"]
+    assert model["name"] == "user/linear"
+    assert model["results"] == [
+        {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": "held_out.txt", "type": "held_out.txt"},
+            "metrics": [{"type": "nats per token", "name": "nats per token", "value": 1.25}],
+        }
+    ]
+    assert text.startswith("\n# user/linear\n")
+    from huggingface_hub import ModelCard
+
+    assert ModelCard.load(folder / "README.md").data.eval_results[0].metric_value == 1.25
+
+
+def test_a_card_holds_no_path_of_the_author_and_no_foreign_markup(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    training = {"teacher": "/home/me/secret/teacher", "note": "<b>x</b> [a](http://b) | `c`\nd"}
+    facts = {"base_model": "/home/me/secret/base", "training": training, "dataset": "/home/me/data.txt"}
+    write_model_card(tmp_path, facts, name="<i>me</i>")
+    metadata, text = read_card(tmp_path)
+    assert "/home" not in text
+    assert "base_model" not in metadata
+    assert "| teacher | teacher |" in text
+    assert r"| note | &lt;b&gt;x&lt;/b&gt; \[a\](http&#58;//b) \| \`c\` d |" in text
+    assert "Data: data.txt" in text
+    assert "# &lt;i&gt;me&lt;/i&gt;\n" in text
+    assert 'from_pretrained("<i>me</i>")' in text  # in code it is text

@@ -180,13 +180,15 @@ def test_the_packages_reason_says_what_to_do_where_there_is_no_kernel(monkeypatc
 
 @pytest.mark.parametrize(("num_features", "is_measured"), [("128", True), ("64", False)])
 def test_a_checkpoint_quotes_a_length_with_its_settings_or_none(measured_llama, tmp_path, num_features, is_measured):
-    report = convert_folder(measured_llama, tmp_path / "out", "--num_features", num_features, "--no_verify")
+    report = convert_folder(
+        measured_llama, tmp_path / "out", "--attention", "linear", "--num_features", num_features, "--no_verify"
+    )
     row = next(row for row in json.loads(break_even.MEASURED.read_text())["rows"] if row["name"] == "linear exp 128")
     assert (report["faster_from"] is not None) == is_measured
     for path in (tmp_path / "out").iterdir():
         text = path.read_bytes().decode("utf-8", errors="replace")
         quoted = re.findall(r"(?i)faster than softmax.*|break.even.*", text)
-        assert len(quoted) == (is_measured and path.name == "README.md"), path
+        assert len(quoted) == (is_measured and path.name in ("README.md", "report.html")), path
         assert all(f"{row['causal']:,} tokens (measured: {row['name']}, " in line for line in quoted)
 
 
@@ -194,10 +196,10 @@ def test_dry_run_report_and_card_agree(measured_llama, tmp_path, monkeypatch):
     kept = json.loads(break_even.MEASURED.read_text())
     for name, instruction_set in (("torch", None), tuple(kept["backend"].values())):
         computes(monkeypatch, name, instruction_set)
-        _, out, _ = run("--model_name_or_path", measured_llama, "--dry_run")
+        _, out, _ = run("--model_name_or_path", measured_llama, "--dry_run", "--attention", "linear")
         assert ("this process uses torch, which is slower" in out) == (name == "torch")
     computes(monkeypatch, "torch", None)
-    report = convert_folder(measured_llama, tmp_path / "out")
+    report = convert_folder(measured_llama, tmp_path / "out", "--attention", "linear")
     assert report["backend"] == {"name": "torch", "instruction_set": None, "reason": "Because."}
     assert f"{QUOTED} {report['faster_from']}\n" in out
     card = (tmp_path / "out" / "README.md").read_text()

@@ -207,7 +207,7 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--calibration_file", "TEXT"], ["`linear` with these settings has nothing to calibrate", "add `--spectrum`"]),
+        (["--calibration_file", "TEXT"], ["`hybrid` with these settings has nothing to calibrate", "add `--spectrum`"]),
         ([*FAVOR, "--calibration_tokens", 9], ["on all built-in sentences", "or give a `--calibration_file`"]),
         (["--calibration_tokens", 9], ["`--calibration_tokens`", "nothing to calibrate; leave it out"]),
         (

@@ -186,10 +186,12 @@ def test_the_command_that_heals_it_names_no_relative_path(llama, tmp_path, monke
 
 def test_a_missing_head_is_said_in_our_own_words(tmp_path):
     save_twin(tmp_path / "base", "bert", "AutoModel")
-    code, out, err = run(
-        "--model_name_or_path", tmp_path / "base", "--output_dir", tmp_path / "out",
-        "--model_class", "AutoModelForMaskedLM",
-    )  # fmt: skip
+    words = ("--model_name_or_path", tmp_path / "base", "--output_dir", tmp_path / "out")
+    words += ("--model_class", "AutoModelForMaskedLM")
+    code, _, err = run(*words)
+    assert code == 2
+    assert "does not contain `cls.predictions" in err
+    code, out, err = run(*words, "--allow_missing")
     assert code == 0
     assert "warning: the checkpoint does not contain cls.predictions.bias" in err
     assert "class       BertForMaskedLM -> LinearBertForMaskedLM" in out

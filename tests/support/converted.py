@@ -24,5 +24,5 @@ def bert(tmp_path_factory):
 def linear_llama(llama, tmp_path_factory):
     """A converted folder; tests must not write into it."""
     folder = tmp_path_factory.mktemp("converted") / "llama"
-    convert_folder(llama, folder, "--num_features", 16)
+    convert_folder(llama, folder, "--attention", "linear", "--num_features", 16)
     return folder

@@ -36,6 +36,7 @@ from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention.training.arguments import FACTS
 from hf_linear_attention.training.checkpoints.weights import save_model, whole_weights
+from hf_linear_attention.training.data.inputs import CONTENT
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.distributed.sharding import shard_optimizer_state, whole
@@ -242,6 +243,8 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSetting
     """The differences between the recipe `old` of a checkpoint and the recipe `new` of the run that resumes from it."""
     known = {**FACTS, "world_size": WORLD_SIZE}
     changed = {name: f"{name}: {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
+    if CONTENT not in old:  # the checkpoint is from a version that did not record it
+        changed.pop(CONTENT, None)
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
     return ChangedSettings(
         *(

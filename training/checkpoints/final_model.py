@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from hf_linear_attention._common import folders
+from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.heads import is_without_head
 from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention.training.checkpoints.checkpointing import MODEL_FOLDER
@@ -46,18 +47,19 @@ def save_final(
     folder.mkdir(parents=True)
     save_model(model, folder, weights)
     processor.save_pretrained(folder)
-    copy_sidecars(recipe.model.model_name_or_path, folder)
-    earlier = training_history(recipe.model.model_name_or_path)
+    earlier: list[dict[str, Any]] = []
+    with not_essential("what describes the model it was trained from"):
+        copy_sidecars(recipe.model.model_name_or_path, folder)
+        earlier = training_history(recipe.model.model_name_or_path)
     dataset = recipe.data.dataset_name or Path(str(recipe.data.train_file)).name
     this = {"dataset": dataset, "training": training, "metrics": metrics}
     (folder / HISTORY).write_text(json.dumps({"runs": [*earlier, this]}, indent=1) + "\n", encoding="utf-8")
-    facts = {
-        "base_model": recipe.model.model_name_or_path,
-        "settings": getattr(model.config, "linear_attention", None),
-        **training_facts([*earlier, this]),
-    }
-    plot_metrics(recipe.output_dir, folder)
-    write_model_card(folder, facts, name=recipe.output_dir.name)
+    with not_essential("the plot of the losses"):
+        plot_metrics(recipe.output_dir, folder)
+    with not_essential("the model card"):
+        settings = getattr(model.config, "linear_attention", None)
+        facts = {"base_model": recipe.model.model_name_or_path, "settings": settings}
+        write_model_card(folder, facts | training_facts([*earlier, this]), name=recipe.output_dir.name)
     _move_into(folder, recipe.output_dir)
     logger.info("saved %s", recipe.output_dir)
 

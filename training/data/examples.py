@@ -26,7 +26,7 @@ import datasets
 import numpy as np
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.images import Images
 from hf_linear_attention.training.data.labels import class_labels, pair_scores
 from hf_linear_attention.training.data.packing import Documents, Examples, PackedBlocks, StreamWindows, Tokens, shorten
@@ -66,7 +66,7 @@ def build_examples(
         split: "train" or "validation".
 
     Raises:
-        TrainingError: if the rows hold no text, or labels that cannot be used.
+        DataError: if the rows hold no text, or labels that cannot be used.
     """
     data, task, running_text = recipe.data, recipe.model.task, _is_running_text(recipe, split)
     texts = _texts(rows, data, running_text, data.max_eval_chars if split == "validation" else None)
@@ -101,7 +101,7 @@ def finished(examples: Examples, recipe: Recipe, split: str) -> Examples:
         examples = shorten(examples, recipe.data.max_eval_samples, recipe.data.max_eval_tokens)
     if len(examples) == 0:
         what = {"text": "text", "images": "image", "sound": "recording"}[recipe.task.inputs]
-        raise TrainingError(f"the {split} data holds no {what}; check the file or folder and its columns")
+        raise DataError(f"the {split} data holds no {what}; check the file or folder and its columns")
     logger.info("%s: %d examples, %d %s", split, len(examples), examples.lengths.sum(), recipe.unit)
     return examples
 
@@ -117,7 +117,7 @@ def image_examples(
     """The images of the usable rows of one split, as examples.
 
     Raises:
-        TrainingError: if there are none, or their labels cannot be used.
+        DataError: if there are none, or their labels cannot be used.
     """
     labels = class_labels(rows, recipe, classes, split) if recipe.task.logits is not None else None
     images: Examples = Images(rows, recipe.data, split, processor, labels)
@@ -153,11 +153,11 @@ def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
     """The documents that have tokens.
 
     Raises:
-        TrainingError: if a document is empty and `keep` is set, because accuracy must count every labelled text.
+        DataError: if a document is empty and `keep` is set, because accuracy must count every labelled text.
     """
     empty = [number for number, document in enumerate(documents) if len(document) == 0]
     if empty and keep:
-        raise TrainingError(
+        raise DataError(
             f"row {empty[0]} has a label, but its text has no tokens (as in {len(empty)} row(s)); remove such rows"
         )
     return [document for document in documents if len(document)]

@@ -7,6 +7,7 @@ prepares the images; there is no augmentation.
 
 from __future__ import annotations
 
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import datasets
 import numpy as np
 from transformers import BaseImageProcessor
 
+from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import Example, Tokens
 from hf_linear_attention.training.data.rows import path_of, require_column, without_bad
 from hf_linear_attention.training.recipe import DataArguments, Recipe
@@ -43,8 +45,11 @@ class Images:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Example:
-        with _opened(self.images[int(index)], self.root) as image:
-            pixels = self.processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        try:
+            with _opened(self.images[int(index)], self.root) as image:
+                pixels = self.processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        except (OSError, ValueError, SyntaxError) as error:  # Pillow's errors; only the beginning was read before
+            raise DataError(f"image {index} of the data cannot be read ({error}); replace or remove it") from error
         return {"pixel_values": pixels, **({} if self.labels is None else {"labels": self.labels[index]})}
 
 
@@ -52,7 +57,7 @@ def usable_images(recipe: Recipe, rows: datasets.Dataset, split: str) -> dataset
     """`rows` without the bad ones, which have no image that can be opened or, where there are labels, no label.
 
     Raises:
-        TrainingError: if there are bad rows that may not be skipped, or no column with the images.
+        DataError: if there are bad rows that may not be skipped, or no column with the images.
     """
     data = recipe.data
     labelled = recipe.task.logits is not None and data.label_column_name in rows.column_names
@@ -68,11 +73,18 @@ def usable_images(recipe: Recipe, rows: datasets.Dataset, split: str) -> dataset
 
 
 def _problem(value: Any, root: Path) -> str | None:
-    """The problem of an image as a clause, or None if it can be opened; only its beginning is read."""
+    """The problem of an image as a clause, or None if it can be opened; of most formats, only the beginning is read."""
+    from PIL import Image
+
     try:
-        with _opened(value, root):
-            return None
-    except (OSError, ValueError, TypeError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with _opened(value, root) as image:
+                image.verify()
+        return None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels"
+    except (OSError, ValueError, TypeError, SyntaxError) as error:  # a broken .png is a SyntaxError to Pillow
         return f"cannot be opened ({error})"
 
 

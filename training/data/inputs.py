@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 import math
@@ -29,6 +30,13 @@ from hf_linear_attention.training.recipe import Recipe
 
 
 DEFAULT_EPOCHS = 3.0
+CONTENT = "train_content"  # the fact that says which rows a run was trained on
+
+
+def content_of(path: str) -> str:
+    """The SHA-256 of a file, which two files share only if they hold the same."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass
@@ -47,12 +55,13 @@ class TrainInputs:
         plan = self.recipe.optimization
         return plan.per_device_train_batch_size * plan.gradient_accumulation_steps * self.accelerator.num_processes
 
-    def facts(self) -> dict[str, int | None]:
+    def facts(self) -> dict[str, int | str | None]:
         """The facts about the data that must be the same when the run is resumed."""
         streamed = isinstance(self.source, StreamedExamples)
         return {
             "sequences_per_step": self.sequences_per_step,
             "train_examples": None if isinstance(self.source, StreamedExamples) else len(self.source),
+            CONTENT: None if (path := self.recipe.data.train_file) is None else content_of(path),
             "streaming_processes": self.accelerator.num_processes if streamed else None,
         }
 

@@ -13,8 +13,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import TrainingError, UsageError
+from hf_linear_attention._common.reading import reading
+from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.transformers_internals import is_masked_lm
 
 
 logger = logging.getLogger(__name__)
@@ -25,10 +28,20 @@ DEFAULT_MAX_LENGTH = 512
 
 def load_processor(recipe: Recipe) -> Processor:
     """The image processor or tokenizer that prepares the inputs of the model, and is saved with it."""
+    config = load_config(recipe)  # both classes below read it too, and their errors would not say that it is wrong
+    kind = getattr(config, "stock_model_type", config.model_type)
+    if recipe.model.task == "causal_lm" and is_masked_lm(kind) and not is_causal_config(config, kind):
+        raise UsageError(
+            f"`--task causal_lm`: {recipe.model.model_name_or_path} ({kind}) attends to both sides, so it would see "
+            "the tokens that it has to predict; use `--task masked_lm`, or a decoder"
+        )
     if recipe.task.inputs != "images":
-        return load_tokenizer(recipe)
+        tokenizer = load_tokenizer(recipe)
+        _check_vocabulary(tokenizer, config)
+        return tokenizer
     path = recipe.model.model_name_or_path
-    return AutoImageProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
+    with reading(f"the image processor of {path} (preprocessor_config.json)"):
+        return AutoImageProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -38,18 +51,28 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         TrainingError: if the task is masked_lm and the tokenizer has no mask token.
     """
     name = recipe.model.tokenizer_name or recipe.model.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
-    if recipe.model.task == "token_classification" and getattr(tokenizer, "add_prefix_space", None) is False:
-        # GPT-2's and RoBERTa's tokenizers take words only with a space before each.
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=recipe.model.trust_remote_code, add_prefix_space=True
-        )
+    options = {"trust_remote_code": recipe.model.trust_remote_code}
+    with reading(f"the tokenizer of {name} (tokenizer.json)", "repair it, or give `--tokenizer_name`"):
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        if recipe.model.task == "token_classification" and getattr(tokenizer, "add_prefix_space", None) is False:
+            # GPT-2's and RoBERTa's tokenizers take words only with a space before each.
+            tokenizer = AutoTokenizer.from_pretrained(name, **options, add_prefix_space=True)
     if recipe.model.task == "masked_lm" and tokenizer.mask_token_id is None:
         raise TrainingError(
             f"the tokenizer of {name} has no mask token, which `--task masked_lm` needs; choose another task or "
             "`--tokenizer_name`"
         )
     return tokenizer
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    needed = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if size is not None and needed > size:
+        raise UsageError(
+            f"the tokenizer of {tokenizer.name_or_path} has {needed:,} tokens, but the model has embeddings for "
+            f"{size:,} (`vocab_size`); give its own tokenizer, or resize the model (`resize_token_embeddings`) first"
+        )
 
 
 def pad_token_id(processor: Processor) -> int:
@@ -60,7 +83,9 @@ def pad_token_id(processor: Processor) -> int:
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
     """The config of the model that is trained."""
-    return AutoConfig.from_pretrained(recipe.model.model_name_or_path, trust_remote_code=recipe.model.trust_remote_code)
+    path = recipe.model.model_name_or_path
+    with reading(f"config.json of {path}"):
+        return AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:

@@ -21,9 +21,9 @@ from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.packing import Example, Examples, Tokens
 from hf_linear_attention.training.data.rows import bad_text, require_column, without_bad
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
 
-COLUMNS = ("question", "context", "answers")
 DEFAULT_STRIDE = 128
 
 
@@ -102,13 +102,13 @@ def usable_questions(recipe: Recipe, rows: datasets.Dataset, split: str) -> data
         TrainingError: if there are bad rows that may not be skipped, or columns are missing.
     """
     needs_answers = split == "validation" or bool(recipe.objective.task_loss_weight)
-    if missing := [name for name in COLUMNS[: 2 + needs_answers] if name not in rows.column_names]:
+    if missing := [name for name in QUESTION_COLUMNS[: 2 + needs_answers] if name not in rows.column_names]:
         raise TrainingError(
             f"the {split} data has no column {' and '.join(missing)}, but {', '.join(rows.column_names)}; rename them "
             "as in SQuAD: question, context, answers"
         )
     bad: dict[int, str] = {}
-    for name in COLUMNS[:2]:
+    for name in QUESTION_COLUMNS[:2]:
         for number, text in enumerate(rows[name]):
             if not isinstance(text, str) or not text.strip():
                 bad.setdefault(number, bad_text(name, text))
@@ -147,7 +147,7 @@ def question_examples(
             f"{type(tokenizer).__name__} does not tell the characters of a token; convert it to a fast tokenizer "
             "(tokenizer.json), or give one with `--tokenizer_name`"
         )
-    for name in COLUMNS[:2]:
+    for name in QUESTION_COLUMNS[:2]:
         require_column(rows, name, name)
     stride = recipe.task_options.doc_stride
     stride = min(DEFAULT_STRIDE, max_length // 4) if stride is None else stride

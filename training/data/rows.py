@@ -12,18 +12,20 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetGenerationError
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import DataError
+from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.recipe import DataArguments
 
 
 logger = logging.getLogger(__name__)
 
-# With its defaults, pandas would read the text "null" as missing, and in a .tsv join lines between quotes.
+# With its defaults, pandas would read the text "null" as missing, in a .tsv join lines between quotes, and shift the
+# columns of rows that have more fields than the header.
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "document"}),
     ".jsonl": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".tsv": ("csv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}),
+    ".csv": ("csv", {"keep_default_na": False, "index_col": False}),
+    ".tsv": ("csv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False, "index_col": False}),
     ".parquet": ("parquet", {}),
 }
 SHOWN = 5  # the number of bad rows that a message names; the others are only counted
@@ -38,22 +40,27 @@ def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
     """The raw rows of `split` ("train" or "validation"), or None if there is no data for it.
 
     Raises:
-        TrainingError: if a file cannot be read, or a .jsonl has lines that are not objects and may not be skipped.
+        DataError: if a file cannot be read, or a .jsonl has lines that are not objects and may not be skipped.
     """
     path = path_of(data, split)
     if path is not None:
         builder, options = READERS[Path(path).suffix]
         try:
             return datasets.load_dataset(builder, data_files=[path], split="train", **options)
-        except (DatasetGenerationError, ValueError) as error:  # the readers' own errors are ValueErrors
+        # The readers' own errors are ValueErrors, and that of JSON that is nested too deeply a RecursionError.
+        except (DatasetGenerationError, ValueError, RecursionError, StopIteration) as error:
             if Path(path).suffix != ".jsonl":
-                raise TrainingError(f"{path} cannot be read: {error.__cause__ or error}") from error
+                raise DataError(f"{path} cannot be read: {error.__cause__ or error}") from error
             return _read_line_by_line(path, data)
     if data.dataset_name is None:
         return None
-    splits = datasets.load_dataset(data.dataset_name, data.dataset_config_name)
+    with reading(f"`--dataset_name {data.dataset_name}`", "give a folder or the name of a data set"):
+        splits = datasets.load_dataset(data.dataset_name, data.dataset_config_name)
     if split == "train" and split not in splits:
-        raise TrainingError(f"`--dataset_name {data.dataset_name}` has no split `train`, only {', '.join(splits)}")
+        raise DataError(f"`--dataset_name {data.dataset_name}` has no split `train`, only {', '.join(splits)}")
+    if split == "validation" and split not in splits and "test" in splits:
+        logger.info("`--dataset_name %s` has no split `validation`: its split `test` is evaluated", data.dataset_name)
+        split = "test"
     return splits.get(split)
 
 
@@ -75,7 +82,7 @@ def _read_line_by_line(path: str, data: DataArguments) -> datasets.Dataset:
     try:
         return datasets.Dataset.from_list(good)
     except (ValueError, TypeError) as error:  # pyarrow's errors are both
-        raise TrainingError(
+        raise DataError(
             f"a column of {path} holds values of several types ({error}); give all its values the same type"
         ) from error
 
@@ -83,7 +90,7 @@ def _read_line_by_line(path: str, data: DataArguments) -> datasets.Dataset:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
@@ -92,7 +99,7 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
     """`rows` without the bad ones, which lack a text or, with `labelled`, have an empty text or no label.
 
     Raises:
-        TrainingError: if there are bad rows that may not be skipped, or no column with the texts.
+        DataError: if there are bad rows that may not be skipped, or no column with the texts.
     """
     columns = [name for name in (data.text_column_name, data.text_pair_column_name) if name is not None]
     for option, name in zip(("text_column_name", "text_pair_column_name"), columns):
@@ -103,8 +110,8 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
         for number, text in enumerate(rows[name]):
             if not isinstance(text, str):
                 bad.setdefault(number, bad_text(name, text))
-            elif labelled and not text.strip():
-                bad.setdefault(number, f"`{name}` is empty, but has a label")
+            elif not text.strip():
+                bad.setdefault(number, f"`{name}` is empty" + (", but has a label" if labelled else ""))
     for number, label in enumerate(labels or ()):
         if label is None:
             bad.setdefault(number, f"`{data.label_column_name}` is missing")
@@ -115,17 +122,17 @@ def require_column(rows: datasets.Dataset, option: str, name: str) -> None:
     """Refuse `name`, the value of `--option`, if it is not a column of `rows`.
 
     Raises:
-        TrainingError: with the columns that there are.
+        DataError: with the columns that there are.
     """
     if name not in rows.column_names:
-        raise TrainingError(f"`--{option} {name}` is not a column; the data has {', '.join(rows.column_names)}")
+        raise DataError(f"`--{option} {name}` is not a column; the data has {', '.join(rows.column_names)}")
 
 
 def without_bad(rows: datasets.Dataset, bad: dict[int, str], data: DataArguments, split: str) -> datasets.Dataset:
     """`rows` without those in `bad`, which maps the number of a row to its problem.
 
     Raises:
-        TrainingError: if there are bad rows and they may not be skipped.
+        DataError: if there are bad rows and they may not be skipped.
     """
     if not bad:
         return rows
@@ -152,12 +159,12 @@ def report(bad: list[str], source: str, data: DataArguments) -> None:
     """Refuse bad rows, or warn that they are skipped, as `--on_bad_rows` says.
 
     Raises:
-        TrainingError: if there are any and they may not be skipped.
+        DataError: if there are any and they may not be skipped.
     """
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     text = f"{len(bad)} bad row(s) in {source}: {'; '.join(bad[:SHOWN])}{more}"
     if bad and data.on_bad_rows == "raise":
-        raise TrainingError(f"{text}. Correct them, or skip them with `--on_bad_rows skip`")
+        raise DataError(f"{text}. Correct them, or skip them with `--on_bad_rows skip`")
     if bad:
         logger.warning("skipped %s", text)
 

@@ -15,7 +15,7 @@ from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
-from hf_linear_attention.training.data.rows import count_skipped, load_rows
+from hf_linear_attention.training.data.rows import count_skipped, load_rows, path_of
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.data.targets import target_examples
 from hf_linear_attention.training.data.words import usable_words, word_examples
@@ -76,10 +76,11 @@ def _read(recipe: Recipe, splits: Sequence[str], reader: Reader) -> tuple[dict[s
 def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int] | None:
     """The class index of every label in the first labelled split; the other split may have no further classes."""
     column = recipe.data.label_column_name
-    labelled = [part for part in rows.values() if column in part.column_names]
+    labelled = [(split, part) for split, part in rows.items() if column in part.column_names]
     if not labelled:
         return None
-    names = label_names(labelled[0], column)
+    split, first = labelled[0]
+    names = label_names(first, column, path_of(recipe.data, split))
     flat = [entry for row in names for entry in row] if names and isinstance(names[0], list) else names
     return class_mapping(load_config(recipe), flat)
 

@@ -16,7 +16,7 @@ import numpy as np
 from datasets.distributed import split_dataset_by_node
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.batches import Batch, Masking, pad
 from hf_linear_attention.training.data.packing import Example, Tokens, boundaries
 from hf_linear_attention.training.data.rows import READERS, bad_text, report
@@ -73,7 +73,7 @@ class StreamedExamples:
                         count += 1
                         yield document
             if count == 0:
-                raise TrainingError(
+                raise DataError(
                     f"process {rank} of {world_size} found no text in the streamed training data; check the data, or "
                     "launch fewer processes"
                 )
@@ -95,9 +95,7 @@ class StreamedExamples:
         for row in rows:
             if data.text_column_name not in row:
                 columns = ", ".join(name for name in row if name != ROW)
-                raise TrainingError(
-                    f"`--text_column_name {data.text_column_name}` is not a column; the data has {columns}"
-                )
+                raise DataError(f"`--text_column_name {data.text_column_name}` is not a column; the data has {columns}")
             text = row[data.text_column_name]
             if isinstance(text, str):
                 yield text

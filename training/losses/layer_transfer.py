@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.recipe import parse_layer_numbers
@@ -99,7 +99,7 @@ def layer_of(call: ObservedAttention) -> int:
 def _chosen(text: str, converted: Collection[int]) -> list[int]:
     wanted = parse_layer_numbers(text)
     if unknown := sorted(set(wanted) - set(converted)):
-        raise TrainingError(
+        raise UsageError(
             f"`--transfer_layers {text}`: layers {', '.join(map(str, unknown))} are not converted; choose from "
             f"{', '.join(map(str, converted))}"
         )

@@ -1,0 +1,316 @@
+r"""Compare mechanisms for one model: what each costs and keeps, measured here.
+
+    hf-linear-attention compare --model_name_or_path SRC
+    hf-linear-attention compare --model_name_or_path SRC --mechanisms hybrid,linear \
+        --train_file TEXT.jsonl --tokens 50k --output_dir OUT
+
+Each mechanism has the settings of its preset. The distance to the original is measured before any training and, with
+--train_file, after training on --tokens of it, on a tenth of that text that is not trained on. The time of one
+attention layer is measured in this process, with the model's heads and dtype, beside torch's softmax attention. With
+--output_dir, comparison.json and report.html are written there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from hf_linear_attention._common.command_line import Parser, run_command
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.logs import quiet_transformers, to_stderr
+from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
+from hf_linear_attention.conversion.calibration_data import check_text_file, data_recipe, real_inputs
+from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
+from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
+from hf_linear_attention.conversion.page import PAGE
+from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
+from hf_linear_attention.conversion.plan import stock_config
+from hf_linear_attention.conversion.request import parse, parse_tokens
+from hf_linear_attention.conversion.samples import TEXTS
+from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.conversion.verification import LOGITS
+from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.losses.outputs import mean_pooled
+from hf_linear_attention.training.presets.preset import load_preset, preset_names, stages_of
+
+
+logger = logging.getLogger(__name__)
+
+
+COMPARISON = "comparison.json"
+DEFAULT_TOKENS = 50_000
+# What is compared where nothing is named; those that a model does not support are left out.
+COMPARED = {
+    "causal": ("hybrid", "linear", "gated_delta"),
+    "bidirectional": ("linear", "nystrom", "linformer", "hybrid"),
+}
+HELD_OUT_TOKENS = 8192
+# A text file is read up to this many characters per token that is trained on, and these more.
+CHARACTERS, MORE_CHARACTERS = 20, 400_000
+SHORTEST, LONGEST, MOST = 128, 4096, 16_384  # lengths at which a layer is timed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison needs of the command line and the source; `train_file` and `held_out` are temporary files."""
+
+    source: Source
+    common: list[str]
+    direction: str
+    tokens: int | None
+    folder: Path
+    train_file: Path
+    held_out: Path | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    return run_command("hf-linear-attention compare", lambda: _compare(argv), stopped="nothing was written")
+
+
+def _compare(argv: Sequence[str]) -> None:
+    arguments = _parse(argv)
+    with to_stderr("hf_linear_attention.conversion"), quiet_transformers():
+        content = compare_mechanisms(arguments)
+        if arguments.output_dir is not None:
+            with staging(Path(arguments.output_dir).expanduser().resolve()) as folder:
+                (folder / COMPARISON).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                (folder / PAGE).write_text(comparison_page(content), encoding="utf-8")
+    sys.stdout.write(f"{describe_comparison(content)}\n")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options.
+
+    Raises:
+        UsageError: naming every one that is wrong.
+    """
+    parser = Parser([], prog="hf-linear-attention compare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model_name_or_path", required=True, help="the softmax checkpoint: a folder or a hub name")
+    parser.add_argument("--mechanisms", help="names with commas (default: the usual ones for this kind of model)")
+    parser.add_argument("--train_file", help="text to train on: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)")
+    parser.add_argument("--tokens", help="the number of tokens to train on, such as 50k (default) or 2M")
+    parser.add_argument("--output_dir", help=f"a new folder for {COMPARISON} and {PAGE}")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the checkpoint contains")
+    parser.add_argument("--allow_pickle", action="store_true", help="read .bin files if there are no safetensors")
+    arguments = parser.parse_args(argv)
+    problems = []
+    names = [] if arguments.mechanisms is None else [name.strip() for name in arguments.mechanisms.split(",")]
+    if unknown := sorted(set(names) - set(MECHANISMS)):
+        shown = ", ".join(map(repr, unknown))
+        problems.append(f"`--mechanisms`: {shown} must be one of {', '.join(sorted(MECHANISMS))}")
+    if arguments.tokens is not None and arguments.train_file is None:
+        problems.append("`--tokens` needs text to train on; give a `--train_file`")
+    if arguments.output_dir is not None and Path(arguments.output_dir).expanduser().exists():
+        problems.append(f"`--output_dir` = {arguments.output_dir!r} exists; give the name of a new folder")
+    if problems:
+        raise UsageError(*problems)
+    if arguments.train_file is not None:
+        check_text_file("train_file", arguments.train_file)
+    return arguments
+
+
+def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The content of comparison.json."""
+    source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
+    config = stock_config(source, arguments.trust_remote_code)
+    direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
+    names = (arguments.mechanisms or ",".join(COMPARED[direction])).replace(" ", "").split(",")
+    tokens = None
+    if arguments.train_file is not None:
+        tokens = parse_tokens(arguments.tokens) if arguments.tokens is not None else DEFAULT_TOKENS
+    flags = [f"--{name}" for name in ("trust_remote_code", "allow_pickle") if getattr(arguments, name)]
+    common = ["--model_name_or_path", arguments.model_name_or_path, *flags]
+    with tempfile.TemporaryDirectory(prefix="hf-linear-attention-compare-") as name:
+        files = _text_files(arguments.train_file, tokens, Path(name))
+        comparison = Comparison(source, common, direction, tokens, Path(name), *files)
+        rows = [compared(comparison, mechanism) for mechanism in dict.fromkeys(names)]
+    content = {
+        "base_model": source.name,
+        "model_type": config.model_type,
+        "max_length": max_length_of(config),
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+        "train_file": None if arguments.train_file is None else Path(arguments.train_file).name,
+        "mechanisms": rows,
+    }
+    return {**content, "recommendation": recommendation(content)}
+
+
+def _text_files(path: str | None, tokens: int | None, folder: Path) -> tuple[Path, Path | None]:
+    """A file to train on and one of held-out text; the built-in sentences, on which nothing is trained, without a path.
+
+    Of the texts of a file the last tenth is held out, or of a single text its last tenth.
+    """
+    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
+    if path is None or tokens is None:
+        _write_texts(train, TEXTS)
+        return train, None
+    from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
+
+    rows: Any = load_rows(data_recipe("", "embedding", train_file=path).data, "train")
+    if rows is None or "text" not in rows.column_names:
+        raise UsageError(f"`--train_file` = {path!r} has no column `text`; rename the column of its texts")
+    texts, count, most = [], 0, CHARACTERS * tokens + MORE_CHARACTERS
+    for text in rows["text"]:
+        if text and text.strip() and count < most:
+            texts.append(text[: most - count])
+            count += len(texts[-1])
+    if count < 100:
+        raise UsageError(f"`--train_file` = {path!r} contains {count} characters of text; give a longer file")
+    if len(texts) == 1:
+        cut = len(texts[0]) * 9 // 10
+        texts = [texts[0][:cut], texts[0][cut:]]
+    last = max(1, len(texts) // 10)
+    _write_texts(train, texts[:-last])
+    _write_texts(held_out, texts[-last:])
+    return train, held_out
+
+
+def _write_texts(path: Path, texts: Sequence[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
+    """The row of one mechanism in comparison.json; only `mechanism` and `refused` if the model does not support it."""
+    row: dict[str, Any] = {
+        "mechanism": mechanism,
+        "refused": None,
+        "preset": preset_for(mechanism, comparison.direction),
+    }
+    attention = [*comparison.common, "--attention", mechanism]
+    preset = [*attention, "--preset", row["preset"], "--train_file", str(comparison.train_file)]
+    try:
+        conversion, row["not_trained"] = prepare(parse([*preset, "--dry_run"])), None
+    except UsageError as error:
+        try:
+            conversion, row["not_trained"] = prepare(parse([*attention, "--dry_run"])), str(error)
+        except UsageError as refusal:
+            return {"mechanism": mechanism, "refused": str(refusal)}
+    logger.info("measuring %s", mechanism)
+    teacher = _stock_model(conversion)
+    model = load_converted(conversion)
+    calibrate_and_diagnose(conversion, model)
+    batches = _batches(conversion, comparison)
+    row["settings"] = conversion.plan.settings
+    row |= distance(model, teacher, batches) if batches else {"measure": None, "before": None}
+    row |= _costs(conversion, model)
+    if comparison.tokens is not None and row["not_trained"] is None:
+        folder = comparison.folder / mechanism
+        words = ["--tokens", str(comparison.tokens), "--output_dir", str(folder), "--no_verify"]
+        row |= _trained(prepare(parse([*preset, *words])), teacher, batches)
+    return row
+
+
+def preset_for(mechanism: str, direction: str) -> str:
+    """The preset with settings for this mechanism; `default`, whose stages train any, if there is none."""
+    for name in dict.fromkeys(("default", mechanism, *preset_names())):
+        preset = load_preset(name) if name in preset_names() else None
+        if preset is not None and preset.settings.get(direction, {}).get("mechanism") == mechanism:
+            return name
+    return "default"
+
+
+def _stock_model(conversion: Conversion) -> PreTrainedModel:
+    source = conversion.source
+    model: Any = conversion.plan.stock_class.from_pretrained(source.loadable, use_safetensors=not source.is_pickled)
+    return model.float().eval()
+
+
+def _batches(conversion: Conversion, comparison: Comparison) -> list[dict[str, torch.Tensor]]:
+    """Inputs that are not trained on; none for a model that reads no text."""
+    if conversion.plan.stock_class.main_input_name != "input_ids":
+        return []
+    path = None if comparison.held_out is None else str(comparison.held_out)
+    inputs = real_inputs(conversion.source, conversion.plan, path)
+    if inputs is None:
+        return []
+    return inputs.windows(1) if path is None else inputs.batches(HELD_OUT_TOKENS)
+
+
+@torch.no_grad()
+def distance(
+    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """`measure` and `before`: KL(original || student) in nats per token, or the cosine of mean-pooled embeddings.
+
+    The original's output is that of the stock model; both models are in float32.
+    """
+    student, total, count, measure = student.float().eval(), 0.0, 0, "cosine"
+    for batch in batches:
+        mine, yours = (model(**batch) for model in (student, teacher))
+        name = next((name for name in LOGITS if yours.get(name) is not None), None)
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        if name is None:
+            pooled = [mean_pooled(output.last_hidden_state.float(), mask) for output in (mine, yours)]
+            found = F.cosine_similarity(*pooled, dim=-1)
+        else:
+            measure = "kl"
+            p, q = (output[name].float().log_softmax(-1) for output in (yours, mine))
+            found = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+            found = found[mask.bool()] if found.shape == mask.shape else found
+        total, count = total + found.double().sum().item(), count + found.numel()
+    return {"measure": measure, "before": total / max(count, 1)}
+
+
+def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
+    """State, and the time of the first converted layer at lengths up to the model's own maximum and 4,096 at least."""
+    layers = conversion.plan.layers
+    modules = list(linear_attention_modules(model).values())
+    dtype = next(conversion.source.read(name).dtype for name in conversion.source.tensors)
+    dtype = dtype if dtype.is_floating_point else torch.float32
+    longest = min(max(max_length_of(model.config) or 0, LONGEST), MOST)
+    lengths = [length for power in range(20) if (length := SHORTEST << power) <= longest]
+    curve = speed_curve(modules[0].to(dtype), lengths, dtype) if modules else []
+    return {
+        "curve": curve,
+        "faster_from": first_faster(curve),
+        "dtype": str(dtype).removeprefix("torch."),
+        "heads": modules[0].linear_attention.shape.num_heads if modules else None,
+        "head_dim": modules[0].linear_attention.shape.head_dim if modules else None,
+        "state_bytes": conversion.plan.state_bytes,
+        "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
+    }
+
+
+def _trained(
+    conversion: Conversion, teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """The distance `after` the training, and the `minutes` that the whole preset would take at its speed."""
+    from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
+
+    training: Any = conversion.training
+    run_training(conversion, training)
+    folder = training.output_dir
+    model: Any = conversion.plan.linear_class.from_pretrained(folder)
+    after = distance(model, teacher, batches)["before"] if batches else None
+    runs = json.loads((folder / HISTORY).read_text(encoding="utf-8"))["runs"]
+    preset = training.preset
+    seconds = [
+        preset.tokens * stage.share / run["loss"]["per_second"]
+        for stage, run in zip(stages_of(preset, training.given["task"]), runs, strict=True)
+        if run["loss"].get("per_second")
+    ]
+    minutes = sum(seconds) / 60 if len(seconds) == len(runs) else None
+    return {"after": after, "minutes": minutes, "preset_tokens": preset.tokens}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

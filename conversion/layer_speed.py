@@ -1,0 +1,83 @@
+"""The time of one attention layer here, in this process, beside torch's softmax attention of the same shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+ROUNDS = 3
+# A longer call ends a measurement: lengths double, so that the next one would take four times as long.
+LONGEST_CALL = 0.5
+
+
+def attention_inputs(module: Any, length: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
+    """Random queries `[1, H, N, D]`, keys and values `[1, Hkv, N, D]`, and the gates of a layer that needs them.
+
+    As models hand them over, the heads of a token lie beside each other in memory.
+    """
+    shape, generator = module.linear_attention.shape, torch.Generator().manual_seed(0)
+    heads = (shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads)
+    tensors = [torch.randn(1, length, n, shape.head_dim, generator=generator).to(dtype).transpose(1, 2) for n in heads]
+    if not module.linear_attention.needs_gates:
+        return tensors, None
+    hidden = torch.randn(1, length, shape.hidden_size, generator=generator).to(dtype)
+    return tensors, module.linear_attention.gates(hidden)
+
+
+def seconds(functions: Sequence[Callable[[], Any]], rounds: int = ROUNDS) -> list[float]:
+    """The shortest time of each function, which take turns; the first round is not counted."""
+    best = [float("inf")] * len(functions)
+    for number in range(rounds + 1):
+        for place, function in enumerate(functions):
+            start = time.perf_counter()
+            function()
+            if number:
+                best[place] = min(best[place], time.perf_counter() - start)
+    return best
+
+
+@torch.no_grad()
+def layer_times(module: Any, length: int, dtype: torch.dtype, rounds: int = ROUNDS) -> tuple[float, float]:
+    """Seconds of the mechanism of a converted layer and of softmax attention, between their projections.
+
+    Raises:
+        ValueError: if the mechanism is for shorter inputs.
+    """
+    (query, key, value), gates = attention_inputs(module, length, dtype)
+    is_causal = bool(module.linear_attention_is_causal)
+    is_grouped = query.shape[1] != key.shape[1]
+
+    def linear() -> Tensor:
+        return module._attend(module.mechanism_inputs(query, key, None, gates=gates), value, None)
+
+    def softmax() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=is_grouped)
+
+    linear_time, softmax_time = seconds((linear, softmax), rounds)
+    return linear_time, softmax_time
+
+
+def speed_curve(module: Any, lengths: Sequence[int], dtype: torch.dtype, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """`length`, `seconds` and `softmax_seconds` of one layer at rising lengths, up to the first slow call."""
+    found: list[dict[str, Any]] = []
+    for length in lengths:
+        try:
+            mine, softmax = layer_times(module, length, dtype, rounds)
+        except ValueError:  # of a mechanism that has a longest input, such as `linformer` with learned projections
+            break
+        found.append({"length": length, "seconds": mine, "softmax_seconds": softmax})
+        if max(mine, softmax) > LONGEST_CALL:
+            break
+    return found
+
+
+def first_faster(curve: Sequence[dict[str, Any]]) -> int | None:
+    """The first length from which softmax is slower at every longer one too; None if at the longest it is not."""
+    is_faster = [point["seconds"] <= point["softmax_seconds"] for point in curve]
+    return next((point["length"] for place, point in enumerate(curve) if all(is_faster[place:])), None)

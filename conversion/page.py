@@ -1,0 +1,157 @@
+"""report.html: what a conversion gave, as one page without scripts that loads nothing.
+
+The page is made from conversion_report.json, training_report.json and config.json in a folder alone, so that it can be
+made again at any time: `write_page(folder)`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hf_linear_attention._common.model_card import HISTORY, REPORT
+from hf_linear_attention.configuration_linear_attention import entries_of
+from hf_linear_attention.conversion.page_plots import bytes_text
+from hf_linear_attention.conversion.page_sections import Section, percent, sections
+
+
+PAGE = "report.html"
+TEMPLATE_FILE = Path(__file__).with_name("page.html")
+
+
+def write_page(folder: str | Path, name: str | None = None) -> Path:
+    """Write report.html into a folder with config.json and conversion_report.json; returns its path.
+
+    Args:
+        name: the title; by default the folder's name.
+
+    Raises:
+        OSError: if a file is missing or cannot be written.
+    """
+    folder = Path(folder)
+    report, config = (json.loads((folder / file).read_text(encoding="utf-8")) for file in (REPORT, "config.json"))
+    history = folder / HISTORY
+    runs = json.loads(history.read_text(encoding="utf-8"))["runs"] if history.is_file() else []
+    path = folder / PAGE
+    path.write_text(page_of(report, runs, config, name or folder.resolve().name), encoding="utf-8")
+    return path
+
+
+def page_of(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str) -> str:
+    """The page of a converted model as HTML.
+
+    Args:
+        report: the content of conversion_report.json.
+        runs: the training runs in training_report.json, oldest first.
+        config: the content of config.json.
+        name: the title.
+    """
+    lead = _lead(report, runs, config)
+    return rendered(name, headline(report), lead, _tiles(report), sections(report, runs), _footer(report))
+
+
+def rendered(
+    name: str,
+    title: str,
+    lead: Sequence[str],
+    tiles: Sequence[tuple[str, str]],
+    parts: Sequence[Section],
+    footer: Sequence[str],
+) -> str:
+    """The template, filled in; every text is escaped."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
+    text = template.render(name=name, headline=title, lead=lead, tiles=tiles, sections=parts, footer=footer)
+    return "".join(f"{line}\n" for line in text.splitlines() if line.strip())
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """The result in words, as in "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; ..."."""
+    parts = [_kept(report), *_lengths(report)]
+    return "; ".join(parts)
+
+
+def _kept(report: Mapping[str, Any]) -> str:
+    quality = report.get("quality") or {}
+    if quality.get("agreement") is not None:
+        nats = quality["student"] / quality["teacher"] - 1
+        return f"Keeps {percent(quality['agreement'])} of next-token choices, {100 * nats:+.1f} % nats"
+    if quality.get("cosine") is not None:
+        return (
+            f"Embeddings have a cosine of {quality['cosine']:.3f} to the original's, and "
+            f"{percent(quality['same_neighbour'])} keep their nearest neighbour"
+        )
+    outputs = (report.get("checks") or {}).get("student_against_teacher") or {}
+    if not report.get("layers"):
+        return "No layer was converted"
+    if "top1_agreement" in outputs:
+        return f"Converted, not trained: {percent(outputs['top1_agreement'])} of token choices kept on short samples"
+    if "mean_embedding_cosine" in outputs:
+        return f"Converted, not trained: embeddings have a cosine of {outputs['mean_embedding_cosine']:.3f} on samples"
+    if "hidden_state_error" in outputs:
+        return f"Converted, not trained: hidden states err by {percent(outputs['hidden_state_error'])} on samples"
+    return "Converted, and not measured"
+
+
+def _lengths(report: Mapping[str, Any]) -> list[str]:
+    """From which length it is faster, and which length the model reads."""
+    reads, lengths = report.get("max_length"), ((report.get("speed") or {}).get("lengths") or {}).values()
+    found = []
+    if lengths:
+        faster = max(length or report["speed"]["longest"] for length in lengths)
+        beyond = any(length is None for length in lengths)
+        found.append(f"faster from {'more than ' if beyond else ''}{faster:,} tokens")
+    return [*found, f"the model reads {reads:,}"] if reads else found
+
+
+def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
+    mechanisms = " and ".join(dict.fromkeys(entry["mechanism"] for entry in entries_of(config["linear_attention"])))
+    base = (
+        Path(str(report["base_model"])).name if Path(str(report["base_model"])).is_absolute() else report["base_model"]
+    )
+    layers = len(report.get("layers") or ())
+    text = f"{base} with linear attention ({mechanisms})"
+    if "num_layers" in report:
+        text += f" in {layers} of {report['num_layers']} layers"
+    tokens = sum(run["training"].get("tokens") or 0 for run in runs)
+    trained = f", trained on {tokens:,} tokens to imitate its original." if tokens else ", not trained yet."
+    return [text + (trained if layers or "num_layers" not in report else ".")]
+
+
+def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    quality = report.get("quality") or {}
+    tiles = []
+    if quality.get("student") is not None:
+        tiles += [
+            ("nats per token, this model", f"{quality['student']:.3f}"),
+            ("nats per token, the original", f"{quality['teacher']:.3f}"),
+        ]
+        if quality.get("same_bytes") is not None:
+            tiles.append(("nats per token, a window of the same bytes", f"{quality['same_bytes']:.3f}"))
+    if quality.get("kl") is not None:
+        tiles.append(("KL to the original, nats per token", f"{quality['kl']:.3g}"))
+    if quality.get("spearman") is not None:
+        tiles += [
+            ("Spearman's correlation, this model", f"{quality['spearman']:.3f}"),
+            ("Spearman's correlation, the original", f"{quality['spearman_teacher']:.3f}"),
+        ]
+    if report.get("state_bytes"):
+        tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))
+    weights = report.get("weights") or {}
+    if weights.get("total"):
+        tiles.append(("of its weights are new", percent(weights["new"] / weights["total"])))
+    return tiles
+
+
+def _footer(report: Mapping[str, Any]) -> list[str]:
+    texts = []
+    if versions := report.get("versions"):
+        texts.append("Converted with " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".")
+    texts.append(f"All figures are in {REPORT}; this page loads nothing and runs no script.")
+    return texts

@@ -1,0 +1,152 @@
+"""The one command: its subcommands, its help, and errors and hints in the words that were typed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import save_twin
+
+from hf_linear_attention import __version__
+from hf_linear_attention._common.command_line import typed_as, typed_name
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion import commands, evaluate_model
+from hf_linear_attention.conversion.commands import COMMANDS, main
+from hf_linear_attention.training import recipe_parser
+
+
+THERE = [name for name, command in COMMANDS.items() if importlib.util.find_spec(command.module)]
+
+
+def test_without_a_command_it_explains_itself(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("hf-linear-attention convert --model") < out.index("Commands:")  # examples come first
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+    assert main([]) == 2
+    assert capsys.readouterr().err == out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"hf-linear-attention {__version__} (torch ")
+    assert main(["convrt"]) == 2
+    assert capsys.readouterr().err == "hf-linear-attention: error: `convrt` is not a command; did you mean `convert`?\n"
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_every_command_speaks_of_itself(name, capsys):
+    assert main([name, "--banana", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"hf-linear-attention {name}: error: `--banana` is not an option")
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: hf-linear-attention {name} ")
+    assert ".py" not in text
+    assert {"convert", "finetune", "evaluate"} <= set(THERE)
+
+
+@pytest.mark.parametrize(
+    ("name", "headings"),
+    [
+        ("convert", ["source", "result", "attention", "measuring", "training", "options of hybrid"]),
+        ("finetune", ["model", "data", "objective", "optimization", "run", "preset"]),
+    ],
+)
+def test_help_is_grouped_after_the_examples(name, headings, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    found = re.findall(r"(?m)^([a-z ]+):$", text)
+    assert found[0] == "options"  # --help and --config
+    assert set(headings) <= set(found[1:])
+    assert text.index(f"    hf-linear-attention {name} ") < text.index("\noptions:")
+    assert text.split("\noptions:")[1].split("\n\n")[0].count("--") == 2
+
+
+def test_hints_are_commands_that_can_be_typed(llama, tmp_path, capsys):
+    assert main(["convert", "--model_name_or_path", str(llama), "--output_dir", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    words = out[out.index("  hf-linear-attention finetune") :].split("\n\n")[0].replace("\\\n", " ").split()[2:]
+    words[words.index("TEXT.jsonl")] = str(tmp_path / "text.txt")
+    (tmp_path / "text.txt").write_text("Some text.\n")
+    assert recipe_parser.parse(words).objective.logits_kl_weight == 1.0
+
+
+def test_an_installed_script_keeps_its_name(monkeypatch):
+    assert typed_name("finetune.py") == "finetune.py"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/hf-linear-attention-finetune"])
+    assert typed_name("finetune.py") == "hf-linear-attention-finetune"
+    with typed_as("hf-linear-attention finetune"):
+        assert typed_name("finetune.py") == "hf-linear-attention finetune"
+
+
+def test_a_config_of_the_package_needs_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Some text.\n")
+    shared = ["--model_name_or_path=x", "--teacher_name_or_path=y", "--train_file=text.txt", "--output_dir=z"]
+    for name in ("distil_causal_lm", "distil_causal_lm.yaml", "training/configs/distil_causal_lm.yaml"):
+        assert recipe_parser.parse(["--config", name, *shared]).data.max_length == 256
+    with pytest.raises(UsageError, match=r"`--config distil`: there is no such file.* has distil_causal_lm, distil_cl"):
+        recipe_parser.parse(["--config", "distil", *shared])
+    (tmp_path / "distil_causal_lm").write_text("task: causal_lm\nlogits_kl_weight: 1.0\nmax_length: 8\n")
+    assert recipe_parser.parse(["--config", "distil_causal_lm", *shared]).data.max_length == 8
+
+
+def test_evaluate_means_what_convert_evaluate_means(linear_llama, llama):
+    request = evaluate_model.request_of(
+        ["--model_name_or_path", str(linear_llama), "--validation_file", "v.txt", "--max-eval-tokens", "99"]
+    )
+    assert request.arguments.model_name_or_path == str(llama)  # from the report
+    assert request.arguments.output_dir == str(linear_llama)
+    assert (request.arguments.evaluate, request.arguments.max_eval_tokens) == (True, 99)
+
+
+TEXT = Path(__file__).parents[1] / "fixtures" / "4b9c102" / "run" / "valid.txt"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model_name_or_path", "OUT"], "`--validation_file` is missing"),
+        (["--model_name_or_path", "OUT", "--validation_file", str(TEXT)], "give a `--teacher_name_or_path`"),
+        (
+            ["--model_name_or_path", "OUT", "--validation_file", str(TEXT), "--teacher_name_or_path", "x"],
+            "`--model_name_or_path` = '.*OUT' holds no converted model; convert first",
+        ),
+        (["--model_name_or_path", "OUT", "--output_dir", "x"], "`--output_dir` is not an option"),
+    ],
+)
+def test_evaluate_names_its_own_options(words, said, capsys):
+    assert main(["evaluate", *words]) == 2
+    err = capsys.readouterr().err
+    assert re.search(said, err), err
+    assert err.startswith("hf-linear-attention evaluate: error: ")
+
+
+def test_a_refused_feature_is_named_as_an_option(tmp_path, capsys):
+    save_twin(tmp_path / "mistral", "mistral", sliding_window=8)
+    assert main(["convert", "--model_name_or_path", str(tmp_path / "mistral"), "--dry_run"]) == 2
+    assert "convert them without it: give `--drop sliding_window`" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_short_unless_it_is_asked_for_more(llama, capsys):
+    words = ["convert", "--model_name_or_path", str(llama), "--dry_run"]
+    assert main(words) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 12
+    assert "q_proj" not in short
+    assert main([*words, "--verbose"]) == 0
+    assert "model.layers.0.self_attn.q_proj.weight" in capsys.readouterr().out
+    assert main([*words[:-1], "--verbose", "--output_dir", "OUT"]) == 2
+    assert "`--verbose` needs `--dry_run`" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command():
+    folder = Path(commands.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_linear_attention", "--version"], cwd=folder, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{commands.versions()}\n")

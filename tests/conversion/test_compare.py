@@ -1,0 +1,211 @@
+"""`compare`: its figures, its sentence, what it refuses and what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from pydoc_data.topics import topics
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState
+from checkpoints import files, save_twin
+from transformers import AutoModelForCausalLM
+
+from hf_linear_attention import convert
+from hf_linear_attention.conversion import layer_speed
+from hf_linear_attention.conversion.compare import distance, main, preset_for
+from hf_linear_attention.conversion.compare_tables import comparison_page, recommendation, speed_text, table_of
+from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(tmp_path_factory, monkeypatch):
+    """accelerate keeps one state a process; the data sets' cache is not the user's; timing is not what is tested."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+    monkeypatch.setattr(layer_speed, "ROUNDS", 1)
+    monkeypatch.setattr("hf_linear_attention.conversion.compare.LONGEST", 256)
+
+
+def answer(*words: object) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in words])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")
+    out = tmp_path / "out"
+    code, shown, err = answer(
+        *("--model_name_or_path", llama, "--mechanisms", "hybrid,performer,nystrom", "--train_file", text),
+        *("--tokens", "2k", "--output_dir", out),
+    )
+    assert code == 0, err
+    assert files(out) == ["comparison.json", "report.html"]
+    content = json.loads((out / "comparison.json").read_text())
+    hybrid, performer, nystrom = content["mechanisms"]
+    assert nystrom.keys() == {"mechanism", "refused"}
+    assert "has no causal form" in nystrom["refused"]
+    for row in (hybrid, performer):
+        assert row["measure"] == "kl"
+        assert row["not_trained"] is None
+        assert row["minutes"] > 0
+        assert [point["length"] for point in row["curve"]] == [128, 256]
+        assert (row["heads"], row["dtype"]) == (4, "float32")
+    assert hybrid["before"] == pytest.approx(0, abs=1e-6)  # its window is longer than the texts
+    assert 0 < performer["after"] != performer["before"] > 0
+    assert (hybrid["preset"], performer["preset"]) == ("default", "performer")
+    assert hybrid["settings"]["decay"] == "learned"  # of the preset
+    assert content["recommendation"] in shown
+    assert re.search(r"(?m)^performer +0\.\d{4} +0\.\d{4} .* min for 2,000,000 tokens$", shown)
+    page = (out / "report.html").read_text()
+    assert "Speed here" in page
+    assert "has no causal form" in page
+    assert not re.search(r"https?:|<script|src=", page)
+    assert "tokens_per_second" not in shown  # progress belongs to stderr
+
+
+def test_without_a_text_an_encoder_is_compared_on_the_built_in_sentences(tmp_path):
+    save_twin(tmp_path / "bert", "bert", "AutoModel")
+    code, shown, err = answer("--model_name_or_path", tmp_path / "bert", "--mechanisms", "nystrom,linear")
+    assert code == 0, err
+    assert "cosine to the original's embeddings, on the built-in sentences" in shown
+    assert re.search(r"(?m)^nystrom +[01]\.\d{4} +- ", shown)
+    assert shown.splitlines()[-1].startswith("Take `")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mechanisms", "hybrid,flash", "--tokens", "1k"], ["'flash'", "`--tokens` needs text"]),
+        (["--output_dir", "."], ["exists"]),
+        (["--train_file", "absent.txt"], ["`--train_file`", "give a file"]),
+        (["--train_file", __file__], ["`--train_file`", "give a file"]),
+        (["--mechanism", "hybrid"], ["--mechanism"]),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(llama, words, said):
+    code, shown, err = answer("--model_name_or_path", llama, *words)
+    assert (code, shown, err.count("\n")) == (2, "", 1)
+    assert all(part in err for part in said), err
+
+
+def test_a_text_that_is_too_short_is_refused(llama, tmp_path):
+    (tmp_path / "short.txt").write_text("Too short.")
+    code, _, err = answer("--model_name_or_path", llama, "--train_file", tmp_path / "short.txt")
+    assert code == 2
+    assert "contains 10 characters" in err
+
+
+def test_the_distance_is_the_mean_over_real_tokens_in_float64(llama):
+    teacher = AutoModelForCausalLM.from_pretrained(llama).eval()
+    student = convert(teacher, mechanism="linear", feature_map="exp", num_features=8)
+    ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    batches = [{"input_ids": ids, "attention_mask": mask}]
+    found = distance(student, teacher, batches)
+    with torch.no_grad():
+        p, q = (model.double()(**batches[0]).logits.log_softmax(-1) for model in (teacher, student))
+    expected = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[mask.bool()].mean().item()
+    assert found == {"measure": "kl", "before": pytest.approx(expected, rel=1e-4)}
+    teacher.float()
+    same = distance(AutoModelForCausalLM.from_pretrained(llama), teacher, batches)
+    assert same["before"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("settings", [
+    {"mechanism": "linear", "feature_map": "exp", "decay": "gated", "input_gate": True},
+    {"mechanism": "hybrid", "window_size": 4, "rope": "partial", "decay": "learned"},
+    {"mechanism": "gated_delta"},
+])  # fmt: skip
+def test_layers_that_need_gates_or_positions_are_timed_too(llama, settings):
+    model = convert(AutoModelForCausalLM.from_pretrained(llama), **settings)
+    module = next(iter(linear_attention_modules(model).values()))
+    mine, softmax = layer_times(module, 32, torch.float32, rounds=1)
+    assert mine > 0
+    assert softmax > 0
+
+
+def test_a_curve_ends_where_the_mechanism_or_the_patience_ends(monkeypatch):
+    times = {128: (2.0, 1.0), 256: (1.0, 1.0), 512: (1.0, 3.0), 1024: (1.0, 9.0)}
+
+    def measured(module, length, dtype, rounds):
+        if length not in times:
+            raise ValueError("too long")
+        return tuple(value / 100 for value in times[length])
+
+    monkeypatch.setattr(layer_speed, "layer_times", measured)
+    curve = speed_curve(None, [128, 256, 512, 1024, 2048, 4096], torch.float32)
+    assert [point["length"] for point in curve] == [128, 256, 512, 1024]
+    assert first_faster(curve) == 256
+    assert first_faster(curve[:1]) is None
+    monkeypatch.setattr(layer_speed, "LONGEST_CALL", 0.025)
+    assert [point["length"] for point in speed_curve(None, sorted(times), torch.float32)] == [128, 256, 512]
+
+
+def row(name: str, before: float, after: float | None, faster: int | None, measure: str = "kl") -> dict:
+    curve = [{"length": length, "seconds": 1.0, "softmax_seconds": length / 512} for length in (128, 1024)]
+    return {
+        "mechanism": name, "refused": None, "preset": "default", "not_trained": None, "measure": measure,
+        "before": before, "after": after, "curve": curve, "faster_from": faster, "state_bytes": 1000,
+        "cache_bytes_per_token": 10, "minutes": None, "preset_tokens": 9, "heads": 4, "head_dim": 8, "dtype": "float32",
+    }  # fmt: skip
+
+
+def content_of(*rows: dict, **changes) -> dict:
+    facts = {"base_model": "org/<script>alert(1)</script>", "max_length": 512, "tokens": 40_000, "threads": 1}
+    content = {**facts, "train_file": "a.txt", "mechanisms": list(rows), **changes}
+    return {**content, "recommendation": recommendation(content)}
+
+
+def test_the_recommendation_is_one_sentence_about_the_nearest():
+    content = content_of(row("linear", 0.1, 0.5, 256), row("hybrid", 0.2, 0.02, 1024))
+    assert content["recommendation"] == (
+        "Take `hybrid`: after 40,000 tokens it is nearest to the original (KL 0.02, `linear` 0.5); faster here never "
+        "within its 512 positions (1,024 tokens)."
+    )
+    content = content_of(row("linear", 0.9, None, 256, "cosine"), row("nystrom", 0.8, None, None, "cosine"))
+    assert content["recommendation"].startswith("Take `linear`: without training it is nearest to the original (cosine")
+    assert content["recommendation"].endswith("it is faster than softmax here from 256 tokens.")
+    assert "nothing to recommend" in recommendation({**content, "mechanisms": [{"refused": "x"}]})
+
+
+def test_speed_in_words():
+    faster = row("a", 1, None, 256)
+    assert speed_text(faster, 512) == "256 tokens"
+    assert speed_text({**faster, "faster_from": 1024}, 512) == "never within its 512 positions (1,024 tokens)"
+    assert speed_text({**faster, "faster_from": None}, 512) == "never within its 512 positions"
+    assert speed_text({**faster, "faster_from": None}, 9999) == "not up to 1,024 tokens"
+    assert speed_text({**faster, "faster_from": None}, None) == "not up to 1,024 tokens"
+    assert speed_text({**faster, "curve": []}, 512) == "-"
+
+
+def test_the_page_of_a_comparison_is_inert_and_has_every_row():
+    content = content_of(row("linear", 0.1, 0.5, 256), {"mechanism": "aft", "refused": "<script>no</script>"})
+    page = comparison_page(content)
+    assert "<script" not in page
+    assert "&lt;script&gt;no" in page
+    assert "<h1>Take linear</h1>" in page
+    assert table_of(content)["rows"] == [["linear", "0.1000", "0.5000", "256 tokens", "1 kB", "-"]]
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "direction", "preset"),
+    [
+        ("hybrid", "causal", "default"), ("linear", "causal", "linear"), ("linear", "bidirectional", "default"),
+        ("performer", "causal", "performer"), ("nystrom", "bidirectional", "default"),
+        ("linformer", "bidirectional", "linformer"), ("gated_delta", "causal", "gated_delta"),
+    ],
+)  # fmt: skip
+def test_the_preset_of_a_mechanism(mechanism, direction, preset):
+    assert preset_for(mechanism, direction) == preset

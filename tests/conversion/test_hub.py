@@ -1,0 +1,126 @@
+"""`--push_to_hub` against an emulated Hub on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import huggingface_hub
+import pytest
+import yaml
+from checkpoints import convert_folder, files, run
+from huggingface_hub import constants
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Creates repositories, takes every file as a regular one, and keeps the commits."""
+
+    requests: ClassVar[list] = []
+    committed: ClassVar[dict] = {}
+    refuses = False
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        lines = [json.loads(line) for line in body.splitlines() if line]
+        self.requests.append((self.path, lines[0], self.headers["Authorization"]))
+        if self.refuses:
+            return self.answer({"error": "no"}, 403)
+        if self.path == "/api/repos/create":
+            return self.answer({"url": f"http://{self.headers['Host']}/{lines[0].get('organization')}/model"})
+        if self.path.endswith("/preupload/main"):
+            modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in lines[0]["files"]]
+            return self.answer({"files": modes})
+        if self.path.endswith("/commit/main"):
+            for line in lines[1:]:
+                self.committed[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self.answer(
+                {
+                    "commitUrl": f"http://{self.headers['Host']}/user/model/commit/1",
+                    "commitOid": "1",
+                    "pullRequestUrl": None,
+                }
+            )
+        return self.answer({"errors": [], "warnings": []})  # the check of the card's metadata
+
+    def do_GET(self):
+        self.answer({"error": "no"}, 404)
+
+    def answer(self, content, code=200):
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    Hub.requests, Hub.committed, Hub.refuses = [], {}, False
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    huggingface_hub.close_session()  # it holds whether there is a network
+    yield Hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    huggingface_hub.close_session()
+
+
+def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path, hub):
+    words = ("--attention", "linear", "--no_verify", "--push_to_hub", "user/model", "--base_model", "someone/llama")
+    code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
+    assert code == 0, err
+    assert out.rstrip().endswith(f"Pushed to {constants.ENDPOINT}/user/model")
+    assert sorted(hub.committed) == list(files(tmp_path / "out"))
+    assert hub.committed["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert {token for _, _, token in hub.requests} == {"Bearer hf_test"}
+    texts = {name: content for name, content in hub.committed.items() if not name.endswith(".safetensors")}
+    assert not [name for name, content in texts.items() if str(tmp_path.parent).encode() in content]
+    recipe = yaml.safe_load(hub.committed["recipe.yaml"])
+    assert recipe["model_name_or_path"] == "llama"
+    card = hub.committed["README.md"].decode()
+    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "someone/llama"
+    assert 'from_pretrained("user/model", trust_remote_code=True)' in card
+
+
+def test_what_the_hub_refuses_leaves_the_folder(llama, tmp_path, hub):
+    hub.refuses = True
+    words = ("--attention", "linear", "--no_verify", "--push_to_hub", "user/model")
+    code, _, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
+    assert code == 1
+    assert f"the model is complete in {tmp_path / 'out'}, but `--push_to_hub user/model` failed: " in err
+    assert f"`hf upload user/model {tmp_path / 'out'}` tries again" in err
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_offline", "token", "said"),
+    [
+        ("a/b/c", False, "x", "give a name such as user/model"),
+        ("user/model", True, "x", "HF_HUB_OFFLINE is set; unset it, or push later"),
+        ("user/model", False, None, "run `hf auth login`, or set HF_TOKEN"),
+    ],
+)
+def test_what_cannot_be_pushed_is_said_before_the_work(llama, tmp_path, monkeypatch, name, is_offline, token, said):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr("hf_linear_attention.conversion.hub.get_token", lambda: token)
+    code, _, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--push_to_hub", name)
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_model_is_named_without_a_push(llama, tmp_path):
+    convert_folder(llama, tmp_path / "out", "--attention", "linear", "--no_verify", "--base_model", "someone/llama")
+    assert "[someone/llama](https://huggingface.co/someone/llama)" in (tmp_path / "out" / "README.md").read_text()

@@ -1,0 +1,264 @@
+"""report.html: what it says, that its texts are inert, that it is well formed and loads nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from page_reports import CONFIG, REPORT, RUNS
+
+from hf_linear_attention.conversion.page import headline, page_of, write_page
+from hf_linear_attention.conversion.page_plots import Axis, Line, bytes_text, heat_map, line_chart
+from hf_linear_attention.conversion.report import published_words
+
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+TITLES = [
+    "How far it reads", "Recall", "What it writes", "Which heads are hard", "What the heads forget", "Training",
+    "Speed and memory", "What was left out", "All figures of held-out text", "How to repeat it",
+]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Elements, attributes and texts of a page; fails at an end tag that closes another element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.tags, self.attributes, self.texts = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def page(report=REPORT, runs=RUNS, config=CONFIG, name="my-model") -> Page:
+    return Page(page_of(report, runs, config, name))
+
+
+def without(*names: str) -> dict:
+    report = copy.deepcopy(REPORT)
+    for name in names:
+        *parents, last = name.split(".")
+        part = report
+        for parent in parents:
+            part = part[parent]
+        del part[last]
+    return report
+
+
+def titles(shown: Page) -> list[str]:
+    return [title for title in TITLES if title in shown.texts]
+
+
+def test_the_headline_says_what_is_kept_and_from_which_length_it_is_faster():
+    assert headline(REPORT) == (
+        "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; the model reads 512"
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ({"quality": {"cosine": 0.98765, "same_neighbour": 0.93}}, "cosine of 0.988 to the original's, and 93 % keep"),
+        ({"layers": [{}], "checks": {"student_against_teacher": {"top1_agreement": 0.125}}}, "not trained: 12 % of"),
+        ({"layers": [{}], "checks": {"student_against_teacher": {"mean_embedding_cosine": 0.5}}}, "cosine of 0.500"),
+        ({"layers": [{}], "checks": {"student_against_teacher": {"hidden_state_error": 0.25}}}, "err by 25 %"),
+        ({"layers": [{}], "speed": {"lengths": {"causal": None}, "longest": 4096}}, "faster from more than 4,096"),
+        ({"layers": []}, "No layer was converted"),
+        ({"layers": [{}], "checks": None, "quality": None}, "Converted, and not measured"),
+    ],
+)
+def test_the_headline_without_figures_of_a_decoder(report, said):
+    assert said in headline(report)
+
+
+def test_every_section_is_there_in_order():
+    shown = page()
+    assert titles(shown) == TITLES
+    assert [text for text in shown.texts if text in TITLES] == TITLES
+    for said in (
+        "hybrid", "in 2 of 2 layers", "trained on 2,000 tokens", "trained length 512", "the model reads 512",
+        "position_bias", "dropped.weight", "3 x 4", "hf-linear-attention convert", "--train_file a.jsonl",
+        "Loss of stage 1, transfer", "half-life", "139 kB",
+    ):  # fmt: skip
+        assert said.lower() in shown.text.lower(), said
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["quality.positions"], {"How far it reads"}),
+        (["quality.recall.buckets"], {"Recall"}),
+        (["quality.samples"], {"What it writes"}),
+        (["checks", "quality.heads"], {"Which heads are hard", "What the heads forget"}),
+        (["dropped_features", "tensors"], {"What was left out"}),
+        (["command"], {"How to repeat it"}),
+        (
+            ["quality"],
+            {"How far it reads", "Recall", "What it writes", "All figures of held-out text"},
+        ),
+    ],
+)
+def test_a_section_without_data_is_left_out(names, missing):
+    assert set(TITLES) - set(titles(page(without(*names)))) == missing
+
+
+def test_a_report_of_an_earlier_version_makes_a_page():
+    shown = page({"base_model": "gpt2"}, [], CONFIG)
+    assert titles(shown) == []
+    assert "gpt2 with linear attention" in shown.text
+
+
+def test_the_first_different_token_is_marked_and_what_is_the_same_is_not():
+    text = page_of(REPORT, RUNS, CONFIG, "m")
+    assert '<span class="same"> there was a</span><mark> girl</mark> who' in text
+    assert '<span class="same"> there was a</span><mark> boy</mark> named' in text
+
+
+def test_neighbours_say_whether_they_are_the_same():
+    quality = {
+        "validation_file": "v", "max_tokens": 1, "cosine": 0.9, "same_neighbour": 0.5,
+        "neighbours": [
+            {"text": "A", "original": "B", "student": "B"},
+            {"text": "C", "original": "D", "student": "E"},
+        ],
+    }  # fmt: skip
+    shown = page({**REPORT, "quality": quality}, [])
+    assert shown.text.count("nearest, this model (the same)") == 1
+    assert shown.text.count("nearest, this model (another)") == 1
+
+
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}"
+
+
+def poisoned(value):
+    """The same structure with every text replaced, but for keys that the code looks up."""
+    if isinstance(value, dict):
+        return {name: poisoned(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [poisoned(inner) for inner in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def test_every_text_is_inert():
+    shown = page(poisoned(REPORT), poisoned(RUNS), poisoned(CONFIG), HOSTILE)
+    assert "script" not in shown.tags
+    assert "img" not in shown.tags
+    assert not [name for name, _ in shown.attributes if name.startswith("on")]
+    assert HOSTILE in shown.texts
+    assert "49" not in "".join(part for part in shown.texts if "alert" in part)
+
+
+def test_it_loads_nothing_and_runs_nothing():
+    text = page_of(REPORT, RUNS, CONFIG, "m")
+    shown = Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "use"} & set(shown.tags)
+    assert not {"src", "href", "xlink:href", "srcset"} & {name for name, _ in shown.attributes}
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+    assert "prefers-color-scheme: dark" in text
+    assert ("name", "viewport") in shown.attributes
+
+
+def test_every_plot_has_a_title_a_description_and_a_table():
+    text = page_of(REPORT, RUNS, CONFIG, "m")
+    plots = re.findall(r'<svg role="img" aria-labelledby="(\S+) (\S+)".*?</svg>', text, re.DOTALL)
+    assert len(plots) == 10
+    ids = re.findall(r'id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert {name for pair in plots for name in pair} <= set(ids)
+    assert text.count("<details>") == len(plots)
+    for figure in re.findall(r"<figure>.*?</figure>", text, re.DOTALL):
+        assert "<table>" in figure
+
+
+def test_all_coordinates_are_inside_the_plot():
+    text = page_of(REPORT, RUNS, CONFIG, "m")
+    found = 0
+    for width, height, plot in re.findall(
+        r'<svg role="img"[^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"(.*?)</svg>', text, re.DOTALL
+    ):
+        for axis, value in re.findall(r' (c?[xy]|[xy][12])="(-?[\d.]+)"', plot):
+            assert 0 <= float(value) <= float(width if "x" in axis else height)
+            found += 1
+    assert found > 300
+
+
+def test_it_is_made_again_from_the_files_in_the_folder(tmp_path):
+    for name, content in (
+        ("conversion_report.json", REPORT), ("training_report.json", {"runs": RUNS}), ("config.json", CONFIG),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(json.dumps(content))
+    path = write_page(tmp_path)
+    assert path == tmp_path / "report.html"
+    first = path.read_text(encoding="utf-8")
+    path.unlink()
+    write_page(tmp_path)
+    assert path.read_text(encoding="utf-8") == first
+    assert f"<title>{tmp_path.name}: Keeps" in first
+
+
+def test_ticks_are_round_and_inside():
+    assert Axis(0, 1).ticks == [0, 0.5, 1]
+    assert Axis(1.3, 2.2).ticks == pytest.approx([1.5, 2.0])
+    assert Axis(64, 1024, 2).ticks == [64, 128, 256, 512, 1024]
+    assert Axis(90, 2e6, 10).ticks == [100, 1e3, 1e4, 1e5, 1e6]
+    assert Axis(0.05, 0.5, 10).ticks == pytest.approx([0.05, 0.1, 0.2, 0.5])
+    assert Axis(5, 5).ticks == [5]
+    assert len(Axis(1, 2.0**40, 2).ticks) <= 7
+
+
+def test_a_point_is_where_its_value_is():
+    chart = line_chart("t", "d", [Line("a", [(1, 0), (4, 10), (16, 5)])], ("x", "y"), x_log=2)
+    (_, _, points), *_ = chart.lines
+    assert [x for x, _ in points] == pytest.approx([chart.left, (chart.left + chart.right) / 2, chart.right])
+    assert points[1][1] < points[2][1] < points[0][1]  # y grows downwards
+    assert points[2][1] == pytest.approx((points[0][1] + points[1][1]) / 2, abs=0.1)
+    assert line_chart("t", "d", [Line("a", [])], ("x", "y")) is None
+
+
+def test_a_value_above_the_plot_is_in_the_table():
+    chart = line_chart("t", "d", [Line("a", [(1, 0), (2, 1)]), Line("b", [(1, 0), (2, 50)])], ("x", "y"), most_y=2)
+    assert chart.lines[1][2][1][1] < 0
+    assert chart.table["rows"] == [["1", "0", "0"], ["2", "1", "50"]]
+
+
+def test_a_heat_map_names_layers_and_heads():
+    found = heat_map("t", "d", [(3, [0.0, 0.5]), (7, [1.0, 2.0])], lambda value: value)
+    assert [cell[2:] for cell in found.cells] == [(0.0, "0.00"), (0.5, "0.50"), (1.0, "1.00"), (1.0, "2.00")]
+    assert [text for _, text in found.rows] == ["3", "7"]
+    assert found.table["rows"][1] == ["7", "1.00", "2.00"]
+    assert heat_map("t", "d", [], lambda value: value) is None
+
+
+@pytest.mark.parametrize(("value", "text"), [(12, "12 B"), (139_075, "139 kB"), (1.5e9, "1.5 GB")])
+def test_bytes(value, text):
+    assert bytes_text(value) == text
+
+
+def test_a_published_command_has_no_folder_of_the_author():
+    words = ["--model_name_or_path", "/home/me/model", "--train_file=/data/secret/a.jsonl", "--tokens", "2M", "org/x"]
+    assert published_words(words) == [
+        "--model_name_or_path", "model", "--train_file=a.jsonl", "--tokens", "2M", "org/x",
+    ]  # fmt: skip

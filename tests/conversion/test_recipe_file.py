@@ -1,0 +1,179 @@
+"""recipe.yaml makes the same weights again, and Python has the same conversion in five lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import datasets
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from checkpoints import convert_folder, files, run, save_twin
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_linear_attention
+from hf_linear_attention import convert, convert_and_heal
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion.recipe_file import RECIPE
+from hf_linear_attention.default_settings import DEFAULTS
+from hf_linear_attention.modeling_linear_attention import linear_model_class
+from hf_linear_attention.training.presets.preset import load_preset
+
+
+WINDOW = ("--window_size", 4, "--num_features", 8)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(tmp_path_factory, monkeypatch):
+    """accelerate keeps one state a process; the data sets' cache is not the user's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A file of Python's documentation."""
+    file = tmp_path_factory.mktemp("texts") / "train.txt"
+    file.write_text("\n\n".join(topics[name] for name in sorted(topics)[:4]), encoding="utf-8")
+    return file
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, two))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("llama", []),
+        ("llama", ["--attention", "0-1:hybrid,2-:linear", "--window_size", "0:8,1:4", "--seed", "3"]),
+        ("llama", ["--attention", "performer", "--seed", "5", "--layers", "0,2", "--dtype", "bfloat16"]),
+        ("llama", ["--attention", "hybrid", "--state_bytes", "20000", "--softmax_layers", "1"]),
+        ("llama", ["--attention", "linear", "--softmax_heads", "auto:1", "--decay", "gated", "--input_gate", "true"]),
+        ("bert", ["--attention", "linformer", "--projection_size", "8,6,4", "--projection", "random"]),
+    ],
+)
+def test_a_recipe_makes_the_same_weights(family, given, tmp_path):
+    save_twin(tmp_path / "source", family)
+    convert_folder(tmp_path / "source", tmp_path / "one", "--no_verify", *given)
+    values = yaml.safe_load((tmp_path / "one" / RECIPE).read_text())
+    assert {"output_dir", "no_verify", "evaluate", "trust_remote_code"}.isdisjoint(values)
+    code, _, err = run("--config", tmp_path / "one" / RECIPE, "--output_dir", tmp_path / "two", "--no_verify")
+    assert code == 0, err
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two")]
+    assert configs[0] == configs[1]
+    assert yaml.safe_load((tmp_path / "two" / RECIPE).read_text()) == values
+    if "performer" in given:  # the comparison would notice another seed
+        again = ("--config", tmp_path / "one" / RECIPE, "--output_dir", tmp_path / "three", "--seed", 9, "--no_verify")
+        assert run(*again)[0] == 0
+        assert not same_weights(tmp_path / "one", tmp_path / "three")
+
+
+def test_a_recipe_repeats_a_preset(llama, text, tmp_path):
+    words = ("--model_name_or_path", llama, "--preset", "default", "--train_file", text, "--tokens", "2k", *WINDOW)
+    code, _, err = run(*words, "--output_dir", tmp_path / "one")
+    assert code == 0, err
+    values = yaml.safe_load((tmp_path / "one" / RECIPE).read_text())
+    assert (values["preset"], values["tokens"], values["attention"]) == ("default", 2000, "hybrid")
+    assert run("--config", tmp_path / "one" / RECIPE, "--output_dir", tmp_path / "two")[0] == 0
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+    assert f"{load_preset('default').version} there" in (tmp_path / "one" / RECIPE).read_text()
+
+
+def test_the_default_settings_are_those_of_the_preset():
+    settings = load_preset("default").settings
+    assert settings["causal"].pop("state_bytes") == "as_sized"  # of the command alone
+    assert settings == DEFAULTS
+
+
+def test_without_a_mechanism_the_family_decides(llama, bert, tmp_path):
+    for folder, mechanism, word in ((llama, "hybrid", "decoders"), (bert, "linear", "encoders")):
+        assert convert(str(folder)).config.linear_attention["mechanism"] == mechanism
+        _, out, _ = run("--model_name_or_path", folder, "--dry_run")
+        assert out.startswith(f"No `--attention` was given: `{mechanism}`, the default for {word}")
+        assert "No `--attention`" not in run("--model_name_or_path", folder, "--dry_run", "--attention", "linear")[1]
+    save_twin(tmp_path / "gpt2", "gpt2")  # no rotary positions
+    assert convert(str(tmp_path / "gpt2")).config.linear_attention["rope"] == "before_map"
+    assert convert(str(llama)).config.linear_attention["rope"] == "partial"
+    given = convert(str(llama), feature_map="hedgehog").config.linear_attention
+    assert (given["mechanism"], given["feature_map"], given["window_size"]) == ("hybrid", "hedgehog", 64)
+
+
+def test_five_lines_of_python(llama, text, tmp_path):
+    lines = [line for line in text.read_text().split("\n\n") if line.strip()]
+    model = convert_and_heal(str(llama), "default", lines, tokens="1k", window_size=4, num_features=8)
+    model.save_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "LinearLlamaForCausalLM"
+    assert not model.training
+    assert {"README.md", "conversion_report.json", "training_report.json", RECIPE} <= set(files(tmp_path / "out"))
+    stock = AutoModelForCausalLM.from_pretrained(llama)
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    recipe = {"preset": "default", "tokens": "1k", "window_size": 4, "num_features": 8, "train_file": str(text)}
+    loaded = convert_and_heal(stock, recipe, tokenizer=tokenizer, output_dir=tmp_path / "kept")
+    assert (tmp_path / "kept" / "model.safetensors").is_file()
+    again = convert_and_heal(str(llama), tmp_path / "kept" / RECIPE)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: cald-linformer, default"),
+        (("SRC", "default", [1, 2]), "`train_data` holds int; pass a list of texts"),
+        (("SRC", "default", []), "`train_data` holds nothing"),
+        (("SRC", "default"), "give a `--train_file`"),
+        (("SRC", {"attention": "linear"}), "names no preset"),
+    ],
+)
+def test_what_python_refuses(arguments, said, llama):
+    _, *others = arguments
+    with pytest.raises(UsageError, match=said):
+        convert_and_heal(str(llama), *others)
+
+
+def test_a_loaded_model_needs_its_tokenizer(llama):
+    with pytest.raises(UsageError, match="pass it as `tokenizer`"):
+        convert_and_heal(AutoModelForCausalLM.from_pretrained(llama), "default", ["a"])
+
+
+def test_a_model_converted_in_python_is_saved_with_report_and_card(llama, tmp_path):
+    model = convert(str(llama), mechanism="linear", num_features=8)
+    model.save_pretrained(tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert report["base_model"] == str(llama)
+    assert report["figures"]["new weights"] > 0
+    assert report["figures"]["layers converted"] == 3
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "nothing was measured then" in card
+    assert "not trained" not in card  # nobody knows what was done with it afterwards
+    (tmp_path / "out" / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other" / "README.md").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again" / "README.md").exists()  # loaded, not converted: checkpoints of a trainer stay small
+
+
+def test_a_linear_class_converts_what_it_loads(llama, linear_llama):
+    import transformers
+
+    linear_class = linear_model_class(transformers.LlamaForCausalLM)
+    settings = {"mechanism": "linear", "num_features": 8}
+    model = linear_class.from_pretrained(llama, linear_attention=settings, dtype=torch.float32)
+    assert model.config.linear_attention["num_features"] == 8
+    assert type(model) is linear_class
+    stock = load_file(llama / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in stock.items())
+    with pytest.raises(ValueError, match="already converted"):
+        linear_class.from_pretrained(linear_llama, linear_attention=settings)
+    with pytest.raises(TypeError, match="from the softmax checkpoint alone"):
+        linear_class.from_pretrained(llama, config=model.config, linear_attention=settings)
+    assert "convert_and_heal" in hf_linear_attention.__all__

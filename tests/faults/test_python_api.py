@@ -1,0 +1,120 @@
+"""The Python API with arguments of the wrong type or value: a TypeError or ValueError in our own words."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+from faults import limited
+from matrix import stock_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hf_linear_attention
+from hf_linear_attention import calibrate, convert, softmax_attention
+
+
+HUGE = 10**15
+SETTINGS = {
+    "mechanism": [3, None, [], "nosuch", True, ("linear",), b"linear", {}, {"x": "linear"}, {3: "linear"}, {"0-": 3}],
+    "layers": [3, "x", [0.5], [-1], [99], {"a": 1}, [True], ["0"], None, [[0]], [HUGE], range(3)],
+    "num_features": ["x", 0, -1, 1.5, True, [], HUGE, 10**30, 10**11, float("nan"), {}, {"0-1": 8}, {"9": 8}],
+    "feature_map": [3, "nosuch", None, [], True],
+    "decay": [3, "nosuch", True, []],
+    "rope": [3, "nosuch", []],
+    "drop": ["softcap", 3, ["nosuch"], [3], None, {"a": 1}],
+    "cross_attention": ["x", 1, None, [], True],
+    "softmax_heads": [3, "0.1", [0], [[0]], [[0, 1, 2]], [["0", "1"]], [[99, 0]], [[0, 99]], None, {"a": 1}],
+    "trained_length": ["x", -1, 1.5],
+    "nosuch": [1],
+    "format_version": [99, "x", None, -1],
+    "settings": [3, "linear", [], [3], [{}], [{"layers": [0]}, {"layers": [0]}], [{"layers": "all"}], {"mechanism": 3}],
+    "model_class": [3, "LlamaForCausalLM", int, nn.Linear],
+    "from_pretrained": [3, "x", [1]],
+}
+
+
+def _assert_our_own(call, *said):
+    """`call` raises a TypeError or ValueError, and the place is in this package."""
+    with limited(), pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    place = traceback.extract_tb(caught.value.__traceback__)[-1].filename
+    assert "hf_linear_attention" in place or "/wt-" in place or "/conversion/" in place, f"{place}: {caught.value}"
+    assert type(caught.value).__module__ != "huggingface_hub.errors"
+    assert str(caught.value)
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return stock_model("llama")
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SETTINGS.items() for value in values])
+def test_settings(stock, llama, name, value):
+    _assert_our_own(lambda: convert(llama if name == "from_pretrained" else stock, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [3, None, [], nn.Linear(2, 2), {"a": 1}, torch.zeros(2), int, b"x", "", "/nowhere/at/all", "two words", "a" * 300],
+)
+def test_models(model):
+    _assert_our_own(lambda: convert(model))
+
+
+@pytest.mark.parametrize("model", [3, None, "x", [], {}])
+@pytest.mark.parametrize("call", ["calibrate", "softmax_attention", "save_prompt_state", "load_prompt_state"])
+def test_functions_of_models(model, call, tmp_path):
+    (tmp_path / "x").write_text("x")
+
+    def act():
+        if call == "calibrate":
+            calibrate(model, [])
+        elif call == "softmax_attention":
+            with softmax_attention(model):
+                pass
+        elif call == "save_prompt_state":
+            hf_linear_attention.save_prompt_state(model, None, tmp_path / "x")
+        else:
+            hf_linear_attention.load_prompt_state(model, tmp_path / "x")
+
+    _assert_our_own(act)
+
+
+BATCHES = [3, None, [3], ["x"], [{}], [{"input_ids": [1, 2]}], [{"input_ids": "x"}], [{"nosuch": torch.zeros(1, 2)}],
+           [[1, 2]], [None], {"input_ids": torch.ones(1, 2)}, []]  # fmt: skip
+
+
+@pytest.mark.parametrize("batches", BATCHES, ids=[str(n) for n in range(len(BATCHES))])
+def test_calibrate(stock, batches):
+    model = convert(stock, mechanism="performer", features="favor++")
+    _assert_our_own(lambda: calibrate(model, batches))
+
+
+@pytest.mark.parametrize("layers", [3, "x", ["a"], [0.5], [None]])
+def test_softmax_attention_in_layers(stock, layers):
+    model = convert(stock, num_features=8)
+
+    def act():
+        with softmax_attention(model, layers=layers):
+            pass
+
+    _assert_our_own(act, "layers")
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"{}" * 50, None, "folder"])
+def test_prompt_states(linear_llama, tmp_path, content):
+    model = AutoModelForCausalLM.from_pretrained(linear_llama)
+    path = tmp_path / "prompt.safetensors"
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with limited(), pytest.raises((ValueError, OSError), match=r"prompt\.safetensors"):
+        model.load_prompt_state(path)
+
+
+def test_converting_twice(linear_llama):
+    _assert_our_own(lambda: convert(linear_llama), "already converted")

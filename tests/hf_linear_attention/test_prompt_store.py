@@ -1,0 +1,139 @@
+"""A folder of prompt states: the longest shared beginning is found, and what comes of it is what one pass gives."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from matrix import stock_model
+
+from hf_linear_attention import PromptStore, convert
+
+
+IDS = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(3))
+HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}
+
+
+@pytest.fixture(scope="module", params=[None, [0, 2]], ids=["all layers", "with a softmax layer"])
+def model(request):
+    layers = {} if request.param is None else {"layers": request.param}
+    return convert(stock_model("llama"), **HYBRID, **layers).double()
+
+
+def other_end(length: int) -> torch.Tensor:
+    """The prompt, with other tokens from `length` on."""
+    return torch.cat([IDS[:, :length], 66 - IDS[:, length:]], dim=1)
+
+
+def files(folder):
+    return sorted((int(path.name.split("-")[0]), path) for path in folder.glob("*.safetensors"))
+
+
+def count_reads(model, monkeypatch):
+    """The number of tokens in every call of the base model."""
+    read, forward = [], model.base_model.forward
+
+    def counted(*args, **kwargs):
+        read.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.base_model, "forward", counted)
+    return read
+
+
+@torch.no_grad()
+def test_the_longest_shared_beginning_is_read_once(model, tmp_path, monkeypatch):
+    store = PromptStore(model, tmp_path, boundary=5)
+    assert store.length_of(IDS) == 0
+    expected = model(input_ids=IDS).logits[:, 20:]
+    cache = store.read(IDS)
+    assert cache.get_seq_length() == 20  # the last boundary before the last token
+    assert [length for length, _ in files(tmp_path)] == [5, 10, 15, 20]
+    torch.testing.assert_close(model(input_ids=IDS[:, 20:], past_key_values=cache).logits, expected)
+    again = PromptStore(model, tmp_path, boundary=5)  # as in another process
+    read = count_reads(model, monkeypatch)
+    cache = again.read(IDS)
+    assert sum(read) == 1  # `load_prompt_state` reads one token to know the sizes
+    torch.testing.assert_close(model(input_ids=IDS[:, 20:], past_key_values=cache).logits, expected)
+    for shared, found in ((23, 20), (19, 15), (5, 5), (4, 0)):
+        ids = other_end(shared)
+        assert again.length_of(ids) == found
+        cache = again.read(ids)
+        torch.testing.assert_close(
+            model(input_ids=ids[:, 20:], past_key_values=cache).logits, model(input_ids=ids).logits[:, 20:]
+        )
+
+
+def test_generation_goes_on_from_it(model, tmp_path):
+    store = PromptStore(model, tmp_path, boundary=8)
+    expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    for _ in range(2):  # a stored state serves many times
+        found = model.generate(IDS, past_key_values=store.read(IDS), max_new_tokens=6, do_sample=False)
+        assert torch.equal(found, expected)
+
+
+def test_a_prompt_that_ends_at_a_boundary_leaves_one_token(model, tmp_path):
+    store = PromptStore(model, tmp_path, boundary=8)
+    assert store.read(IDS).get_seq_length() == 16  # 24 would leave nothing for `generate`
+    assert store.read(IDS[:, :8]) is None
+    assert store.read(IDS[:, :9]).get_seq_length() == 8
+
+
+def test_what_was_not_used_for_longest_goes_first(model, tmp_path):
+    store = PromptStore(model, tmp_path, boundary=12)
+    store.read(IDS)
+    ((_, first),) = files(tmp_path)
+    largest = 2 * first.stat().st_size + 100
+    store = PromptStore(model, tmp_path, boundary=12, max_bytes=largest)
+    os.utime(first, (1, 1))
+    second = other_end(1)
+    store.read(second)
+    assert store.length_of(IDS) == store.length_of(second) == 12
+    os.utime(first, (1, 1))
+    store.read(IDS)  # used: now the second is the older one
+    store.read(other_end(2))
+    assert store.length_of(IDS) == store.length_of(other_end(2)) == 12
+    assert store.length_of(second) == 0
+    assert sum(path.stat().st_size for _, path in files(tmp_path)) <= largest
+    with pytest.raises(ValueError, match="`max_bytes` = 10, but one state of this model takes"):
+        PromptStore(model, tmp_path / "small", boundary=12, max_bytes=10).read(IDS)
+    assert not files(tmp_path / "small")
+
+
+def test_another_model_is_refused(model, tmp_path):
+    PromptStore(model, tmp_path).read(IDS)
+    torch.manual_seed(7)
+    other = convert(stock_model("llama"), **HYBRID).double()
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    with pytest.raises(ValueError, match=r"of another model in .*prompt_store\.json"):
+        PromptStore(other, tmp_path)
+
+
+def test_a_damaged_file_is_read_again(model, tmp_path):
+    store = PromptStore(model, tmp_path, boundary=8)
+    store.read(IDS)
+    path = files(tmp_path)[-1][1]
+    path.write_bytes(path.read_bytes()[:-8])
+    assert store.read(IDS).get_seq_length() == 16
+    assert store.length_of(IDS) == 16
+    cache = PromptStore(model, tmp_path, boundary=8).read(IDS)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(input_ids=IDS[:, 16:], past_key_values=cache).logits, model(input_ids=IDS).logits[:, 16:]
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "ids", "said"),
+    [
+        ({"boundary": 0}, IDS, "`boundary` = 0; it must be a whole number above 0"),
+        ({"max_bytes": 1.5}, IDS, "`max_bytes` = 1.5"),
+        ({}, IDS.repeat(2, 1), r"shape \[2, 24\]; pass one prompt at a time"),
+        ({}, IDS[0], r"shape \[24\]"),
+    ],
+)
+def test_impossible_requests(model, tmp_path, options, ids, said):
+    with pytest.raises(ValueError, match=said):
+        PromptStore(model, tmp_path, **options).read(ids)

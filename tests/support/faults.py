@@ -1,0 +1,102 @@
+"""Running both commands in this process on bad input, within limits of time and memory, and what a refusal must be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState, GradientState
+
+from hf_linear_attention.conversion import convert_checkpoint
+from hf_linear_attention.training import finetune as finetuning
+
+
+SECONDS = 30
+BYTES = 8 * 2**30  # more than any refusal may take, and less than what would disturb the machine
+Result = tuple[int, str, str]
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """A context that may take neither long nor much memory: what hangs, or allocates without end, fails instead."""
+
+    def too_long(number: int, frame: object) -> None:
+        raise AssertionError(f"this took more than {SECONDS} seconds")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, too_long)
+    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, before[1]))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _run(main: Any, words: tuple[object, ...]) -> Result:
+    out, err = io.StringIO(), io.StringIO()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    with limited(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as error:
+            code = int(error.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def convert(*words: object) -> Result:
+    """`convert_checkpoint.py` in this process; returns exit code, stdout and stderr."""
+    return _run(convert_checkpoint.main, words)
+
+
+def finetune(*words: object) -> Result:
+    """`finetune.py` in this process; returns exit code, stdout and stderr."""
+    return _run(finetuning.main, words)
+
+
+def assert_refused(result: Result, *said: str, code: int = 2) -> None:
+    """The command ended with `code` and one line of our own that contains `said`; nothing went to stdout."""
+    got, out, err = result
+    line = (err.splitlines() or [""])[-1]
+    assert "Traceback" not in err, err[-2000:]
+    assert got == code, f"exit code {got}: {err[-1500:]}"
+    word = {2: "error", 1: "failed"}[code]
+    assert re.match(rf"(convert_checkpoint|finetune)\.py: {word}: \S", line), line
+    assert len(re.findall(r"^(?:convert_checkpoint|finetune)\.py: ", err, flags=re.M)) == 1, err
+    assert "HF_LINEAR_ATTENTION_DEBUG=1" not in line, f"a foreign error: {line}"
+    assert out == ""
+    assert all(part in line for part in said), f"{said} not in: {line}"
+
+
+def assert_nothing_written(folder: Path, *expected: str) -> None:
+    """`folder` holds what was expected, and nothing else."""
+    assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
+
+
+def copy_of(source: Path, folder: Path) -> Path:
+    """A copy of a checkpoint that a test may damage."""
+    shutil.copytree(source, folder)
+    return folder
+
+
+def change_json(path: Path, **changes: Any) -> Path:
+    """Change entries of a JSON file; `...` removes one."""
+    content = json.loads(path.read_text())
+    for name, value in changes.items():
+        if value is ...:
+            content.pop(name, None)
+        else:
+            content[name] = value
+    path.write_text(json.dumps(content))
+    return path

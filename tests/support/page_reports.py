@@ -1,0 +1,69 @@
+"""A report with everything that report.html can show, small enough to be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def bucket(start: int, end: int, teacher: float, student: float) -> dict[str, Any]:
+    figures = {"teacher": teacher, "student": student, "same_bytes": student + 0.1, "window_alone": student + 0.2}
+    difference = {"mean": -0.1, "standard_error": 0.01}
+    return {"from": start, "to": end, "targets": 9, **figures, "student_minus_same_bytes": difference}
+
+
+def heads(scale: float, inputs: str) -> dict[str, Any]:
+    rows = [
+        {"layer": layer, "error": [scale * (1 + head) / 5 for head in range(4)], "half_life": [50.0, 200_000.0 * scale]}
+        for layer in (0, 1)
+    ]
+    return {"inputs": inputs, "layers": rows}
+
+
+LAYER = {
+    "layer": 0, "module": "m", "stock_class": "A", "linear_class": "B", "mechanism": "hybrid", "num_heads": 4,
+    "state_bytes": 69_500, "growing_bytes_per_token": 0, "cache_bytes_per_token": 256,
+}  # fmt: skip
+QUALITY = {
+    "validation_file": "held_out.txt", "max_tokens": 50_000, "teacher": 1.4055, "student": 1.4174,
+    "agreement": 0.9501, "kl": 0.0213, "same_bytes": 1.4182, "window_alone": 1.4292, "gap": 0.0119, "targets": 50_175,
+    "control": {"window_size": 108, "num_sinks": 0, "state_bytes": 138_820, "nats": 1.4182, "others": []},
+    "positions": {
+        "trained_length": 512, "length": 2048, "ended_by": "the text", "windows": 12,
+        "buckets": [bucket(0, 64, 2.1, 2.1), bucket(64, 512, 1.40, 1.42), bucket(512, 2048, 5.4, 1.41)],
+    },
+    "recall": {"counted_tokens": 9, "buckets": [bucket(56, 128, 1.46, 1.51), bucket(128, 512, 1.8, 1.9)]},
+    "generation": [],
+    "samples": [
+        {
+            "prompt": "Once upon a time", "same": " there was a",
+            "original": {"first": " girl", "rest": " who"}, "student": {"first": " boy", "rest": " named"},
+        },
+        {
+            "prompt": "The end", "same": " of it all.",
+            "original": {"first": "", "rest": ""}, "student": {"first": "", "rest": ""},
+        },
+    ],
+    "heads": heads(0.2, "the built-in sentences"),
+}  # fmt: skip
+REPORT: dict[str, Any] = {
+    "base_model": "org/tiny", "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "num_layers": 2, "layers": [LAYER, {**LAYER, "layer": 1}], "state_bytes": 139_000,
+    "weights": {"total": 1000, "new": 60}, "dropped_features": ["position_bias"],
+    "tensors": {"dropped": [{"source": "dropped.weight", "target": None, "shape": [3, 4], "dtype": "float32"}]},
+    "checks": {"student_against_teacher": {"top1_agreement": 0.5}, "heads": heads(1.0, "the built-in sentences")},
+    "faster_from": "1,024 tokens (measured: hybrid, one thread)", "max_length": 512,
+    "speed": {"lengths": {"causal": 1024}, "longest": 4096, "measured": "hybrid, one thread"},
+    "command": ["--model_name_or_path", "org/tiny", "--preset", "default", "--train_file", "a.jsonl"],
+    "quality": QUALITY,
+}  # fmt: skip
+RUNS: list[dict[str, Any]] = [
+    {
+        "dataset": "a.jsonl", "metrics": {}, "training": {"stage": stage, "tokens": 1000},
+        "loss": {
+            "unit": "tokens", "points": [[100, 0.5], [500, 0.1], [1000, 0.05]],
+            "evaluated": [[0, 1.6], [1000, 1.5]],
+        },
+    }
+    for stage in ("transfer", "distil")
+]  # fmt: skip
+CONFIG = {"model_type": "linear_llama", "linear_attention": {"mechanism": "hybrid"}}

@@ -1,0 +1,168 @@
+"""Checks of data files before anything else is done: that they can be read as a whole, and have the columns in use.
+
+`datasets` reads many damaged files without a word: a table whose rows have more fields than the header gets its columns
+shifted, for example. Rows that are merely unusable are for `--on_bad_rows` (`rows.py`).
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hf_linear_attention._common.errors import UsageError, one_line
+from hf_linear_attention._common.reading import require_file
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tasks import CLASSIFICATION, QUESTION_COLUMNS
+
+
+SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+LINES_SHOWN = 3  # the number of malformed lines that a message names
+csv.field_size_limit(sys.maxsize)  # a whole document may stand in one cell
+
+
+def wanted_columns(recipe: Recipe, split: str) -> dict[str, str | None]:
+    """The columns that the files of a split must have, and the options that name them."""
+    data, task, name = recipe.data, recipe.task, recipe.model.task
+    needs_labels = split == "validation" or bool(recipe.objective.task_loss_weight)
+    if name == "question_answering":
+        return dict.fromkeys(QUESTION_COLUMNS[: 2 + needs_labels])
+    if task.inputs == "images":
+        wanted: dict[str, str | None] = {data.image_column_name: "image_column_name"}
+    else:
+        wanted = {data.text_column_name: "text_column_name"}
+        if data.text_pair_column_name is not None:
+            wanted[data.text_pair_column_name] = "text_pair_column_name"
+    has_scores = name == "embedding" and data.text_pair_column_name is not None and split == "validation"
+    has_classes = needs_labels and name in (*CLASSIFICATION, "token_classification")
+    is_named = "label_column_name" in recipe.given or len(task.label_columns) == 1
+    has_labels = is_named and (has_scores or has_classes)
+    return {**wanted, data.label_column_name: "label_column_name"} if has_labels else wanted
+
+
+def check_data_file(path: str, columns: Mapping[str, str | None]) -> None:
+    """Check a file of one of the types in `SUFFIXES`.
+
+    Raises:
+        UsageError: naming everything that is wrong with it.
+    """
+    if problems := file_problems(path, columns):
+        raise UsageError(*problems)
+
+
+def file_problems(path: str, columns: Mapping[str, str | None], skips_bad_rows: bool = False) -> list[str]:
+    """One sentence for everything that is wrong with a file that must have `columns`, named by options."""
+    try:
+        require_file(Path(path))
+        state = Path(path).stat()
+        names = None if path.endswith(".txt") else _columns(path, skips_bad_rows, state.st_size, state.st_mtime_ns)
+        if names is None:
+            _check_text(path, state.st_size, state.st_mtime_ns)
+            return []
+    except UsageError as error:
+        return list(error.problems)
+    listed = ", ".join(names)
+    return [
+        (f"`--{option} {name}`" if option else f"`{name}`")
+        + f" is not a column of {path}, which has {listed}; rename a column"
+        + (", or name another one" if option else "")
+        for name, option in columns.items()
+        if name not in names
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def _check_text(path: str, size: int, changed: int) -> None:
+    """Read a text; `size` and `changed` stand for its content, so that it is read only once."""
+    texts = [line.strip() != "" for line in _decoded(path)]  # all of them, because the last may be damaged
+    if not any(texts):
+        raise UsageError(f"{path} holds no text; check the file")
+
+
+@functools.lru_cache(maxsize=8)
+def _columns(path: str, skips_bad_rows: bool, size: int, changed: int) -> list[str]:
+    """The columns of a file of rows."""
+    if size == 0:
+        raise UsageError(f"{path} is empty; check the file")
+    if path.endswith(".parquet"):
+        return _parquet_columns(path)
+    return _json_columns(path, skips_bad_rows) if path.endswith(".jsonl") else _table_columns(path)
+
+
+def _parquet_columns(path: str) -> list[str]:
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:  # pyarrow's errors are both
+        raise UsageError(f"{path} is not a complete .parquet file ({one_line(error)}); get it again") from error
+    if file.metadata.num_rows == 0:
+        raise UsageError(f"{path} has no rows; check the file")
+    return list(file.schema_arrow.names)
+
+
+def _json_columns(path: str, skips_bad_rows: bool) -> list[str]:
+    """The columns of the first object; other lines that are none are bad rows."""
+    first = None
+    for line in _decoded(path, "replace" if skips_bad_rows else "strict"):
+        if first is None and line.strip():
+            try:
+                first = json.loads(line)
+            except (ValueError, RecursionError):
+                first = ""  # no JSON: a bad row
+    if first is None:
+        raise UsageError(f"{path} has no rows; check the file")
+    if isinstance(first, list) and first and isinstance(first[0], dict):  # one list of all rows, which is read as well
+        first = first[0]
+    if not isinstance(first, dict) and not skips_bad_rows:
+        raise UsageError(f"{path}: its first row is not a JSON object; give one object per line")
+    return list(first) if isinstance(first, dict) else _AnyColumn()
+
+
+class _AnyColumn(list):
+    """The columns of a file whose first row is bad and will be skipped: they are not known yet."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _table_columns(path: str) -> list[str]:
+    """The header of a .csv or .tsv whose rows all have as many fields."""
+    options: dict = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.endswith(".tsv") else {"strict": True}
+    reader = csv.reader(_decoded(path), **options)
+    header, wrong, count, line = [], [], 0, 1
+    try:
+        for row in reader:
+            if not header:
+                header = row
+            elif row:
+                count += 1
+                wrong += [f"line {line} has {len(row)} fields"] if len(row) != len(header) else []
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UsageError(f"{path}: line {line} cannot be read ({error}); correct the quotes or separators") from error
+    if wrong:
+        more = f" and {len(wrong) - LINES_SHOWN} more lines" if len(wrong) > LINES_SHOWN else ""
+        raise UsageError(
+            f"{path}: {'; '.join(wrong[:LINES_SHOWN])}{more}, but the header has {len(header)} ({', '.join(header)}); "
+            "correct or quote these lines"
+        )
+    if len({*header}) < len(header) or count == 0:
+        raise UsageError(f"{path} {'has no rows' if count == 0 else 'names a column twice in its header'}; correct it")
+    return header
+
+
+def _decoded(path: str, errors: str = "strict") -> Iterator[str]:
+    """The lines of a file in UTF-8, without a byte order mark."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8", errors)
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{path}: line {number} is not UTF-8 ({error.reason}); save it as UTF-8") from error
+            if "\0" in text:
+                raise UsageError(f"{path}: line {number} holds a NUL, so it is no text; check the file")
+            yield text
