@@ -71,7 +71,8 @@ def test_the_first_figures_are_those_of_the_run():
     quality, text = kept["quality"], (ROOT / "README.md").read_text(encoding="utf-8")
     beyond = next(bucket for bucket in quality["positions"]["buckets"] if bucket["from"] == 1024)
     for figures, place in ((quality, "within the 512 tokens of its training"), (beyond, "positions 1,024 to 2,047")):
-        assert f"{place} | {figures['teacher']:.3f} | {figures['student']:.3f} |" in text
+        row = [f"{figures[name]:.3f}" for name in ("teacher", "student", "same_bytes")]
+        assert f"{place} | {' | '.join(row)} |" in text
     assert f"| {quality['agreement']:.1%} |".replace("%", " %") in text
     assert f"| {kept['state_bytes'] / 1000:.0f} kB |" in text
 
