@@ -12,6 +12,7 @@ import yaml
 from capability_table import capability_table, options_table
 
 from hf_linear_attention import supported_model_types
+from hf_linear_attention.conversion.commands import COMMANDS, main
 from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 from hf_linear_attention.conversion.request import parse as parse_conversion
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -51,7 +52,9 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
-            if words[:1] == ["make"] or any(word.endswith(("convert_checkpoint.py", "finetune.py")) for word in words):
+            if words[:1] in (["make"], ["hf-linear-attention"]) or any(
+                word.endswith(("convert_checkpoint.py", "finetune.py")) for word in words
+            ):
                 found.append((page.name, words))
     return found
 
@@ -68,7 +71,8 @@ def test_the_first_figures_are_those_of_the_run():
     quality, text = kept["quality"], (ROOT / "README.md").read_text(encoding="utf-8")
     beyond = next(bucket for bucket in quality["positions"]["buckets"] if bucket["from"] == 1024)
     for figures, place in ((quality, "within the 512 tokens of its training"), (beyond, "positions 1,024 to 2,047")):
-        assert f"{place} | {figures['teacher']:.3f} | {figures['student']:.3f} |" in text
+        row = [f"{figures[name]:.3f}" for name in ("teacher", "student", "same_bytes")]
+        assert f"{place} | {' | '.join(row)} |" in text
     assert f"| {quality['agreement']:.1%} |".replace("%", " %") in text
     assert f"| {kept['state_bytes'] / 1000:.0f} kB |" in text
 
@@ -115,22 +119,34 @@ def test_links_lead_to_files(page):
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command[0]}: {' '.join(command[1])[:60]}")
-def test_commands_exist(command, monkeypatch):
+def test_commands_exist(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     words = command[1]
     if words[0] == "make":
         assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
         return
-    script = next(part for part in words if part.endswith(".py"))
-    assert Path(script).exists()
-    arguments = words[words.index(script) + 1 :]
-    if script.startswith("conversion"):
-        parse_conversion(arguments)
+    if words[0] == "hf-linear-attention":
+        name, arguments = words[1], words[2:]
     else:
+        script = next(part for part in words if part.endswith(".py"))
+        assert Path(script).exists()
+        name, arguments = "finetune", words[words.index(script) + 1 :]
+        assert script == "training/finetune.py"
+    if name == "convert" and "--config" not in arguments:
+        parse_conversion(arguments)
+    elif name in ("compare", "evaluate"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert {part for part in arguments if part.startswith("--")} <= set(
+            re.findall(r"--\w+", capsys.readouterr().out)
+        )
+    elif name == "finetune":
         known = {option for action in build_parser()._actions for option in action.option_strings}
         assert {part for part in arguments if part.startswith("--")} <= known | {"--config"}
         for part in words:
             assert not part.endswith(".yaml") or Path(part).exists()
+    else:
+        assert name in COMMANDS
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -24,13 +23,12 @@ from accelerate.state import AcceleratorState, GradientState
 from checkpoints import save_twin
 from PIL import Image
 
-from hf_linear_attention.conversion.convert_checkpoint import main as convert
-from hf_linear_attention.training.finetune import main as finetune
+from hf_linear_attention.conversion.commands import main
 
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
-BLOCK = re.compile(r"(<!-- slow -->\s*)?```(\w+)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (?:slow|not run) -->\s*)?```(\w+)\n(.*?)```", re.DOTALL)
 # Training for as long as the text says would take minutes.
 SMALLER = {"--tokens": "2k", "--num_train_epochs": "1"}
 TEXTS = [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 80][:120]
@@ -50,7 +48,8 @@ def in_a_folder(tmp_path, monkeypatch):
 def blocks(page: str, is_slow: bool) -> list[tuple[str, str]]:
     """Language and text of the blocks to run; those that are slow only if `is_slow`."""
     text = (TUTORIALS / f"{page}.md").read_text(encoding="utf-8")
-    return [(language, code) for slow, language, code in BLOCK.findall(text) if is_slow or not slow]
+    found = BLOCK.findall(text)
+    return [(language, code) for mark, language, code in found if not mark or (is_slow and "slow" in mark)]
 
 
 def run(page: str, is_slow: bool = False) -> dict[str, Any]:
@@ -79,10 +78,9 @@ def run_commands(text: str, is_slow: bool) -> None:
             continue
         if not is_slow:
             words = [SMALLER.get(before, word) for before, word in zip(["", *words], words)]
-        script = next(place for place, word in enumerate(words) if word.endswith(".py"))
-        command: Callable[[list[str]], int] = convert if "convert" in words[script] else finetune
+        assert words[0] == "hf-linear-attention"
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
-            code = command(words[script + 1 :])
+            code = main(words[1:])
         assert code in (0, None), err.getvalue()
 
 
