@@ -86,7 +86,7 @@ def _ends(part: Part, answers: dict[str, Any]) -> Tokens:
         return np.zeros(2, np.int64)
     start = answers["answer_start"][0]
     end = start + len(answers["text"][0])
-    places = np.flatnonzero(part.context_mask)
+    places = np.flatnonzero(part.context_mask).tolist()
     first, last = part.offsets[places[0]][0], part.offsets[places[-1]][1]
     if start < first or end > last:
         return np.zeros(2, np.int64)

@@ -137,17 +137,19 @@ class Evaluator:
         agreed: list[tuple[int, int, int]] = []
         scored: list[tuple[int, float, list[float]]] = []
         texts: list[Generated] = []
+        names = {int(index): str(name) for index, name in (model.config.id2label or {}).items()}
         for batch in batches:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
                 outputs = run_model(model, batch, self.layers)
-                predictions, references = self.figures(batch, outputs, model.config.id2label)
+                predictions, references = self.figures(batch, outputs, names)
             index = batch["index"].tolist()
             rows += zip(index, predictions, references, strict=True)
             if self.compares:
                 agreed += zip(index, *self._agreement(batch, outputs), strict=True)
             if self.generation is not None:
-                texts += self.generation(model, self.teacher and self.teacher.model, batch)
+                teacher = None if self.teacher is None else self.teacher.model
+                texts += self.generation(model, teacher, batch)
             if self.task == "embedding" and "labels" in batch:
                 pooled = mean_pooled(hidden_states_of(outputs, self.layers)[-1], batch["attention_mask"])
                 scored += zip(index, batch["labels"].tolist(), pooled.tolist(), strict=True)
@@ -164,7 +166,7 @@ class Evaluator:
         metric = SCORES[self.task][1] if self.task in SCORES else TokenLoss if self.logits else TeacherCosine
         predictions, references = [row[1] for row in rows], [row[2] for row in rows]
         if self.logits == "spans":
-            whole = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
+            whole: Any = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
             predictions, references = whole.texts([row[:2] for row in rows])
         # By default, a metric would be in a file in the home folder.
         found = metric(keep_in_memory=True).compute(predictions=predictions, references=references)
@@ -175,6 +177,8 @@ class Evaluator:
         if self.teacher is None:
             raise RuntimeError("there is no teacher to agree with")
         mine, mask = logits_of(outputs, batch), scored_logits(batch, self.logits)
+        if mine is None:
+            raise RuntimeError("the model has no logits")
         same = (self.teacher.all_logits(batch).argmax(-1) == mine.argmax(-1)) & mask
         shape = len(mask), -1
         return same.reshape(shape).sum(-1).tolist(), mask.reshape(shape).sum(-1).tolist()

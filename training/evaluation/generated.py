@@ -25,7 +25,7 @@ class Generation:
         self.processor, self.max_length, self.is_sharded = processor, max_length, is_sharded
 
     @torch.no_grad()
-    def texts(self, model: PreTrainedModel, batch: Batch) -> list[str]:
+    def texts(self, model: Any, batch: Batch) -> list[str]:
         """The texts that the model generates for the inputs of `batch`."""
         inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
         # The processes that share a sharded model must make as many forward passes as the slowest.
@@ -34,7 +34,7 @@ class Generation:
         return self.processor.batch_decode(found, skip_special_tokens=True)
 
     @torch.no_grad()
-    def ends(self, model: PreTrainedModel, batch: Batch) -> list[bool]:
+    def ends(self, model: Any, batch: Batch) -> list[bool]:
         """Whether the answer that the model gives to the last message of every conversation ends."""
         stop = model.generation_config.eos_token_id
         stop = self.processor.eos_token_id if stop is None else stop
