@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,9 +71,9 @@ def equal(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def kills(commands, work: Path, wanted: int) -> dict[str, str]:
+def kills(commands, work: Path, wanted: int) -> Iterator[tuple[str, str]]:
     """Kill each command at random moments, `wanted` times in all, and let it end."""
-    found, draw = {}, random.Random(0)
+    draw = random.Random(0)
     for name, (main, words, resume) in commands.items():
         begin = time.monotonic()
         if (code := ended(started(main, [*words, "--output_dir", work / name]))) != 0:
@@ -91,13 +92,11 @@ def kills(commands, work: Path, wanted: int) -> dict[str, str]:
             ends, damaged = ends + 1, damaged + (not equal(work / name, out))
             for path in work.glob(f"{name}-killed*"):
                 shutil.rmtree(path)
-        found[name] = f"{done} kills, {ends} runs ended, {damaged} differ from the run without kills"
-    return found
+        yield name, f"{done} kills, {ends} runs ended, {damaged} differ from the run without kills"
 
 
-def full_disk(commands, work: Path, limits: int) -> dict[str, str]:
+def full_disk(commands, work: Path, limits: int) -> Iterator[tuple[str, str]]:
     """Let writing fail beyond a size of any file, for sizes from nothing to the largest file."""
-    found = {}
     for name, (main, words, _) in commands.items():
         out, codes = work / f"{name}-full", []
         largest = max(path.stat().st_size for path in (work / name).rglob("*") if path.is_file())
@@ -108,8 +107,7 @@ def full_disk(commands, work: Path, limits: int) -> dict[str, str]:
             for path in work.glob(f"{name}-full*"):
                 shutil.rmtree(path)
         counts = {code: codes.count(code) for code in sorted(set(codes))}
-        found[name] = f"{limits} limits, exit codes {counts}, {left} half-written models"
-    return found
+        yield name, f"{limits} limits, exit codes {counts}, {left} half-written models"
 
 
 def threads(model, generations: int) -> str:
@@ -174,9 +172,9 @@ def main() -> None:
             "train": [finetune.main, train, ["--resume_from_checkpoint", "latest"]],
             "preset": [convert_checkpoint.main, preset, []],
         }
-        for title, figures in {"SIGKILL": kills(commands, work, given.kills)}.items():
-            print("\n".join(f"{title}, {key}: {text}" for key, text in figures.items()), flush=True)
-        for key, text in full_disk(commands, work, given.limits).items():
+        for key, text in kills(commands, work, given.kills):
+            print(f"SIGKILL, {key}: {text}", flush=True)
+        for key, text in full_disk(commands, work, given.limits):
             print(f"full disk, {key}: {text}", flush=True)
         print(f"cache: {one_cache(commands['train'], work)}", flush=True)
         model = AutoModelForCausalLM.from_pretrained(work / "linear").eval()

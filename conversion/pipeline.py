@@ -17,7 +17,7 @@ from hf_linear_attention import supported_model_types
 from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.devices import memory_of_machine
 from hf_linear_attention._common.errors import ConversionError, UsageError
-from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.folders import saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention._common.reading import reading
@@ -212,7 +212,8 @@ def run(conversion: Conversion) -> dict[str, Any]:
             text = conversion.inputs if ranking_file(arguments) else None
             measured[KEPT_HEADS] = choose_heads(model, text, num_heads_to_keep(arguments), arguments.seed or 0)
             plan = plan_with_heads(plan, conversion.source, arguments, measured[KEPT_HEADS]["heads"])
-        model.save_pretrained(folder)
+        with saving(folder):
+            model.save_pretrained(folder)
         check_shipped(folder)
         share_permissions(folder)
         del model  # the verification below reads the model from its files

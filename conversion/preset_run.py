@@ -24,6 +24,7 @@ from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
 from hf_linear_attention._common.options import OnResume
+from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
@@ -80,7 +81,7 @@ def _open(conversion: Conversion, training: Training) -> None:
         if not path.is_file():
             raise UsageError(f"{work} exists and is not from an unfinished run; move it")
         defaults = {entry.name: entry.default for entry in fields(ConversionArguments)}  # of newer options
-        before = {**defaults, **json.loads(path.read_text(encoding="utf-8"))}
+        before = {**defaults, **read_json(path)}
         changed = [
             f"{name}: {before.get(name)} -> {request[name]}"
             for name in request

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from hf_linear_attention._common.checkpoint_files import check_checkpoint
 from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import head_of_config
@@ -107,6 +108,8 @@ def evaluate(request: Request) -> str:
 
 def _task_of(folder: Path) -> str:
     path = folder / "config.json"
+    if folder.is_dir():
+        check_checkpoint(folder)
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "linear_attention" not in config:
         raise UsageError(f"`--output_dir` = {str(folder)!r} holds no converted model; convert first, then `--evaluate`")

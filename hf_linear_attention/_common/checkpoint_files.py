@@ -50,9 +50,9 @@ def check_checkpoint(folder: Path) -> None:
     for name in TEXT_FILES:
         if (folder / name).is_file():
             _require_utf8(folder / name)
-    for name in weight_files(folder):
-        if name.suffix == ".safetensors":
-            check_safetensors(name)
+    for weights in weight_files(folder):
+        if weights.suffix == ".safetensors":
+            check_safetensors(weights)
 
 
 def read_modules(folder: Path) -> list[dict[str, Any]]:

@@ -256,7 +256,9 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
             f"this needs the library `{error.name}`, which is not installed; install the libraries for training and "
             'data files with `pip install "hf-linear-attention[train]"`'
         )
-    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
+        error = RunError(f"not enough memory ({one_line(error)[:200]}); choose smaller batches, lengths or models")
+    message = one_line(error)
     is_expected = isinstance(error, (UsageError, RunError, OSError))
     hint = "" if is_expected else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
     word = "error" if isinstance(error, UsageError) else "failed"

@@ -72,7 +72,7 @@ def _are_settings(value: Any) -> bool:
 
 
 def _are_runs(value: Any) -> bool:
-    kinds = {"training": dict, "metrics": dict, "dataset": (str, type(None))}
+    kinds: dict[str, Any] = {"training": dict, "metrics": dict, "dataset": (str, type(None))}
     return isinstance(value, list) and all(
         isinstance(run, dict) and all(name in run and isinstance(run[name], kind) for name, kind in kinds.items())
         for run in value

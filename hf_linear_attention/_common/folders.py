@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from hf_linear_attention._common.errors import RunError
 
@@ -208,6 +209,15 @@ def find_damage(folder: Path) -> str | None:
         if _sha256(path) != digest:
             return f"the content of {name} has changed since it was written"
     return None
+
+
+@contextlib.contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """A context in which safetensors writes into `folder`; its errors become OSErrors, as those of other files are."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"the weights could not be written to {folder} ({error}); free some space") from error
 
 
 def save_tensors(value: Any, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 
-MAX_CHARACTERS = 2**20
+MAX_YAML_CHARACTERS = 2**20
 
 
 def load_yaml(text: str) -> Any:
@@ -16,8 +16,8 @@ def load_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: if it is no YAML, too long or nested too deeply, or has aliases or a name twice.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise yaml.YAMLError(f"it has {len(text):,} characters, and at most {MAX_CHARACTERS:,} are read")
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, and at most {MAX_YAML_CHARACTERS:,} are read")
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:

@@ -216,8 +216,8 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
         ),
         ([*FAVOR, "--calibration_file", "nowhere.txt"], ["'nowhere.txt': there is no such file"]),
         ([*FAVOR, "--calibration_file", "."], ["`--calibration_file` = '.': give a file named *.txt, *.jsonl"]),
-        ([*FAVOR, "--calibration_file", "EMPTY"], ["`--calibration_file` = ", "contains no text"]),
-        ([*FAVOR, "--calibration_file", "COLUMNS"], ["columns.csv' has no column `text`"]),
+        ([*FAVOR, "--calibration_file", "EMPTY"], ["`--calibration_file`: ", "holds no text"]),
+        ([*FAVOR, "--calibration_file", "COLUMNS"], ["`text` is not a column of ", "columns.csv"]),
     ],
 )
 def test_what_cannot_be_calibrated_on_is_refused(llama, tmp_path, words, said):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from checkpoints import run, save_twin
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from hf_linear_attention.conversion import pipeline
@@ -53,6 +54,10 @@ def folder(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "with_code" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     code = "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
     (folder / "with_code" / "own.py").write_text(code, encoding="utf-8")
+    shutil.copytree(llama, folder / "lacking")
+    tensors = load_file(llama / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -106,6 +111,7 @@ def beside(folder: Path) -> dict[str, Options]:
         **dict.fromkeys(("max_eval_tokens", "max_eval_length", "controls"), measured),
         "evaluate": {**measured, "evaluate": None},
         "overwrite": {"converted": True},
+        "allow_missing": {"model_name_or_path": folder / "lacking"},
         "allow_pickle": {"model_name_or_path": folder / "pickled"},
         "trust_remote_code": {"model_name_or_path": folder / "with_code"},
     }

@@ -75,11 +75,16 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("damage", WEIGHTS.values(), ids=WEIGHTS.keys())
-@pytest.mark.parametrize("command", ["convert", "train", "teacher"])
+OF_TEACHERS = ("cut", "pickle", "one missing", "NaN", "another shape", "one layer more")
+
+
+@pytest.mark.parametrize(
+    ("damage", "command"),
+    [(name, command) for name in WEIGHTS for command in ("convert", "train")] + [(n, "teacher") for n in OF_TEACHERS],
+)
 def test_weights(llama, linear_llama, files, tmp_path, damage, command):
     source = copy_of(llama, tmp_path / "source")
-    damage(source / "model.safetensors")
+    WEIGHTS[damage](source / "model.safetensors")
     assert_refused(_call(command, source, linear_llama, files, tmp_path), str(source))
     assert_nothing_written(tmp_path, "source")
 

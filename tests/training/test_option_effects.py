@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
 from task_twins import TWINS
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -84,9 +85,20 @@ def with_code(llama: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def lacking(student: Path, folder: Path) -> Path:
+    """A model without one of its weights."""
+    shutil.copytree(student, folder / "lacking")
+    tensors = load_file(student / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "lacking"
+
+
+@pytest.fixture(scope="module")
 def cases(
-    folder: Path, student: Path, with_code: Path, llama_teacher: str, masked: str, bert: str, bert_teacher: str,
-    named_classifier: str, vision_teacher: str, pictures: Path, save: Callable[..., str], twin: Callable[[str], Path],
+    folder: Path, student: Path, with_code: Path, lacking: Path, llama_teacher: str, masked: str, bert: str,
+    bert_teacher: str, named_classifier: str, vision_teacher: str, pictures: Path, save: Callable[..., str],
+    twin: Callable[[str], Path],
 ) -> dict[str, dict[str, Options]]:  # fmt: skip
     """`base`: of every run. `task`: what a task changes. `second`: values that no metadata tell. `beside`: where an
     option has an effect."""
@@ -171,6 +183,7 @@ def cases(
                 "tokenizer_name": folder / "chat_tokenizer",
             },
             "trust_remote_code": {"model_name_or_path": with_code},
+            "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},
             "dataset_config_name": {"train_file": None, "dataset_name": folder / "data"},
             "attention_transfer_weight": {"trainable": "mechanism"},

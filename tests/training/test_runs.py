@@ -323,7 +323,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], c
 
 
 def test_errors_of_data_are_one_line(finetune, causal: list[str], capsys) -> None:
-    finetune(*causal, "--text_column_name", "body", expect=1)
+    finetune(*causal, "--text_column_name", "body", expect=2)
     assert "`--text_column_name body` is not a column" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(TrainingError):
         raise TrainingError("x")

@@ -45,7 +45,8 @@ def save_final(
     """
     folder = folders.incomplete(recipe.output_dir / MODEL_FOLDER)
     folder.mkdir(parents=True)
-    save_model(model, folder, weights)
+    with folders.saving(recipe.output_dir):
+        save_model(model, folder, weights)
     processor.save_pretrained(folder)
     earlier: list[dict[str, Any]] = []
     with not_essential("what describes the model it was trained from"):

@@ -136,7 +136,9 @@ def _table_columns(path: str) -> list[str]:
     """The header of a .csv or .tsv whose rows all have as many fields."""
     options: dict = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.endswith(".tsv") else {"strict": True}
     reader = csv.reader(_decoded(path), **options)
-    header, wrong, count, line = [], [], 0, 1
+    header: list[str] = []
+    wrong: list[str] = []
+    count, line = 0, 1
     try:
         for row in reader:
             if not header:
