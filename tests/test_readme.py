@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from capability_table import capability_table
 
+from hf_linear_attention.conversion.commands import COMMANDS
 from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 from hf_linear_attention.conversion.request import parse as parse_conversion
 from hf_linear_attention.training.recipe_parser import build_parser
@@ -37,6 +38,11 @@ def test_commands_exist(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     if command[0] == "make":
         assert f"\n{command[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+        return
+    if command[0] == "hf-linear-attention":
+        assert command[1] in COMMANDS
+        if command[1] == "convert":
+            parse_conversion(command[2:])
         return
     script = next(part for part in command if part.endswith(".py"))
     assert Path(script).exists()
