@@ -169,7 +169,16 @@ def observed_rotary(model: PreTrainedModel, modules: Mapping[int, nn.Module]) ->
     names = {id(module): name for name, module in model.named_modules()}
     layers: dict[RotaryFacts, list[int]] = {}
     for layer, module in modules.items():
-        facts = _facts_of(model, names[id(module)], module)
+        try:
+            facts = _facts_of(model, names[id(module)], module)
+        except (
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+        ) as error:  # of a stock embedding that is not tested
+            name = stock_class_of(module).__name__
+            raise ValueError(f"the rotary positions of {name} cannot be computed alone: {error!r}") from error
         if facts.depends_on_input:
             raise ValueError(
                 f"the rotary frequencies of {stock_class_of(module).__name__} change with the length of the input "

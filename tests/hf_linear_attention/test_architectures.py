@@ -53,7 +53,7 @@ def test_settings_that_the_model_does_not_fit(bart):
     with pytest.raises(ValueError, match=r"`layers` names \[6\], but the model has self-attention layers 0 to 5"):
         convert(bart, layers=[0, 6])
     with pytest.raises(ValueError, match="`cross_attention` = true, but LinearLlamaForCausalLM has none"):
-        convert(stock_model("llama"), cross_attention=True)
+        convert(stock_model("llama"), mechanism="linear", cross_attention=True)
 
 
 def test_multi_head_latent_attention_has_the_head_dim_of_its_queries():

@@ -171,7 +171,7 @@ def test_unrotated_is_what_the_projections_gave(row, monkeypatch):
     changes = {"smollm3": {"num_hidden_layers": 5}}.get(row, {})
     stock = tiny_model(row, "AutoModel", **changes)
     factor = next(iter(rotary_facts(stock).values())).attention_factor  # gpt_oss has YaRN, whose factor stays
-    model = convert(stock, feature_map="elu1", rope="none", **settings)
+    model = convert(stock, mechanism="linear", feature_map="elu1", rope="none", **settings)
     seen = {name: [] for name in linear_attention_modules(model)}
     for name, module in linear_attention_modules(model).items():
 
