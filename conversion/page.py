@@ -144,7 +144,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if report.get("state_bytes"):
         tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))
     weights = report.get("weights") or {}
-    if weights.get("total"):
+    if weights.get("new"):
         tiles.append(("of its weights are new", percent(weights["new"] / weights["total"])))
     return tiles
 

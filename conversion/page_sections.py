@@ -239,6 +239,8 @@ def _short(value: float) -> str:
 
 def _head_figures(report: Mapping[str, Any], quality: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     before, after = (report.get("checks") or {}).get("heads"), quality.get("heads")
+    if before == after:  # measured again without a training
+        before = None
     named = [("as converted", before), ("as it is now", after)]
     return [(when, heads) for when, heads in named if heads]
 
@@ -277,9 +279,7 @@ def cost_section(report: Mapping[str, Any]) -> Section | None:
         if reads and all(length is None or length > reads for length in speed["lengths"].values()):
             texts.append(f"The model reads {reads:,} tokens, so it is never faster within its own length.")
     elif report.get("layers"):
-        texts.append(
-            "Speed was not measured for these settings and heads; `hf-linear-attention compare` measures it here."
-        )
+        texts.append("Speed was not measured for these settings and heads; hf-linear-attention compare measures it.")
     chart = _memory_chart(report, speed, reads)
     if chart is not None:
         texts.append(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tomllib
 from html.parser import HTMLParser
 
 import pytest
 from page_reports import CONFIG, REPORT, RUNS
 
-from hf_linear_attention.conversion.page import headline, page_of, write_page
+from hf_linear_attention.conversion.page import TEMPLATE_FILE, headline, page_of, write_page
 from hf_linear_attention.conversion.page_plots import Axis, Line, bytes_text, heat_map, line_chart
 from hf_linear_attention.conversion.report import published_words
 
@@ -137,6 +138,18 @@ def test_the_first_different_token_is_marked_and_what_is_the_same_is_not():
     text = page_of(REPORT, RUNS, CONFIG, "m")
     assert '<span class="same"> there was a</span><mark> girl</mark> who' in text
     assert '<span class="same"> there was a</span><mark> boy</mark> named' in text
+
+
+def test_heads_that_were_not_trained_are_shown_once():
+    quality = {**REPORT["quality"], "heads": REPORT["checks"]["heads"]}
+    assert page().text.count("Error of the heads, ") == 4  # a heading and a title each
+    assert page({**REPORT, "quality": quality}).text.count("Error of the heads, ") == 2
+
+
+def test_the_template_is_part_of_an_installation():
+    project = tomllib.loads((TEMPLATE_FILE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    kinds = project["tool"]["setuptools"]["package-data"]["hf_linear_attention.conversion"]
+    assert any(TEMPLATE_FILE.match(kind) for kind in kinds)
 
 
 def test_neighbours_say_whether_they_are_the_same():
