@@ -88,6 +88,15 @@ docs: $(VENV)/.installed ## Build the documentation into build/site; a broken li
 native: $(VENV)/.installed ## Build the C kernels of csrc/ again, into hf_linear_attention/
 	CFLAGS="-Wall -Wextra -Werror" HF_LINEAR_ATTENTION_REQUIRE_KERNELS=1 $(BIN)/python setup.py -q build_ext --inplace --force
 
+# The auditor has an environment of its own; where it or the list of vulnerabilities cannot be fetched, that is said, and no failure.
+AUDIT := $(VENV)-audit
+.PHONY: audit
+audit: ## Known vulnerabilities of the pinned dependencies (needs the network, and passes without one)
+	@if $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet --retries 1 --timeout 10 pip-audit 2>/dev/null \
+	    && $(AUDIT)/bin/python -c "import socket; socket.create_connection(('pypi.org', 443), 10)" 2>/dev/null; \
+	then $(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off; \
+	else echo "audit: skipped, because pypi.org cannot be reached"; fi
+
 .PHONY: lint
 lint: $(VENV)/.installed ## ruff and clang-format: rules and formatting
 	$(BIN)/ruff check .

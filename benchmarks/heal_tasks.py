@@ -89,12 +89,12 @@ def digits(folder: Path, path: str) -> None:
 
 
 def save_vit(folder: Path) -> None:
-    """A ViT with random weights for 28 x 28 images, of 49 patches."""
+    """A ViT with random weights for 28 x 28 images, of 16 patches."""
     names = {"id2label": {n: str(n) for n in range(10)}, "label2id": {str(n): n for n in range(10)}}
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    ViTForImageClassification(ViTConfig(image_size=28, patch_size=4, **sizes, **no_dropout, **names)).save_pretrained(
+    ViTForImageClassification(ViTConfig(image_size=28, patch_size=7, **sizes, **no_dropout, **names)).save_pretrained(
         folder
     )
     ViTImageProcessorPil(size={"height": 28, "width": 28}).save_pretrained(folder)
@@ -122,7 +122,14 @@ def heal(arguments: Namespace, work: Path) -> dict[str, dict[str, float]]:
     data += ["--logging_steps", 100]
     if task == "seq2seq_lm":
         data += ["--predict_with_generate", "--generation_max_length", 24]
-    train = ["--train_file", work / "train.jsonl", "--per_device_train_batch_size", 64, "--warmup_ratio", 0.05]
+    train = [
+        "--train_file",
+        work / "train.jsonl",
+        "--per_device_train_batch_size",
+        arguments.batch_size,
+        "--warmup_ratio",
+        0.05,
+    ]
     train += ["--lr_scheduler_type", "cosine"]
     steps = ["--max_train_steps", arguments.steps, "--learning_rate", arguments.learning_rate]
     figures = {
@@ -156,15 +163,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=10)
     parser.add_argument("--steps", type=int, help="steps of training the original")
     parser.add_argument("--heal_steps", type=int, help="steps of each of the two stages of healing")
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--batch_size", type=int)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--heal_rate", type=float, default=5e-4)
     parser.add_argument("--convert", help="options of convert_checkpoint.py")
     arguments = parser.parse_args(argv)
     is_text = arguments.task == "seq2seq_lm"
-    suggested = (1000, 300, "--drop position_bias --layers 1,2,3") if is_text else (700, 150, "")
-    for name, value in zip(("steps", "heal_steps", "convert"), suggested, strict=True):
+    suggested = (1000, 400, 64, "--drop position_bias --layers 1,2,3") if is_text else (1000, 200, 16, "")
+    for name, value in zip(("steps", "heal_steps", "batch_size", "convert"), suggested, strict=True):
         if getattr(arguments, name) is None:
-            setattr(arguments, name, 4 if arguments.quick and name != "convert" else value)
+            setattr(arguments, name, 4 if arguments.quick and name.endswith("steps") else value)
     disable_progress_bar()
     work = Path(arguments.output_dir) / f"heal_{arguments.task}"
     work.mkdir(parents=True, exist_ok=True)

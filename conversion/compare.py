@@ -259,8 +259,8 @@ def distance(
         name = next((name for name in LOGITS if yours.get(name) is not None), None)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         if name is None:
-            pooled = [mean_pooled(output.last_hidden_state.float(), mask) for output in (mine, yours)]
-            found = F.cosine_similarity(*pooled, dim=-1)
+            a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in (mine, yours))
+            found = F.cosine_similarity(a, b, dim=-1)
         else:
             measure = "kl"
             p, q = (output[name].float().log_softmax(-1) for output in (yours, mine))

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _convert(argv: Sequence[str]) -> None:
     """Do what the command line asks for, and print the result."""
-    with to_stderr(PACKAGE), quiet_transformers():
+    with to_stderr(PACKAGE, "hf_linear_attention._common"), quiet_transformers():
         is_table = "--list_architectures" in argv  # the table needs no model
         text = architecture_table() if is_table else _answer(parse(argv, __doc__))
     sys.stdout.write(f"{text}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_linear_attention._common.errors import ConversionError, UsageError
+from hf_linear_attention._common.folders import file_above
 from hf_linear_attention.mechanisms import code_in
 
 
@@ -21,6 +22,8 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
         raise UsageError(
             f"`--output_dir` = {output_dir!r} is inside of the checkpoint to convert; choose another folder"
         )
+    if (file := file_above(path)) is not None:
+        raise UsageError(f"`--output_dir` = {output_dir!r}: {file} is a file; choose another folder")
     if not path.exists():
         return path
     if not path.is_dir():

@@ -91,7 +91,9 @@ class Axis:
             if len(powers) > 2 or self.log != 10:
                 return [float(self.log) ** power for power in powers[:: math.ceil(len(powers) / 6) or 1]]
             steps = [times * 10.0**power for power in range(math.floor(first), math.ceil(last)) for times in (1, 2, 5)]
-            return [step for step in steps if self.least <= step <= self.most]
+            steps = [step for step in steps if self.least <= step <= self.most]
+            if len(steps) > 1:
+                return steps
         if self.most <= self.least:
             return [self.least]
         rough = (self.most - self.least) / 4

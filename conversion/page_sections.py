@@ -153,8 +153,9 @@ def generation_section(quality: Mapping[str, Any]) -> Section | None:
         for sample in samples
     ]
     text = (
-        "Both models continue the same held-out text, always with the likeliest token. What they have in common is "
-        "shaded, and the first different token is marked; after it they continue different texts."
+        "Both models continue the same held-out texts, spread evenly over the file, always with the likeliest token. "
+        "What they have in common is shaded, and the first different token is marked; after it they continue "
+        "different texts."
     )
     return Section("What it writes", [text], samples=shown)
 
@@ -171,7 +172,11 @@ def neighbour_section(quality: Mapping[str, Any]) -> Section | None:
         }
         for entry in neighbours
     ]
-    return Section("Nearest neighbours", ["The nearest other text in the validation file."], samples=shown)
+    return Section(
+        "Nearest neighbours",
+        ["The nearest other text in the validation file, of three texts spread evenly over it."],
+        samples=shown,
+    )
 
 
 def _nearest_title(entry: Mapping[str, Any]) -> str:
@@ -203,18 +208,22 @@ def error_section(report: Mapping[str, Any], quality: Mapping[str, Any]) -> Sect
 
 def decay_section(report: Mapping[str, Any], quality: Mapping[str, Any]) -> Section | None:
     """The half-life of every head that has a decay of its own."""
-    figures = []
-    for when, heads in _head_figures(report, quality):
-        rows = [(layer["layer"], layer["half_life"]) for layer in heads.get("layers", ()) if layer.get("half_life")]
-        longest = max((math.log2(max(value, 1)) for _, row in rows for value in row), default=1) or 1
-        found = heat_map(
+    named = [
+        (when, [(layer["layer"], layer["half_life"]) for layer in heads.get("layers", ()) if layer.get("half_life")])
+        for when, heads in _head_figures(report, quality)
+    ]
+    values = [math.log(max(value, 1)) for _, rows in named for _, row in rows for value in row]
+    maps = [
+        heat_map(
             f"Half-life in tokens, {when}",
             "After how many tokens the weight of a key has halved, by layer and head; stronger colours are longer.",
             rows,
-            lambda value, longest=longest: math.log2(max(value, 1)) / longest,
+            lambda value: 0.1 + 0.9 * (math.log(max(value, 1)) - min(values)) / (max(values) - min(values) or 1),
             _short,
         )
-        figures += [found] if found is not None else []
+        for when, rows in named
+    ]
+    figures = [figure for figure in maps if figure is not None]
     if not figures:
         return None
     text = "After how many tokens the weight of a key has halved. Columns are the heads of keys and values."
@@ -286,8 +295,10 @@ def _memory_chart(report: Mapping[str, Any], speed: Mapping[str, Any] | None, re
         return None
     state = sum(layer["state_bytes"] for layer in layers)
     cache, growing = (
-        sum(layer[name] for layer in layers) for name in ("cache_bytes_per_token", "growing_bytes_per_token")
+        sum(layer.get(name) or 0 for layer in layers) for name in ("cache_bytes_per_token", "growing_bytes_per_token")
     )
+    if not cache:  # reports of an earlier version lack it
+        return None
     lines = [
         Line("original: keys and values", [(length, cache * length) for length in CONTEXTS], 0),
         Line("this model: its state", [(length, state + growing * length) for length in CONTEXTS], 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,17 @@ from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options, parse_tokens
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
+from hf_linear_attention.position_extension import Extension
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
-from hf_linear_attention.training.presets.preset import Preset, fit_to, load_preset, preset_names, stages_of
+from hf_linear_attention.training.presets.preset import (
+    Preset,
+    Stage,
+    fit_to,
+    is_transfer,
+    load_preset,
+    preset_names,
+    stages_of,
+)
 from hf_linear_attention.training.recipe_parser import parse_preset
 from hf_linear_attention.training.tasks import COLUMN_TASKS, TASKS
 
@@ -150,7 +159,27 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         raise RuntimeError("the preset is named above")
     preset, given = parsed
     preset = fit_to(preset, _empty(plan))
+    if plan.extension is not None and plan.head.task == "embedding":
+        preset = with_long_texts(preset, plan.extension)
     return Training(preset, {"max_train_tokens": preset.tokens, **given}, output, arguments.controls == "healed")
+
+
+def with_long_texts(preset: Preset, extension: Extension) -> Preset:
+    """The preset, whose stages for embedding models train on texts as long as the extended positions.
+
+    Attention transfer stays within the original's length, because its softmax teacher has no positions beyond. Batches
+    have as many tokens as before.
+    """
+
+    def longer(stage: Stage) -> Stage:
+        if is_transfer(stage):
+            return replace(stage, options={**stage.options, "max_length": min(extension.before, DEFAULT_MAX_LENGTH)})
+        texts = stage.options.get("per_device_train_batch_size", 1) * DEFAULT_MAX_LENGTH // extension.tokens
+        options = {"max_length": extension.tokens, "per_device_train_batch_size": max(1, texts)}
+        return replace(stage, options={**stage.options, **options})
+
+    stages = [longer(stage) for stage in stages_of(preset, "embedding")]
+    return replace(preset, stages={**preset.stages, "embedding": stages})
 
 
 def _empty(plan: Plan) -> PreTrainedModel:

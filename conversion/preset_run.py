@@ -27,7 +27,7 @@ from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
-from hf_linear_attention.conversion.quality import TASKS, describe_quality, held_out, measure, record
+from hf_linear_attention.conversion.quality import MEASURED_TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
@@ -167,7 +167,7 @@ def _finish(conversion: Conversion, training: Training) -> None:
         _cast(conversion, folder, training.work / CONVERTED)
         share_permissions(folder)
         quality = None
-        if data is not None and task in TASKS:
+        if data is not None and task in MEASURED_TASKS:
             control = training.work / CONTROL / TRAINED
             quality = measure(folder, conversion.source, task, data, control if control.is_dir() else None)
         write_recipe(folder, conversion.request, conversion.plan, training)

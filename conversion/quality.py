@@ -25,6 +25,7 @@ from hf_linear_attention._common.model_card import (
 )
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
+from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
@@ -37,7 +38,7 @@ from hf_linear_attention.training.models import load_student, load_teacher
 logger = logging.getLogger(__name__)
 
 
-TASKS = ("causal_lm", "embedding")
+MEASURED_TASKS = ("causal_lm", "embedding")
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def _task_of(folder: Path) -> str:
         raise UsageError(f"`--output_dir` = {str(folder)!r} holds no converted model; convert first, then `--evaluate`")
     name = (config.get("architectures") or [""])[0]
     task = head_of_config(config).task
-    if task not in TASKS:
-        raise UsageError(f"`--evaluate` has figures for {', '.join(TASKS)}, and {name} is none of these")
+    if task not in MEASURED_TASKS:
+        raise UsageError(f"`--evaluate` has figures for {', '.join(MEASURED_TASKS)}, and {name} is none of these")
     return str(task)
 
 
@@ -134,6 +135,8 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut, healed: Path
 def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path | None) -> dict[str, Any]:
     # Here and not at the top: it imports `datasets`, which most conversions do without.
     from hf_linear_attention.conversion.language_figures import Controls, language_figures, possible_controls
+    from hf_linear_attention.conversion.shown_samples import shown_continuations
+    from hf_linear_attention.training.evaluation.position_figures import most_positions, running_text
 
     recipe, text = held_out_text(folder, source, data)
     student, teacher = load_models(recipe, folder)
@@ -145,7 +148,10 @@ def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path 
     figures = language_figures(teacher, student, text, controls)
     if controls.healed is not None:
         figures["control"]["healed_tokens"] = sum(run["training"]["tokens"] for run in training_history(str(healed)))
-    return figures
+    tokenizer, longest = load_tokenizer(recipe), most_positions(teacher) or text.max_length
+    stream = running_text(text.examples)
+    samples = shown_continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
+    return {**figures, "samples": samples, "heads": head_figures(student, tokenizer)}
 
 
 def held_out_text(folder: Path, source: Source, data: HeldOut) -> tuple[Any, Any]:
@@ -179,12 +185,19 @@ def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str, Any]:
+    from hf_linear_attention.conversion.shown_samples import shown_neighbours
     from hf_linear_attention.training.evaluation.retention import compare_embeddings, compare_pairs, embed
 
     files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
     recipe, batches = _recipe_and_batches(folder, source, data.trust_remote_code, files)
     student, teacher = load_models(recipe, folder)
-    figures = compare_embeddings(*(embed(model, batches) for model in (student, teacher)))
+    mine, yours = (embed(model, batches) for model in (student, teacher))
+    tokenizer = load_tokenizer(recipe)
+    figures: dict[str, Any] = {
+        **compare_embeddings(mine, yours),
+        "neighbours": shown_neighbours(mine, yours, batches, tokenizer),
+        "heads": head_figures(student, tokenizer),
+    }
     if data.pairs is not None:
         files = {"validation_file": data.pairs, **PAIR_COLUMNS}
         _, batches = _recipe_and_batches(folder, source, data.trust_remote_code, files)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.configuration_linear_attention import is_causal_config
+from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import pixel_samples, sound_samples, text_samples
 from hf_linear_attention.conversion.source import Source, open_source
@@ -33,15 +34,16 @@ def verify(folder: Path, source: Source, plan: Plan, tokenizer: PreTrainedTokeni
     """Reload the result on the CPU and measure it.
 
     Returns:
-        `tensors` (how many were compared and equal) and `student_against_teacher` (errors relative to the norm of the
-        teacher's output, KL in nats per token).
+        `tensors` (how many were compared and equal), `student_against_teacher` (errors relative to the norm of the
+        teacher's output, KL in nats per token) and `heads` (`head_figures`).
 
     Raises:
         ConversionError: if a tensor of the source changed on the way, or the result computes no finite numbers.
     """
     tensors = compare_tensors(folder, source, plan)
     model = plan.linear_class.from_pretrained(folder).eval()
-    return {"tensors": tensors, "student_against_teacher": compare_outputs(model, tokenizer)}
+    outputs = compare_outputs(model, tokenizer)
+    return {"tensors": tensors, "student_against_teacher": outputs, "heads": head_figures(model, tokenizer)}
 
 
 def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:

@@ -12,7 +12,7 @@
 The features of q and k have length 1, so that beta = 1 replaces what the state holds at k. There is no denominator. The
 gates beta and g depend on the hidden state h from which the layer makes queries, keys and values: beta =
 sigmoid(w h + b) and g = -softplus(u h + r), per key/value head, in float32. At the start w and u are 0, beta is 1/2,
-and g is a half-life of `trained_length` tokens. q and k come after rotary embedding (see the option `rope`).
+and g is -1/20. q and k come after rotary embedding (see the option `rope`).
 
 Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, E hidden size, F features, W `conv_size`.
 """
@@ -35,13 +35,17 @@ from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
 from .positions import ROPE_OPTIONS
-from .positions import initial_slopes
 from .positions import rope_obstacle
 from .positions import taken_back
 from .positions import without_hidden
 from .segments import gather_tokens
 from .segments import inverse_order
 from .segments import real_first
+
+
+# -g at the start. The heads of stories260k look 4 to 44 tokens back on average, and a state that starts with the
+# trained length as its half-life first has to learn to forget (benchmarks/RESULTS.md, "The start of the decay").
+INITIAL_SLOPE = 1 / 20
 
 
 class ShortConvolution(nn.Module):
@@ -111,7 +115,7 @@ class GatedDeltaAttention(AttentionMechanism):
             shape,
             settings["num_features"] or shape.head_dim,
             decay=settings["decay"],
-            slopes=initial_slopes(settings, shape),
+            slopes=(INITIAL_SLOPE,) * shape.num_key_value_heads,
             is_activated=settings["activation"] == "silu",
             erases=settings["erase"],
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.folders import find_damage
@@ -22,7 +22,7 @@ from hf_linear_attention.training.context import RunContext
 from hf_linear_attention.training.data.batches import Stream
 from hf_linear_attention.training.data.inputs import TrainInputs, keeps_documents_apart
 from hf_linear_attention.training.data.packing import Examples, PackedBlocks
-from hf_linear_attention.training.data.processors import load_processor, pad_token_id
+from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
 from hf_linear_attention.training.data.splits import load_data, masking_of, stream_of
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.distributed import zero
@@ -32,6 +32,7 @@ from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.losses.combined_loss import build_objectives
 from hf_linear_attention.training.losses.objectives import Objective
 from hf_linear_attention.training.losses.teacher import Teacher
+from hf_linear_attention.training.losses.teacher_windows import windows_for
 from hf_linear_attention.training.models import load_student, load_teacher
 from hf_linear_attention.training.parameters import WeightAverage, checkpoint_gradients, disable_dropout, retie, untie
 from hf_linear_attention.training.recipe import Recipe
@@ -80,7 +81,7 @@ def _run(recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None) -> d
         accelerator,
         processor,
         student,
-        _teacher(recipe, accelerator, student, objectives),
+        _teacher(recipe, accelerator, student, objectives, processor),
         pad_token_id(processor),
         None if data.validation is None else stream_of(data.validation, recipe, processor, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
@@ -143,6 +144,7 @@ def _teacher(
     accelerator: Accelerator,
     student: PreTrainedModel,
     objectives: dict[str, tuple[float, Objective]],
+    processor: Processor,
 ) -> Teacher | None:
     if recipe.model.teacher_name_or_path is None:
         return None
@@ -151,7 +153,12 @@ def _teacher(
     layers = hidden_layers_of(recipe, objectives)
     if layers is None and recipe.task.logits is None:
         layers = "last"  # the evaluation compares them
-    return Teacher(model.to(accelerator.device), accelerator.autocast, needs_logits, layers)
+    windows = None
+    if recipe.model.task == "embedding" and isinstance(processor, PreTrainedTokenizerBase):
+        windows = windows_for(model, processor, sequence_length(recipe, processor, student.config))
+        if windows is not None:
+            logger.info("the teacher reads longer texts in overlapping windows of its %d positions", windows.size)
+    return Teacher(model.to(accelerator.device), accelerator.autocast, needs_logits, layers, windows)
 
 
 def _train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hf_linear_attention._common.options import COUNT, NOT_NEGATIVE, OnResume, option
 from hf_linear_attention.training.tasks import TASKS
@@ -16,6 +17,12 @@ GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 class TaskArguments:
     """How the rows of some tasks become examples, and what their evaluations generate."""
 
+    loss_on: Literal["answers", "all"] = option(
+        "In conversations (rows with `messages`): learn only what the assistant says, or all messages.",
+        "answers",
+        tasks=("causal_lm",),
+        for_evaluation=True,
+    )
     doc_stride: int | None = option(
         "Tokens that the parts of a long context share; default: 128, or a quarter of max_length if that is less.",
         None,
@@ -24,7 +31,8 @@ class TaskArguments:
         for_evaluation=True,
     )
     predict_with_generate: bool = option(
-        "In evaluations, also generate texts (greedily), and compare them with the targets and those of the teacher.",
+        "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
+        "conversations, count the answers that end.",
         False,
         needs=EVALUATION_DATA,
         tasks=GENERATING,

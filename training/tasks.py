@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_linear_attention._common.heads import Inputs
 
-Inputs = Literal["text", "images", "sound"]
+
 # What one row of the logits stands for: a token of the input, an input, the start or the end of an answer in an input,
 # a token of the target, or a frame of sound.
 LogitsOf = Literal["tokens", "inputs", "spans", "targets", "frames"]
@@ -48,10 +49,12 @@ class Task:
 LANGUAGE = ("nats_per_token", "perplexity")
 CLASSES = ("accuracy", "f1")
 EMBEDDINGS = ("cosine", "cosine_min")
-TEXTS = ("exact_match", "f1")
+GENERATED_TEXTS = ("exact_match", "f1")
 
 TASKS: dict[str, Task] = {
-    "causal_lm": Task("AutoModelForCausalLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
+    "causal_lm": Task(
+        "AutoModelForCausalLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False, generates=True
+    ),
     "masked_lm": Task("AutoModelForMaskedLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
     "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
     "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
@@ -61,7 +64,7 @@ TASKS: dict[str, Task] = {
         "AutoModelForSeq2SeqLM",
         "text",
         "targets",
-        (*LANGUAGE, *TEXTS, "same_text"),
+        (*LANGUAGE, *GENERATED_TEXTS, "same_text"),
         text_column="source",
         pair_column="target",
         generates=True,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hf_linear_attention._common.checkpoint_files import check_checkpoint
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import out_of_bounds, without_needs, without_task
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.data.file_checks import SUFFIXES, file_problems, wanted_columns
@@ -237,6 +238,8 @@ def _folder(recipe: Recipe) -> Iterator[str]:
         model = getattr(recipe.model, name)
         if model is not None and Path(model).is_dir() and Path(model).resolve() in path.resolve().parents:
             yield f"`--output_dir {path}` is inside of `--{name} {model}`; choose another folder"
+    if (file := file_above(path)) is not None:
+        yield f"`--output_dir {path}`: {file} is a file; choose another folder"
     if path.exists() and not path.is_dir():
         yield f"`--output_dir {path}` is a file; give the path of a folder"
     elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:

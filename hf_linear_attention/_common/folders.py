@@ -104,6 +104,11 @@ def _remove_abandoned(output_dir: Path) -> None:
                 os.close(descriptor)
 
 
+def file_above(folder: Path) -> Path | None:
+    """The file in whose place `folder` would need a folder, or None if it can be made."""
+    return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
+
+
 def incomplete(final: Path) -> Path:
     """The folder that several processes write together before `commit` renames it."""
     return final.with_name(f"{INCOMPLETE}{final.name}")

@@ -81,7 +81,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
     except RecursionError as error:
         raise UsageError(f"{path} is nested too deeply; {AGAIN}") from error
     if not isinstance(content, kind):
-        word = {dict: "an object", list: "a list"}[kind]
+        word = "an object" if kind is dict else "a list"
         raise UsageError(f"{path} holds {short(content)}, and must hold {word}; {AGAIN}")
     return content
 

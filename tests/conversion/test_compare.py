@@ -66,7 +66,7 @@ def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
     assert (hybrid["preset"], performer["preset"]) == ("default", "performer")
     assert hybrid["settings"]["decay"] == "learned"  # of the preset
     assert content["recommendation"] in shown
-    assert re.search(r"(?m)^performer +0\.\d{4} +0\.\d{4} .* min for 2,000,000 tokens$", shown)
+    assert re.search(r"(?m)^performer +\d\.\d{4} +\d\.\d{4} .* min for [\d,]+ tokens$", shown)
     page = (out / "report.html").read_text()
     assert "Speed here" in page
     assert "has no causal form" in page

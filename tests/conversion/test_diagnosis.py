@@ -81,7 +81,11 @@ def test_only_looking_needs_no_output_and_writes_nothing(llama, tmp_path, monkey
     before = files(llama)
     monkeypatch.chdir(tmp_path)
     outputs = []
-    for words in (("--spectrum",), ("--spectrum", "--calibration_file", text), ("--spectrum", "--dry_run")):
+    for words in (
+        ("--spectrum",),
+        ("--spectrum", "--calibration_file", text),
+        ("--spectrum", "--dry_run", "--verbose"),
+    ):
         code, out, err = run("--model_name_or_path", llama, "--num_features", 16, *words)
         assert code == 0, err
         # The twin takes 48 tokens: no rank but 32 is below.

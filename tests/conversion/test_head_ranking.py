@@ -36,7 +36,8 @@ def report_of(folder):
 
 def test_listed_heads_are_kept_and_their_bytes_are_reported(llama, tmp_path):
     code, out, err = run(
-        "--model_name_or_path", llama, "--output_dir", tmp_path / "o", "--softmax_heads", "2.1,0.3,2.0"
+        *("--model_name_or_path", llama, "--output_dir", tmp_path / "o", "--attention", "linear"),
+        *("--softmax_heads", "2.1,0.3,2.0"),
     )
     assert code == 0, err
     report = report_of(tmp_path / "o")
@@ -149,7 +150,7 @@ def test_heads_are_kept_through_healing(llama, text, tmp_path):
         (["5.0"], ["layer 5"]),
         (["0.1", "--attention", "aft"], ["`aft` has no softmax_heads form"]),
         (["auto:2", "--attention", "aft"], ["`aft` has no softmax_heads form"]),
-        (["auto:2", "--rope", "partial"], ["hides rotary positions from softmax heads"]),
+        (["auto:2", "--rope", "partial", "--attention", "linear"], ["hides rotary positions from softmax heads"]),
         (["0.1", "--attention", "0:linear,1:hybrid", "--layers", "0,1", "--softmax_layers", "0"], ["layer 0"]),
     ],
 )

@@ -96,7 +96,9 @@ def test_report_card_and_terminal_have_the_sizes_per_layer_and_in_all(healed):
 
 
 def test_a_dry_run_names_the_mechanism_of_every_layer(llama, tmp_path):
-    code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *SIZED, "--dry_run")
+    code, out, err = run(
+        "--model_name_or_path", llama, "--output_dir", tmp_path / "out", *SIZED, "--dry_run", "--verbose"
+    )
     assert code == 0, err
     for layer, name in enumerate(("hybrid", "linear", "linear")):
         assert re.search(

@@ -101,6 +101,27 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert settings["decay"] == "learned"
 
 
+def test_the_page_shows_the_stages_the_heads_and_what_is_written(whole, llama):
+    report, page = report_of(whole), (whole / "report.html").read_text(encoding="utf-8")
+    for title in ("What it writes", "Which heads are hard", "What the heads forget", "Training", "Speed and memory"):
+        assert f">{title}</h2>" in page
+    assert "Loss of stage 1, transfer" in page
+    assert "Loss of stage 2, distil" in page
+    assert page.startswith("<!DOCTYPE html>")
+    assert f"--model_name_or_path {llama.name}" in page  # to repeat it, without the folders of this disk
+    assert str(llama.parent) not in page
+    before, after = (figures["heads"]["layers"] for figures in (report["checks"], report["quality"]))
+    assert [layer["layer"] for layer in before] == [layer["layer"] for layer in after] == [0, 1, 2]
+    assert before[0]["half_life"] == pytest.approx([64, 64], rel=1e-3)  # max_position_embeddings of the twin
+    assert [layer["half_life"] for layer in before] != [layer["half_life"] for layer in after]
+    assert len(report["quality"]["samples"]) == 3
+    runs = json.loads((whole / "training_report.json").read_text())["runs"]
+    for entry in runs:
+        assert entry["loss"]["points"][-1][0] == entry["training"]["tokens"]
+        assert entry["loss"]["evaluated"][-1][1] == entry["metrics"]["eval_nats_per_token"]
+        assert entry["loss"]["per_second"] > 0
+
+
 def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
     out = tmp_path / "out"
     command = [str(word) for word in [*words, "--output_dir", out]]

@@ -28,6 +28,7 @@ FIELDS = {field.name: field for field in fields(ConversionArguments)}
 TYPES = get_type_hints(ConversionArguments)
 Options = dict[str, Any]
 RANDOM = {"attention": "performer", "num_features": 8}
+FIGURES = ("checks", "calibration", "diagnosis", "quality", "base_model_name")
 FITTED = {**RANDOM, "features": "favor++"}
 
 
@@ -81,6 +82,8 @@ def second(folder: Path) -> Options:
         "controls": "none",
         "checkpointing_steps": 7,
         "model_class": "LlamaModel",
+        "base_model": "someone/model",
+        "push_to_hub": "someone/model",  # these tests are offline, and that is said before the work
     }
 
 
@@ -91,6 +94,7 @@ def beside(folder: Path) -> dict[str, Options]:
     measured = {"evaluate": True, "converted": True, "validation_file": folder / "valid.txt"}
     return {
         "attention": {"layers": "all"},
+        "cross_attention": {"attention": "linear"},
         "calibration_file": FITTED,
         "calibration_tokens": {**FITTED, "calibration_file": folder / "valid.txt"},
         "max_position_embeddings": {"model_name_or_path": folder / "embedding"},
@@ -139,7 +143,7 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Options], dic
             "files": sorted(str(path.relative_to(root)) for path in root.rglob("*")),
             "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else None,
             "config": (out / "config.json").read_text(encoding="utf-8") if (out / "config.json").is_file() else None,
-            "figures": [content.get(name) for name in ("checks", "calibration", "diagnosis", "quality")],
+            "figures": [content.get(name) for name in FIGURES],
             "training": [{k: str(v).replace(str(root), "ROOT") for k, v in t.given.items()} for t in trainings],
         }
 

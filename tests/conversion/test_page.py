@@ -126,6 +126,8 @@ def test_a_section_without_data_is_left_out(names, missing):
 
 
 def test_a_report_of_an_earlier_version_makes_a_page():
+    layers = [{"layer": 0, "state_bytes": 9, "num_heads": 2}]
+    assert titles(page({"base_model": "gpt2", "layers": layers, "num_layers": 1}, [], CONFIG)) == ["Speed and memory"]
     shown = page({"base_model": "gpt2"}, [], CONFIG)
     assert titles(shown) == []
     assert "gpt2 with linear attention" in shown.text
@@ -225,6 +227,7 @@ def test_ticks_are_round_and_inside():
     assert Axis(64, 1024, 2).ticks == [64, 128, 256, 512, 1024]
     assert Axis(90, 2e6, 10).ticks == [100, 1e3, 1e4, 1e5, 1e6]
     assert Axis(0.05, 0.5, 10).ticks == pytest.approx([0.05, 0.1, 0.2, 0.5])
+    assert Axis(0.012, 0.016, 10).ticks == pytest.approx([0.012, 0.013, 0.014, 0.015, 0.016])
     assert Axis(5, 5).ticks == [5]
     assert len(Axis(1, 2.0**40, 2).ticks) <= 7
 

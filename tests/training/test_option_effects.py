@@ -93,6 +93,10 @@ def cases(
     other = AutoTokenizer.from_pretrained(llama_teacher)
     other.add_tokens(["the", "of"])
     other.save_pretrained(folder / "tokenizer")
+    other.chat_template = "{% for message in messages %}{{ message['role'] + message['content'] }}{% endfor %}"
+    other.save_pretrained(folder / "chat_tokenizer")
+    messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good morning."}]
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
     bad, images = {"train_file": folder / "bad.jsonl"}, {"train_file": pictures / "train.jsonl"}
     return {
         "base": {
@@ -146,6 +150,7 @@ def cases(
             "label_column_name": "other",
             "max_eval_tokens": 40,
             "max_eval_chars": 40,
+            "generation_max_length": 3,
             "transfer_layers": "1",
             "window_dropout": "1",
             "max_grad_norm": 0.01,
@@ -158,6 +163,13 @@ def cases(
             "report_to": "tensorboard",
         },
         "beside": {
+            "predict_with_generate": {"task": "seq2seq_lm"},
+            "generation_max_length": {"task": "seq2seq_lm"},
+            "loss_on": {
+                "train_file": folder / "chat.jsonl",
+                "validation_file": folder / "chat.jsonl",
+                "tokenizer_name": folder / "chat_tokenizer",
+            },
             "trust_remote_code": {"model_name_or_path": with_code},
             "dataset_name": {"train_file": None},
             "dataset_config_name": {"train_file": None, "dataset_name": folder / "data"},

@@ -25,7 +25,7 @@ from hf_linear_attention.training.tracking import plot_metrics
 
 logger = logging.getLogger(__name__)
 
-SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+SENTENCE_MODEL_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 def save_final(
@@ -70,7 +70,7 @@ def copy_sidecars(source: str, target: Path) -> None:
     A classifier that was trained from a sentence-transformers model is no such model, and gets none of their files.
     """
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    sentence_files = [*SENTENCE_FILES, *_module_files(source)] if is_without_head(config) else []
+    sentence_files = [*SENTENCE_MODEL_FILES, *_module_files(source)] if is_without_head(config) else []
     for name in [REPORT, *sentence_files]:
         found = _find(source, name)
         if found is not None:

@@ -90,11 +90,14 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
         "attention_mask": _rows([np.ones(len(example["input_ids"]), np.int64) for example in examples], length, 0),
         "index": torch.tensor([example["index"] for example in examples]),
     }
-    for name in ("token_type_ids", "context_mask"):  # the mask is of the tokens that an answer can be made of
+    # The masks are of the tokens that an answer can be made of, and of the logits from which is learned.
+    for name in ("token_type_ids", "context_mask", "loss_mask"):
         if name in examples[0]:
             batch[name] = _rows([example[name] for example in examples], length, 0)
     if any("position_ids" in example for example in examples):
         batch["position_ids"] = torch.stack([_positions(example, length) for example in examples])
+    if "prompt_length" in examples[0]:
+        batch["prompt_length"] = torch.tensor([example["prompt_length"] for example in examples])
     return batch | _padded_labels(examples)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,6 +56,8 @@ def check_data_file(path: str, columns: Mapping[str, str | None]) -> None:
 
 def file_problems(path: str, columns: Mapping[str, str | None], skips_bad_rows: bool = False) -> list[str]:
     """One sentence for everything that is wrong with a file that must have `columns`, named by options."""
+    if os.path.expandvars(path) != path:
+        return [f"{path}: `datasets` would replace the variable in this name; rename the file"]
     try:
         require_file(Path(path))
         state = Path(path).stat()

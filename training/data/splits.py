@@ -12,6 +12,7 @@ from hf_linear_attention.training.data.batches import Masking, Stream
 from hf_linear_attention.training.data.examples import build_examples, image_examples, usable_texts
 from hf_linear_attention.training.data.images import usable_images
 from hf_linear_attention.training.data.labels import label_names
+from hf_linear_attention.training.data.messages import language_examples, usable_language
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
@@ -52,6 +53,7 @@ class Reader:
 TEXT = Reader(usable_texts, build_examples)
 # The tasks that are not here read texts (`TEXT`).
 READERS = {
+    "causal_lm": Reader(usable_language, language_examples),
     "question_answering": Reader(usable_questions, question_examples),
     "seq2seq_lm": Reader(usable_texts, target_examples),
     "sequence_classification": Reader(usable_texts, build_examples, has_classes=True),

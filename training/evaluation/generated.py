@@ -12,9 +12,10 @@ from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.evaluation.text_metrics import TextMatch
 
 
-INPUTS = ("input_ids", "attention_mask", "input_features")
-# Number of an example, the text of the model, that of the data, and that of the teacher, if there is one.
-Generated = tuple[int, str, str, str | None]
+MODEL_INPUTS = ("input_ids", "attention_mask", "input_features")
+# Number of an example, the text of the model, that of the data, and that of the teacher, if there is one; for
+# conversations, which have no text of the data here, whether the answer of each model ended.
+Generated = tuple[int, Any, str | None, Any]
 
 
 class Generation:
@@ -26,14 +27,33 @@ class Generation:
     @torch.no_grad()
     def texts(self, model: PreTrainedModel, batch: Batch) -> list[str]:
         """The texts that the model generates for the inputs of `batch`."""
-        inputs = {name: batch[name] for name in INPUTS if name in batch}
+        inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
         # The processes that share a sharded model must make as many forward passes as the slowest.
         more = {"synced_gpus": True} if self.is_sharded else {}
         found = model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
         return self.processor.batch_decode(found, skip_special_tokens=True)
 
+    @torch.no_grad()
+    def ends(self, model: PreTrainedModel, batch: Batch) -> list[bool]:
+        """Whether the answer that the model gives to the last message of every conversation ends."""
+        stop = model.generation_config.eos_token_id
+        stop = self.processor.eos_token_id if stop is None else stop
+        ends = []
+        for ids, length in zip(batch["input_ids"], batch["prompt_length"].tolist(), strict=True):
+            prompt = ids[:length].unsqueeze(0)  # one by one, so that nothing is padded on the left
+            more = {"synced_gpus": True} if self.is_sharded else {}
+            options = {"max_new_tokens": self.max_length, "do_sample": False, "num_beams": 1, "eos_token_id": stop}
+            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **more)
+            new = found[0, length:].tolist()
+            ends.append(bool(set(new) & set(stop if isinstance(stop, list) else [stop])))
+        return ends
+
     def __call__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch) -> list[Generated]:
-        """The texts of both models and of the data for a batch."""
+        """The texts of both models and of the data for a batch, or whether the answers of both models end."""
+        if "prompt_length" in batch:
+            mine = self.ends(model, batch)
+            others: list[Any] = [None] * len(mine) if teacher is None else self.ends(teacher, batch)
+            return list(zip(batch["index"].tolist(), mine, [None] * len(mine), others, strict=True))
         pad = self.processor.pad_token_id or 0
         labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, pad)
         known = self.processor.batch_decode(labels, skip_special_tokens=True)
@@ -43,9 +63,14 @@ class Generation:
 
 def generation_figures(rows: list[Generated]) -> dict[str, float]:
     """The share of texts that equal those of the data, the F1 score of their words, and the share that equal the
-    teacher's (`same_text`)."""
+    teacher's (`same_text`). For conversations, the shares of answers that end, of the model and of the teacher."""
     if not rows:
         return {}
+    if rows[0][2] is None:
+        shares = {"ending_answers": sum(row[1] for row in rows) / len(rows)}
+        if rows[0][3] is not None:
+            shares["ending_answers_teacher"] = sum(row[3] for row in rows) / len(rows)
+        return shares
     pairs = {"predictions": [row[1] for row in rows], "references": [[row[2]] for row in rows]}
     found = TextMatch(keep_in_memory=True).compute(**pairs, ignores_case=False) or {}
     if rows[0][3] is not None:

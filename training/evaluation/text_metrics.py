@@ -72,7 +72,7 @@ class TextMatch(evaluate.Metric):
     def _compute(
         self, predictions: list[str], references: list[list[str]], ignores_case: bool = True
     ) -> dict[str, float]:
-        words = words_of if ignores_case else str.split
+        words = counted_words if ignores_case else str.split
         pairs = [(words(mine), [words(yours) for yours in known]) for mine, known in zip(predictions, references)]
         count = max(len(pairs), 1)
         exact = sum(mine in known for mine, known in pairs)
@@ -80,7 +80,7 @@ class TextMatch(evaluate.Metric):
         return {"exact_match": exact / count, "f1": f1 / count, "texts": len(pairs)}
 
 
-def words_of(text: str) -> list[str]:
+def counted_words(text: str) -> list[str]:
     """The words of a text that count."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()

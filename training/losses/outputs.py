@@ -99,9 +99,12 @@ def logits_of(outputs: Any, batch: Batch) -> Tensor | None:
 
 
 def scored_logits(batch: Batch, logits: LogitsOf | None) -> Tensor:
-    """Whether each row of the logits is one of the input's, not one of padding: [B, N], [B, T], [B, 2] or [B]."""
+    """Whether each row of the logits counts, which padding does not: [B, N], [B, T], [B, 2] or [B].
+
+    In conversations, those may count that predict a token of an answer.
+    """
     if logits == "tokens":
-        return batch["attention_mask"] > 0
+        return batch.get("loss_mask", batch["attention_mask"]) > 0
     if logits == "targets":
         return batch["decoder_attention_mask"] > 0
     index = batch["index"]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_of, logits_of, run_model
+from hf_linear_attention.training.losses.teacher_windows import TeacherWindows
 
 
 class Teacher:
@@ -27,7 +28,14 @@ class Teacher:
         autocast: Callable[[], AbstractContextManager[None]],
         needs_logits: bool,
         layers: str | None,
+        windows: TeacherWindows | None = None,
     ) -> None:
+        """Wrap a model.
+
+        Args:
+            windows: how it reads batches that are longer than its positions; None if there are none.
+        """
+        self.windows = windows
         self.model = model.eval().requires_grad_(False)
         self.autocast, self.needs_logits, self.layers = autocast, needs_logits, layers
         self.head = _separable_head(self.model) if needs_logits else None
@@ -35,6 +43,8 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Outputs:
         """The hidden states of the teacher for a batch and, if they are needed, its logits."""
+        if self.windows is not None and batch["input_ids"].shape[1] > self.windows.size:
+            return Outputs(None, self.windows.hidden_states(self._hidden_states, batch))
         recorder = _Recorder(self.head) if self.head is not None else None
         with self.autocast():
             outputs = run_model(self.model, batch, self.layers)
@@ -51,6 +61,10 @@ class Teacher:
         """The logits (`logits_of`) of the teacher for a batch, as a whole; for evaluation."""
         with self.autocast():
             return _logits(run_model(self.model, batch, None), batch)
+
+    def _hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
+        with self.autocast():
+            return hidden_states_of(run_model(self.model, batch, self.layers), self.layers)
 
     def _rows(self, head: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         @torch.no_grad()

@@ -1,0 +1,106 @@
+"""Figures of heads against float64, and the samples and neighbours that report.html shows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import tiny_model
+from checkpoints import tiny_tokenizer
+from matrix import stock_model
+
+from hf_linear_attention import convert
+from hf_linear_attention.conversion.head_figures import _one_input, head_figures
+from hf_linear_attention.conversion.shown_samples import shown_continuations, shown_neighbours
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+def test_the_error_is_0_for_what_is_exact_and_large_for_what_is_not():
+    stock = stock_model("llama")
+    exact = head_figures(convert(stock, mechanism="window", window_size=64), None)
+    rough = head_figures(convert(stock, mechanism="linear", feature_map="elu1"), None)
+    assert exact["inputs"] == rough["inputs"] == "random tokens (48 tokens)"
+    assert [layer["layer"] for layer in exact["layers"]] == list(range(stock.config.num_hidden_layers))
+    for layer in exact["layers"]:
+        assert layer["error"] == pytest.approx([0] * stock.config.num_attention_heads, abs=1e-5)
+        assert "half_life" not in layer
+    assert min(error for layer in rough["layers"] for error in layer["error"]) > 0.01
+
+
+def test_the_error_of_a_head_is_that_of_its_definition():
+    model = convert(stock_model("bert"), mechanism="linear", feature_map="elu1")
+    found = head_figures(model, tiny_tokenizer())
+    assert found["inputs"].startswith("the built-in sentences (")
+    module = linear_attention_modules(model)[next(iter(linear_attention_modules(model)))]
+    seen = {}
+
+    def keep(_, inputs, output):
+        seen["query"], seen["key"], seen["value"] = inputs[:3]
+        seen["mine"] = output[0]
+
+    ids, _ = _one_input(model, tiny_tokenizer())
+    with torch.no_grad(), module.linear_attention.register_forward_hook(keep):
+        model.base_model(input_ids=ids)
+    query, key, value, mine = (seen[name].double() for name in ("query", "key", "value", "mine"))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    softmax = (scores.softmax(-1) @ value).transpose(1, 2)
+    expected = ((mine - softmax).square().sum((1, 3)) / softmax.square().sum((1, 3))).sqrt()[0]
+    # The first layer sees the same queries, keys and values with either attention.
+    assert found["layers"][0]["error"] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_the_half_life_is_the_number_of_tokens_in_which_a_weight_halves():
+    model = convert(stock_model("llama"), mechanism="linear", decay="learned", trained_length=100)
+    found = head_figures(model, None)
+    assert found["layers"][0]["half_life"] == pytest.approx([100] * model.config.num_key_value_heads, rel=1e-4)
+    decay = next(iter(linear_attention_modules(model).values())).linear_attention.decay
+    with torch.no_grad():
+        decay.rate.add_(1)
+    changed = head_figures(model, None)["layers"][0]["half_life"]
+    assert [math.exp(rate * life) for rate, life in zip(decay().tolist(), changed)] == pytest.approx([0.5, 0.5])
+
+
+def test_families_that_cannot_be_observed_or_have_two_stacks():
+    bloom = head_figures(convert(tiny_model("bloom", "AutoModelForCausalLM"), mechanism="linear"), None)
+    assert bloom is None  # ALiBi: no error, and its decay is not learned
+    assert head_figures(convert(tiny_model("bart", "AutoModelForSeq2SeqLM"), mechanism="linear"), None) is None
+    assert "a random image" in head_figures(convert(stock_model("vit"), mechanism="linear"), None)["inputs"]
+
+
+def test_continuations_end_where_the_first_token_differs():
+    teacher, tokenizer = stock_model("llama"), tiny_tokenizer()
+    stream = np.arange(60) % 50 + 5
+    same = shown_continuations(teacher, teacher, stream, 1, tokenizer, 48)
+    assert len(same) == 3
+    assert len({sample["prompt"] for sample in same}) == 3
+    for sample in same:
+        assert "<s>" not in sample["prompt"]
+        assert sample["original"] == sample["student"] == {"first": "", "rest": ""}
+        assert sample["same"]
+    other = stock_model("llama")
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    for sample in shown_continuations(teacher, other, stream, 1, tokenizer, 48):
+        assert sample["same"] == ""
+        assert sample["original"]["first"] != sample["student"]["first"]
+    assert shown_continuations(teacher, teacher, stream[:4], 1, tokenizer, 48) == []
+
+
+def test_neighbours_are_the_nearest_other_texts():
+    tokenizer = tiny_tokenizer()
+    ids = torch.arange(10, 16)[:, None].repeat(1, 3)
+    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in (ids[:4], ids[4:])]
+    texts = tokenizer.batch_decode(ids)
+    angle = torch.tensor([0.0, 0.1, 1.0, 1.2, 2.0, 2.1])
+    yours = torch.stack((angle.cos(), angle.sin()), 1)
+    mine = F.normalize(yours.flip(0), dim=-1)
+    found = shown_neighbours(mine, yours, batches, tokenizer)
+    assert [entry["text"] for entry in found] == [texts[0], texts[2], texts[4]]
+    assert [entry["original"] for entry in found] == [texts[1], texts[3], texts[5]]
+    assert [entry["student"] for entry in found] == [texts[1], texts[3], texts[5]]
+    mine = yours[[0, 3, 5, 2, 1, 4]]
+    assert shown_neighbours(mine, yours, batches, tokenizer)[0]["student"] == texts[4]
+    assert shown_neighbours(mine[:2], yours[:2], batches, tokenizer) == []

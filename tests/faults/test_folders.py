@@ -1,0 +1,235 @@
+"""Folders and names: where the result goes, what is left of a killed run, and what other people wrote into a name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from faults import assert_nothing_written, assert_refused, change_json, convert, copy_of, finetune
+
+from hf_linear_attention._common import folders
+from hf_linear_attention._common.errors import RunError
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.model_card import plain
+from hf_linear_attention.conversion import pipeline
+from hf_linear_attention.training.checkpoints import final_model
+
+
+SCRIPTS = [Path(pipeline.__file__).with_name("convert_checkpoint.py"),
+           Path(final_model.__file__).parents[1] / "finetune.py"]  # fmt: skip
+
+
+def _train(model, files, out, *words):
+    return finetune(
+        "--task", "causal_lm", "--model_name_or_path", model, "--train_file", files / "good.jsonl",
+        "--output_dir", out, "--max_train_steps", 2, *words,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["source", "source/out", "source/a/b", ".", "source/../source/x", "link/out"])
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_one_folder_inside_of_the_other(llama, files, tmp_path, place, command):
+    source = copy_of(llama, tmp_path / "source")
+    (tmp_path / "link").symlink_to(source)
+    out = tmp_path / place
+    words = ["--model_name_or_path", source, "--output_dir", out, "--overwrite"]
+    result = convert(*words) if command == "convert" else _train(source, files, out)
+    assert_refused(result, "--output_dir")
+    assert sorted(path.name for path in source.iterdir()) == sorted(path.name for path in llama.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["file", "full", "under a file", "long", "NUL", "empty", "null device"])
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kind, command):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    out = {
+        "file": tmp_path / "file",
+        "full": tmp_path / "full",
+        "under a file": tmp_path / "file" / "out",
+        "long": tmp_path / ("a" * 300),
+        "NUL": f"{tmp_path}/a\0b",
+        "empty": "",
+        "null device": "/dev/null",
+    }[kind]
+    model = llama if command == "convert" else linear_llama
+    result = convert("--model_name_or_path", model, "--output_dir", out) if command == "convert" else _train(
+        model, files, out)  # fmt: skip
+    assert_refused(result, "--output_dir")
+    assert_nothing_written(tmp_path, "file", "full")
+    assert (tmp_path / "full" / "mine").read_text() == "mine"
+
+
+NAMES = [
+    "with space", "a[1]", "b*", "c?", "d{x}", "quo'te", 'dou"ble', "ünï", "-dash", "semi;colon", "%s", "{{ name }}",
+    "new\nline", "back\\slash", "<b>", "tab\there", "#hash", "a=b", "$", "`ls`", "日本", "~tilde", "x" * 200,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(llama, linear_llama, files, tmp_path, name):
+    """Unusual names of the source, the data and the result work, and the card has them as plain text."""
+    source = copy_of(linear_llama, tmp_path / f"{name}-model")
+    data = tmp_path / f"{name}.jsonl"
+    shutil.copy(files / "good.jsonl", data)
+    out = tmp_path / f"{name}-out"
+    code, _, err = finetune(
+        "--task=causal_lm", f"--model_name_or_path={source}", f"--train_file={data}", f"--output_dir={out}",
+        "--max_train_steps=1",
+    )  # fmt: skip
+    assert code == 0, err[-900:]
+    card = (out / "README.md").read_text()
+    assert "<b>" not in card
+    assert card.count("---\n") >= 2
+    assert (out / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("text", [
+    "<script>alert(1)</script>", "[x](http://evil)", "![x](http://evil)", "a\n# b", "`code`", "| a | b |", "<!--",
+    "**b**", "https://evil.example", "<img src=x onerror=y>", "a\r\nb", "\\",
+])  # fmt: skip
+def test_text_of_others_in_cards(text):
+    shown = plain(text)
+    assert not any(part in shown for part in ("\n", "\r", "<", "://"))
+    assert all(shown[at - 1] == "\\" for at, letter in enumerate(shown) if letter in "[]|`*")
+
+
+@pytest.mark.parametrize("metadata", [
+    "license: &a [x]\nlanguage: [*a, *a]", "license: " + "[" * 3000,
+    "license: !!python/object/apply:os.system ['true']",
+    "license: {", "- a", "3", "license: \x07", "license: " + "x" * 2**21, "a: 1\na: 2",
+])  # fmt: skip
+def test_cards_of_others(llama, tmp_path, metadata):
+    source = copy_of(llama, tmp_path / "source")
+    (source / "README.md").write_text(f"---\n{metadata}\n---\n# Hello\n")
+    code, _, err = convert("--model_name_or_path", source, "--output_dir", tmp_path / "out", "--num_features", 8)
+    assert code == 0, err
+    assert "license:" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+    dead, alive = (tmp_path / f"out.tmp-{letter * 16}" for letter in "ab")
+    other = tmp_path / "out.tmp-mine"
+    for folder in (dead, alive, other):
+        folder.mkdir()
+    with folders._held(alive):
+        for folder in (dead, alive, other):
+            os.utime(folder, (0, 0))
+        with staging(tmp_path / "out") as folder:
+            (folder / "x").write_text("x")
+    assert_nothing_written(tmp_path, "out", alive.name, other.name)
+
+
+def test_the_second_of_two_conversions_refuses_at_the_end(tmp_path):
+    def write():
+        with staging(tmp_path / "out", replaces=False):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "theirs").write_text("theirs")
+
+    with pytest.raises(RunError, match="another process"):
+        write()
+    assert_nothing_written(tmp_path, "out")
+    assert (tmp_path / "out" / "theirs").read_text() == "theirs"
+
+
+def test_two_conversions_to_one_folder(llama, tmp_path, monkeypatch):
+    started, load = threading.Event(), pipeline.load_converted
+
+    def slow(*arguments):
+        model = load(*arguments)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("theirs")
+        started.set()
+        return model
+
+    monkeypatch.setattr(pipeline, "load_converted", slow)
+    result = convert("--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--num_features", 8)
+    assert_refused(result, "another process", code=1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
+
+
+REPORTS = ["", "x", "[]", "3", '{"runs": 3}', '{"runs": [3]}', '{"runs": [{}]}', '{"a": 1}', '{"runs": null}']
+
+
+@pytest.mark.parametrize("content", REPORTS)
+def test_a_bad_training_report_is_refused_before_the_first_step(linear_llama, files, tmp_path, content):
+    source = copy_of(linear_llama, tmp_path / "source")
+    (source / "training_report.json").write_text(content)
+    assert_refused(_train(source, files, tmp_path / "out"), "training_report.json")
+    assert_nothing_written(tmp_path, "source")
+
+
+@pytest.mark.parametrize("change", [{"base_model": 3}, {"figures": []}, {"card_metadata": 3}, {"dropped_features": 3}])
+def test_a_bad_conversion_report_is_refused_before_the_first_step(linear_llama, files, tmp_path, change):
+    source = copy_of(linear_llama, tmp_path / "source")
+    change_json(source / "conversion_report.json", **change)
+    assert_refused(_train(source, files, tmp_path / "out"), "conversion_report.json", *change)
+    assert_nothing_written(tmp_path, "source")
+
+
+@pytest.mark.parametrize("part", ["write_model_card", "plot_metrics", "copy_sidecars", "training_history"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("x"), MemoryError()])
+def test_what_accompanies_the_model_never_costs_it(linear_llama, files, tmp_path, monkeypatch, part, error):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(final_model, part, fail)
+    code, _, _ = _train(linear_llama, files, tmp_path / "out")
+    assert code == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
+
+
+def test_a_conversion_survives_its_card(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "write_model_card", lambda *arguments, **options: {}["x"])
+    code, _, err = convert("--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--num_features", 8)
+    assert code == 0
+    assert "the model card could not be written" in err
+    assert (tmp_path / "out" / "conversion_report.json").is_file()
+
+
+def test_other_content_of_the_same_size_is_another_run(linear_llama, files, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    shutil.copy(files / "good.jsonl", data)
+    words = ["--task", "causal_lm", "--model_name_or_path", linear_llama, "--train_file", data, "--output_dir",
+             tmp_path / "out", "--checkpointing_steps", 1]  # fmt: skip
+    assert finetune(*words, "--max_train_steps", 1)[0] == 0
+    data.write_text(data.read_text().replace("quick", "quack"))
+    result = finetune(*words, "--max_train_steps", 2, "--resume_from_checkpoint", "latest")
+    assert_refused(result, "train_content", code=1)
+
+
+def test_a_folder_with_a_test_split_is_evaluated_on_it(linear_llama, files, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        shutil.copy(files / "good.jsonl", tmp_path / "data" / f"{split}.jsonl")
+    words = ["--task", "causal_lm", "--model_name_or_path", linear_llama, "--dataset_name", tmp_path / "data"]
+    code, _, err = finetune(*words, "--output_dir", tmp_path / "out", "--max_train_steps", 1)
+    assert code == 0, err
+    assert json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"][0]["metrics"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("number", [2, 15])
+def test_a_signal_during_the_imports_is_one_line(script, number):
+    process = subprocess.Popen([sys.executable, script, "--help"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    time.sleep(0.7)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert err.decode().count("\n") == 1, err
+    assert err.decode().startswith(script.name)
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{sys.executable} {SCRIPTS[0]} --list_architectures | true"
+    process = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)
+    assert process.stderr == ""

@@ -1,0 +1,133 @@
+"""Conversations: what is learned of them, by which template, and whether answers end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_linear_attention import convert
+from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.data.processors import load_processor
+from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.recipe_parser import parse
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<mask>' + message['role'] + ' ' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<mask>assistant ' }}{% endif %}"
+)
+ROWS: list[list[tuple[str, str]]] = [
+    [("user", "Hello."), ("assistant", "Good morning.")],
+    [
+        ("system", "Be short."),
+        ("user", "Who?"),
+        ("assistant", "Me."),
+        ("user", "Where?"),
+        ("assistant", "Here, there."),
+    ],
+    [("user", "What is a list?"), ("assistant", "A row of things.")],
+]
+
+
+@pytest.fixture
+def chat(llama_teacher: str, tmp_path: Path) -> dict[str, Path]:
+    """A converted model and its original with a chat template, and a file of conversations."""
+    tokenizer = AutoTokenizer.from_pretrained(llama_teacher)
+    tokenizer.chat_template = TEMPLATE
+    paths = {name: tmp_path / name for name in ("original", "student", "data.jsonl")}
+    original = AutoModelForCausalLM.from_pretrained(llama_teacher)
+    original.save_pretrained(paths["original"])
+    convert(original, mechanism="hybrid", window_size=4).save_pretrained(paths["student"])
+    for name in ("original", "student"):
+        tokenizer.save_pretrained(paths[name])
+    rows = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in ROWS]
+    paths["data.jsonl"].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return paths
+
+
+def examples_of(chat: dict[str, Path], *more: Any) -> Any:
+    words = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file", chat["data.jsonl"], *more]
+    recipe = parse([str(word) for word in (*words, "--output_dir", "o")])
+    return load_data(recipe, load_processor(recipe)).train
+
+
+def test_answers_and_what_ends_them_are_learned(chat: dict[str, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat["student"])
+    found, whole = examples_of(chat), examples_of(chat, "--loss_on", "all")
+    for number, row in enumerate(ROWS):
+        example = found[number]
+        ids, labels = example["input_ids"], example["labels"]
+        assert tokenizer.decode(ids) == "".join(f"<mask>{role} {text}</s>" for role, text in row)
+        answers = "".join(f"{text}</s>" for role, text in row if role == "assistant")
+        assert tokenizer.decode(labels[labels != IGNORED]) == answers
+        assert (labels[1:] != IGNORED).tolist() == example["loss_mask"][:-1].astype(bool).tolist()
+        assert tokenizer.decode(ids[: example["prompt_length"]]).endswith("<mask>assistant ")
+        assert whole[number]["labels"].tolist() == ids.tolist()
+        assert "loss_mask" not in whole[number]
+
+
+def test_the_loss_is_that_of_the_answers(chat: dict[str, Path], finetune: Any) -> None:
+    """KL and cross-entropy of the tokens that predict an answer, and of no other."""
+    options = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file", chat["data.jsonl"]]
+    options += ["--teacher_name_or_path", chat["original"], "--logits_kl_weight", 1, "--task_loss_weight", 1]
+    events = finetune(*options, "--max_train_steps", 1, "--per_device_train_batch_size", 3, "--logging_steps", 1)
+    found, sums, count = examples_of(chat), {"task_loss": 0.0, "logits_kl": 0.0}, 0
+    models = [AutoModelForCausalLM.from_pretrained(chat[name]).eval() for name in ("student", "original")]
+    for number in range(len(found)):
+        ids = torch.tensor(found[number]["input_ids"])[None]
+        with torch.no_grad():
+            mine, yours = (model(ids).logits[0].log_softmax(-1) for model in models)
+        for place in (found[number]["labels"] != IGNORED).nonzero()[0]:
+            sums["task_loss"] -= mine[place - 1, ids[0, place]].item()
+            sums["logits_kl"] += F.kl_div(mine[place - 1], yours[place - 1], log_target=True, reduction="sum").item()
+            count += 1
+    for name, total in sums.items():
+        assert next(event[name] for event in events if name in event) == pytest.approx(total / count, rel=1e-4)
+
+
+def test_answers_that_end_are_counted(chat: dict[str, Path], finetune: Any, tmp_path: Path) -> None:
+    """The share is that of `generate`; a model that only knows the end of a text always ends."""
+    original = AutoModelForCausalLM.from_pretrained(chat["original"], tie_word_embeddings=False)
+    with torch.no_grad():
+        original.lm_head.weight.zero_()
+        original.model.norm.weight.zero_()
+    original.save_pretrained(tmp_path / "ends")
+    AutoTokenizer.from_pretrained(chat["original"]).save_pretrained(tmp_path / "ends")
+    config = json.loads((tmp_path / "ends" / "generation_config.json").read_text()) | {"eos_token_id": 0}
+    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps(config))  # the logits are equal: token 0
+    options = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file", chat["data.jsonl"]]
+    options += ["--validation_file", chat["data.jsonl"], "--teacher_name_or_path", tmp_path / "ends"]
+    figures = finetune(*options, "--max_train_steps", 1, "--predict_with_generate", "--generation_max_length", 5)[0]
+    assert figures["eval_ending_answers_teacher"] == 1
+    model, found = AutoModelForCausalLM.from_pretrained(chat["student"]).eval(), examples_of(chat)
+    ended = 0
+    for number in range(len(found)):
+        prompt = torch.tensor(found[number]["input_ids"][: found[number]["prompt_length"]])[None]
+        ended += 2 in model.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert figures["eval_ending_answers"] == ended / len(ROWS)
+
+
+def test_what_is_no_conversation_is_refused(
+    chat: dict[str, Path], finetune: Any, files: Path, tmp_path: Path, capsys: Any
+) -> None:
+    options = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file"]
+    finetune(*options, files / "train.jsonl", "--loss_on", "all", expect=1)
+    assert "`--loss_on` is for conversations, but the train data has no column `messages`" in capsys.readouterr().err
+    row = {"messages": [{"role": "user", "content": "Hello."}]}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    finetune(*options, tmp_path / "bad.jsonl", expect=1)
+    assert "no message has the role `assistant`" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(chat["student"])
+    for template, problem in ((None, "with a chat template"), ("{{ messages | length }}", "changes earlier messages")):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        if template is None:
+            (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+        finetune(*options, chat["data.jsonl"], "--tokenizer_name", tmp_path / "tokenizer", expect=1)
+        assert problem in capsys.readouterr().err
