@@ -139,7 +139,13 @@ def _is_on(variable: str, default: str = "false") -> bool:
 
 
 def _all_reach_the_loss(recipe: Recipe) -> bool:
-    """Whether every parameter reaches the loss; objectives on hidden states leave out heads and poolers."""
+    """Whether every parameter reaches the loss.
+
+    Objectives on hidden states leave out heads and poolers. A T5 converted without its position bias keeps its weights,
+    which do nothing.
+    """
+    if recipe.task.logits == "targets":
+        return False
     return bool(recipe.objective.task_loss_weight or recipe.objective.logits_kl_weight)
 
 
