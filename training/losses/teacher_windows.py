@@ -111,8 +111,10 @@ class TeacherWindows:
 
 def windows_for(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> TeacherWindows | None:
     """The windows in which a teacher reads texts of `max_length` tokens; None if it can read them as they are."""
-    positions = getattr(teacher.config, "max_position_embeddings", None)
-    limits = [table.num_embeddings - reserved_rows(table, positions) for table in position_tables(teacher).values()]
+    limits = [
+        table.num_embeddings - reserved_rows(table, teacher.config.max_position_embeddings)
+        for table in position_tables(teacher).values()
+    ]
     if not limits or max_length <= min(limits):
         return None
     special = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
