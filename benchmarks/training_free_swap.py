@@ -62,11 +62,16 @@ def variants() -> Iterator[tuple[str, str, dict[str, Any], str | None]]:
             continue
         sizes = (option for option in SIZE_OPTIONS if option in mechanism.options)
         size = SIZE_OPTION_OF.get(name) or next(sizes, None)
-        choosing = next((key for key, option in mechanism.options.items() if option.choices), None)
+        defaults = {key: option.default for key, option in mechanism.options.items()}
+        usable = {
+            key: [x for x in option.choices if mechanism.supports("bidirectional", {**defaults, key: x})]
+            for key, option in mechanism.options.items()
+        }
+        choosing = next((key for key, choices in usable.items() if len(choices) > 1), None)
         if choosing is None:
             yield name, name, {}, size
             continue
-        for choice in mechanism.options[choosing].choices:
+        for choice in usable[choosing]:
             yield f"{name} {choice}", name, {choosing: choice}, size
 
 

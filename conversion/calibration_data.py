@@ -146,6 +146,7 @@ def data_recipe(
         ObjectiveArguments(),
         OptimizationArguments(),
         RunArguments(""),
+        given=frozenset(data),
     )
 
 

@@ -36,10 +36,11 @@ from hf_linear_attention.configuration_linear_attention import is_causal_config,
 from hf_linear_attention.conversion.calibration_data import check_text_file, data_recipe, real_inputs
 from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
 from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
+from hf_linear_attention.conversion.option_values import parse_tokens
 from hf_linear_attention.conversion.page import PAGE
 from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
 from hf_linear_attention.conversion.plan import stock_config
-from hf_linear_attention.conversion.request import parse, parse_tokens
+from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS

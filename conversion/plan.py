@@ -19,7 +19,7 @@ from hf_linear_attention.configuration_linear_attention import entries_of, model
 from hf_linear_attention.conversion.break_even import cost_settings
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes, with_budget
-from hf_linear_attention.conversion_api import convert_config, stock_model_class
+from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
 from hf_linear_attention.layer_ranges import layers_text, spread
 from hf_linear_attention.mechanism import AttentionMechanism
 from hf_linear_attention.mechanisms import mechanisms_of
@@ -226,6 +226,7 @@ def make_plan(
     _refuse_quantized(source, stock)
     kept_dtype = _dtype_of(dtype, source)
     with reading(source.config_file):
+        refuse_converted(stock)
         stock_class = _stock_class(stock, model_class)
     with reading(source.config_file, names_ours=False):
         extension = plan_extension(stock, stock_class, positions)

@@ -15,8 +15,9 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import without_needs
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
+from hf_linear_attention.conversion.option_values import parse_tokens
 from hf_linear_attention.conversion.plan import Plan, stock_config
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options, parse_tokens
+from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension

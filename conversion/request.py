@@ -10,6 +10,7 @@ from typing import Any
 from hf_linear_attention._common.command_line import CONFIG_HELP, Parser, as_typed, typed_name, words_of
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import (
+    BYTES,
     COUNT,
     SEED,
     Bounds,
@@ -19,8 +20,9 @@ from hf_linear_attention._common.options import (
     out_of_bounds,
     unusable_texts,
 )
-from hf_linear_attention.configuration_linear_attention import DROPPABLE, parse_layers
-from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer
+from hf_linear_attention.configuration_linear_attention import DROPPABLE
+from hf_linear_attention.conversion.option_values import attention_value, layers_value, option_value
+from hf_linear_attention.layer_ranges import is_by_layer
 from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.position_extension import STARTS, LongerPositions
@@ -84,7 +86,7 @@ class ConversionArguments:
         "features of hybrid (or the window and the sinks of window): a sixth for features, in multiples of 16, then 4 "
         "sinks, and the rest for the window. Sizes that are given do not change",
         None,
-        bounds=COUNT,
+        bounds=BYTES,
         group="attention",
     )
     max_position_embeddings: int | None = option(
@@ -411,73 +413,13 @@ def _without_config(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _settings_of(arguments: ConversionArguments, mechanism: Any) -> dict[str, Any]:
-    given = {name: _read(name, value) for name, value in vars(mechanism).items() if value is not None}
+    given = {name: option_value(name, value) for name, value in vars(mechanism).items() if value is not None}
     if arguments.attention is not None:
-        given["mechanism"] = _parse_attention(arguments.attention)
+        given["mechanism"] = attention_value(arguments.attention)
     if arguments.layers is not None:
-        given["layers"] = _parse_layers(arguments.layers)
+        given["layers"] = layers_value(arguments.layers)
     if arguments.drop is not None:
         given["drop"] = [feature.strip() for feature in arguments.drop.split(",")]
     if arguments.cross_attention:
         given["cross_attention"] = True
     return given
-
-
-def _parse_layers(text: str) -> str | list[int]:
-    try:
-        return parse_layers(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def _parse_attention(text: str) -> str | dict[str, str]:
-    by_layer = _parse_by_layer("attention", text) if ":" in text else {}
-    if unknown := sorted({*(by_layer.values() if by_layer else [text])} - set(MECHANISMS)):
-        names = ", ".join(map(repr, unknown))
-        raise UsageError(f"`--attention {text}`: {names} must be one of {', '.join(sorted(MECHANISMS))}")
-    return by_layer or text
-
-
-def _parse_by_layer(name: str, text: str) -> dict[str, str]:
-    try:
-        return parse_by_layer(text)
-    except ValueError as error:
-        raise UsageError(f"`--{name} {text}`: {error}") from error
-
-
-def _read(name: str, text: Any) -> Any:
-    """The value of a mechanism's option: `128`, one per layer such as `128,96,64`, or by layer such as `0-3:64,4-:16`.
-
-    Raises:
-        UsageError: if the text has none of these forms, or a number is not of the type of the option.
-    """
-    options = [mechanism.options[name] for mechanism in MECHANISMS.values() if name in mechanism.options]
-    kind, is_per_layer = options[0].kind, any(entry.is_per_layer for entry in options)
-    if kind is bool:
-        return text
-    try:
-        if ":" in text:
-            return {layers: kind(value) for layers, value in _parse_by_layer(name, text).items()}
-        return [kind(part) for part in text.split(",")] if is_per_layer and "," in text else kind(text)
-    except ValueError as error:
-        number = {int: "a whole number", float: "a number"}[kind]
-        several = ", or one per layer such as 128,96,64" if is_per_layer else ""
-        raise UsageError(
-            f"`--{name} {text}`: give {number}{several}, or values by layer such as 0-3:64,4-:16"
-        ) from error
-
-
-def parse_tokens(text: str) -> int:
-    """The number in a text such as `2000000`, `500k`, `2M` or `1.5B`.
-
-    Raises:
-        UsageError: if the text is not such a number above 0.
-    """
-    factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower())
-    try:
-        tokens = round(float(text[:-1]) * factor) if factor else int(text)
-    except (ValueError, OverflowError):
-        tokens = 0
-    if tokens < 1:
-        raise UsageError(f"`--tokens {text}`: give a number above 0, such as 2000000, 500k or 2M")
-    return tokens

@@ -52,7 +52,7 @@ def convert_config(
         names = ", ".join(f"`{name}`" for name in linear_attention)
         raise TypeError(f"Got `settings` and also {names}; put everything into `settings`.")
     model_type = config.model_type
-    _refuse_converted(config)
+    refuse_converted(config)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"Model type `{model_type}` is not part of transformers, so its attention is unknown here.")
     fields = copy.deepcopy((config if extension is None else extension.config).to_dict())
@@ -66,7 +66,12 @@ def convert_config(
     return linear_config_class(model_type)(**fields, linear_attention=filled[0] if is_one else filled)
 
 
-def _refuse_converted(config: PreTrainedConfig) -> None:
+def refuse_converted(config: PreTrainedConfig) -> None:
+    """Refuse the config of a converted model.
+
+    Raises:
+        ValueError: if it is one.
+    """
     if hasattr(config, "linear_attention"):
         raise ValueError(
             f"This model is already converted (model type `{config.model_type}`); convert its softmax source."
@@ -138,29 +143,18 @@ def convert(
         ValueError: for impossible settings, an architecture without convertible attention, a loaded model whose
             weights are not those of `model_class`, or positions that cannot be extended.
     """
-    if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
-        inside = "`model.merge_and_unload()`" if hasattr(model, "merge_and_unload") else "the `PreTrainedModel` in it"
-        raise TypeError(
-            f"Got a {type(model).__name__}; `convert` takes a transformers model, or the folder or hub name of one. "
-            f"Pass {inside}."
-        )
+    _check_arguments(model, model_class, from_pretrained)
     if max_position_embeddings is None and position_init != "tiled":
         raise ValueError(f"`position_init` = {position_init!r} needs `max_position_embeddings`; give both or neither.")
-    if not isinstance(from_pretrained, (Mapping, type(None))):
-        raise TypeError(f"Got `from_pretrained` = {from_pretrained!r}; it must be a dict of keyword arguments.")
-    if not (model_class is None or (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel))):
-        raise TypeError(f"Got `model_class` = {model_class!r}; it must be a model class, such as `BertForMaskedLM`.")
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     positions = None if max_position_embeddings is None else LongerPositions(max_position_embeddings, position_init)
     if isinstance(model, PreTrainedModel):
         return _converted(model, model_class or type(model), positions, settings, linear_attention)
-    if not os.path.isdir(model) and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", os.fspath(model)):
-        raise ValueError(f"Got {os.fspath(model)!r}, which is neither a folder nor the name of a model on the Hub.")
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
     stock = AutoConfig.from_pretrained(model, **hub)
-    _refuse_converted(stock)
+    refuse_converted(stock)
     stock_class = model_class or stock_model_class(stock)
     if positions is not None:
         original = stock_class.from_pretrained(model, **arguments)
@@ -170,6 +164,23 @@ def convert(
     # transformers returns (model, loading info) if it is asked for both
     (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
     return loaded
+
+
+def _check_arguments(model: Any, model_class: Any, from_pretrained: Any) -> None:
+    """Refuse what `convert` cannot take, by the type of the argument."""
+    if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
+        inside = "`model.merge_and_unload()`" if hasattr(model, "merge_and_unload") else "the `PreTrainedModel` in it"
+        raise TypeError(
+            f"Got a {type(model).__name__}; `convert` takes a transformers model, or the folder or hub name of one. "
+            f"Pass {inside}."
+        )
+    if not isinstance(from_pretrained, (Mapping, type(None))):
+        raise TypeError(f"Got `from_pretrained` = {from_pretrained!r}; it must be a dict of keyword arguments.")
+    if not (model_class is None or (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel))):
+        raise TypeError(f"Got `model_class` = {model_class!r}; it must be a model class, such as `BertForMaskedLM`.")
+    is_name = isinstance(model, (str, os.PathLike))
+    if is_name and not os.path.isdir(model) and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", os.fspath(model)):
+        raise ValueError(f"Got {os.fspath(model)!r}, which is neither a folder nor the name of a model on the Hub.")
 
 
 def _convert_config(

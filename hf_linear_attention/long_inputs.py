@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
+from .transformers_internals import is_stateful
+
 
 # Tokens of a sequence in one pass: many enough for efficient projections, few enough for memory.
 CHUNK_SIZE = 4096
@@ -59,7 +61,7 @@ def _in_chunks(forward: Callable[..., Any], linear_modules: Callable[[Any], Mapp
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] <= LONGEST_UNDIVIDED:
             return forward(self, *args, **kwargs)
         is_linear = any(module.linear_attention_enabled for module in linear_modules(self).values())
-        if not is_linear or self._is_stateful or not _can_divide(self.config, bound, tokens.shape[1]):
+        if not is_linear or is_stateful(self) or not _can_divide(self.config, bound, tokens.shape[1]):
             return forward(self, *args, **kwargs)
         return _divided(functools.partial(forward, self), self.config, bound, tokens.shape[1])
 

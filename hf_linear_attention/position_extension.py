@@ -13,14 +13,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from .position_limit import reserved_rows
+
+
+if TYPE_CHECKING:  # this file is read for `--help` too, which needs no models
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 FIELD = "max_position_embeddings"

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 
 INPUTS = ("input_ids", "inputs_embeds", "input_embeds")
 
 
-def position_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
+def position_tables(model: Any) -> dict[str, nn.Embedding]:
     """`{name: module}` of the embeddings with a row for each position that the config counts, or a few rows more."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if type(positions) is not int or positions < 1:  # XLNet says -1: it has no limit
@@ -43,7 +42,7 @@ def reserved_rows(table: nn.Embedding, positions: int) -> int:
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
-def limit_positions(model: PreTrainedModel) -> None:
+def limit_positions(model: Any) -> None:
     """Have the modules that use a table of learned positions check the length of their inputs first."""
     tables = {name.rpartition(".")[0]: table for name, table in position_tables(model).items()}
     for name, table in tables.items():

@@ -89,6 +89,11 @@ def server_namespace() -> Any:
     return model_manager.transformers
 
 
+def is_stateful(model: Any) -> bool:
+    """Whether a model has recurrent states of its own (Mamba), which cannot be split or removed like keys."""
+    return model._is_stateful
+
+
 def collects_attentions() -> bool:
     """Whether the forward that is running returns attention weights because of `output_attentions`."""
     collector = _active_collector.get()

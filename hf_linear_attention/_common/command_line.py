@@ -256,13 +256,17 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
             f"this needs the library `{error.name}`, which is not installed; install the libraries for training and "
             'data files with `pip install "hf-linear-attention[train]"`'
         )
+    # what only this process may have met
+    is_expected = isinstance(error, (UsageError, RunError, OSError))
     if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
         error = RunError(f"not enough memory ({one_line(error)[:200]}); choose smaller batches, lengths or models")
     message = one_line(error)
-    is_expected = isinstance(error, (UsageError, RunError, OSError))
-    hint = "" if is_expected else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
+    hint = (
+        ""
+        if isinstance(error, (UsageError, RunError, OSError))
+        else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
+    )
     word = "error" if isinstance(error, UsageError) else "failed"
-    # an unexpected error may have happened in this process only
     return _say(f"{name}: {word}: {message}{hint}", getattr(error, "exit_code", 1), speaks or not is_expected)
 
 

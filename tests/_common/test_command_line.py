@@ -64,7 +64,7 @@ def test_one_process_speaks_unless_it_may_be_another_that_knows(capsys) -> None:
         assert run_command("x.py", fail(error), stopped="", speaks=False) > 0
     assert capsys.readouterr().err == ""
     assert run_command("x.py", fail(MemoryError("here alone")), stopped="", speaks=False) == 1
-    assert capsys.readouterr().err.startswith("x.py: failed: here alone (MemoryError;")
+    assert capsys.readouterr().err.startswith("x.py: failed: not enough memory (here alone);")
 
 
 def test_sigterm_is_one_line_after_the_way_out_and_the_handler_is_restored(capsys) -> None:

@@ -86,7 +86,7 @@ def test_only_looking_needs_no_output_and_writes_nothing(llama, tmp_path, monkey
         ("--spectrum", "--calibration_file", text),
         ("--spectrum", "--dry_run", "--verbose"),
     ):
-        code, out, err = run("--model_name_or_path", llama, "--num_features", 16, *words)
+        code, out, err = run("--model_name_or_path", llama, "--attention", "linear", "--num_features", 16, *words)
         assert code == 0, err
         # The twin takes 48 tokens: no rank but 32 is below.
         assert "of 48 tokens" in out

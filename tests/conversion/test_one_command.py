@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline, preset_run
-from hf_linear_attention.conversion.request import parse, parse_tokens
+from hf_linear_attention.conversion.option_values import parse_tokens
+from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.training.presets.preset import load_preset
 
 
@@ -257,7 +258,7 @@ def test_pairs_that_cannot_be_used_are_refused_before_training(words, llama, ber
     command = ["--model_name_or_path", tmp_path / "bert", *words[2:-4], "--output_dir", tmp_path / "out"]
     code, _, err = run(*command, "--pairs_file", tmp_path / "other.jsonl")
     assert code == 2
-    assert "needs the columns sentence1, sentence2, score" in err
+    assert "`sentence1` is not a column of" in err
     assert not (tmp_path / "out.unfinished").exists()
 
 
@@ -315,7 +316,7 @@ def test_a_head_without_stages_is_refused_by_name(bert, texts, tmp_path, monkeyp
     more = ("--output_dir", tmp_path / "out", "--preset", "default", "--train_file", texts / "train.txt")
     code, _, err = run("--model_name_or_path", tmp_path / "tokens", *more)
     assert code == 2
-    assert "but not for BertForTokenClassification (there is no recipe to train it)" in err
+    assert "but not for BertForTokenClassification (its task is token_classification)" in err
     causal = {"causal_lm": load_preset("default").stages["causal_lm"]}
     only_causal = dataclasses.replace(load_preset("default"), stages=causal)
     monkeypatch.setattr("hf_linear_attention.conversion.preset_plan.load_preset", lambda name: only_causal)

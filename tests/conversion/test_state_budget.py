@@ -65,7 +65,7 @@ def test_what_cannot_be_split_is_refused(llama):
     assert code == 2
     assert "`--state_bytes 500` is less than" in err
     assert "give more bytes or smaller sizes" in err
-    code, _, err = run("--model_name_or_path", llama, "--dry_run", "--state_bytes", 50_000)
+    code, _, err = run("--model_name_or_path", llama, "--dry_run", "--attention", "linear", "--state_bytes", 50_000)
     assert code == 2
     assert "`linear` has no window; use `--attention hybrid`" in err
     with pytest.raises(UsageError, match="no window"):

@@ -185,7 +185,11 @@ def test_the_tree_is_that_of_the_repository():
     """What it names is there, wherever in the repository; the flat files and the folders of both packages are named."""
     tree = re.search(r"(?s)```\n(.*?)```", section("How the pieces fit"))[1]
     names = set(re.findall(r"[\w<>]+\.py\b", tree)) | set(re.findall(r"\w+/", tree))
-    paths = [path for name in (*COPIED, "csrc", "benchmarks") for path in (ROOT / name, *(ROOT / name).rglob("*"))]
+    paths = [
+        path
+        for name in (*COPIED, "csrc", "benchmarks", "examples")
+        for path in (ROOT / name, *(ROOT / name).rglob("*"))
+    ]
     there = {f"{path.name}/" if path.is_dir() else path.name for path in paths if "__pycache__" not in path.parts}
     patterns = {name: re.compile(re.escape(name).replace("<name>", r"\w+")) for name in names}
     assert [name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, there))] == []
