@@ -7,7 +7,7 @@ Each field is an option of the same name. Its help text is its documentation, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 from hf_linear_attention._common.options import (
@@ -445,3 +445,4 @@ class RunArguments:
 
 GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments, TaskArguments)
 FACTS = facts_of(*GROUPS)
+DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(group) if entry.default is not MISSING}

@@ -91,6 +91,13 @@ class Parser(HfArgumentParser):
                 error if isinstance(error, UsageError) else UsageError(f"{error} (`--help` lists the options)")
             ) from None
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As in argparse, with every option that there is not in one `UsageError`."""
+        known = [name[2:].replace("-", "_") for action in self._actions for name in action.option_strings]
+        if unknown := [name for name in given_names(sys.argv[1:] if args is None else args) if name not in known]:
+            raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, known)}" for name in unknown))
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` instead of printing the usage."""
         raise UsageError(f"{message} (`--help` lists the options)")

@@ -34,7 +34,7 @@ from hf_linear_attention._common import folders
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import Facts, OnResume
-from hf_linear_attention.training.arguments import FACTS
+from hf_linear_attention.training.arguments import DEFAULTS, FACTS
 from hf_linear_attention.training.checkpoints.weights import save_model, whole_weights
 from hf_linear_attention.training.data.inputs import CONTENT
 from hf_linear_attention.training.data.processors import Processor
@@ -242,7 +242,9 @@ class ChangedSettings:
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
     """The differences between the recipe `old` of a checkpoint and the recipe `new` of the run that resumes from it."""
     known = {**FACTS, "world_size": WORLD_SIZE}
-    changed = {name: f"{name}: {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
+    # A version that did not know an option did what its default does.
+    before = {**{name: default for name, default in DEFAULTS.items() if name not in old}, **old}
+    changed = {name: f"{name}: {before.get(name)} -> {new[name]}" for name in new if before.get(name) != new[name]}
     if CONTENT not in old:  # the checkpoint is from a version that did not record it
         changed.pop(CONTENT, None)
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
