@@ -91,7 +91,9 @@ def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[P
     if unused := _unused(given, lines):
         place = f"has no effect in any stage of `--preset {name}`; drop it"
         raise UsageError(*(f"`--{entry}` {place}" for entry in unused))
-    *before, last = [words for _, _, words in lines]
+    # What is in the folder of a stage now may be of an older run, and is checked when the next stage begins.
+    model = f"--model_name_or_path={given['model_name_or_path']}"
+    *before, last = [[*words, model] for _, _, words in lines]
     for words in before:
         parse([*words, "--overwrite_output_dir=true"])
     about_folder = {"resume_from_checkpoint", "overwrite_output_dir"} & given.keys()

@@ -82,6 +82,7 @@ TASKS: dict[str, Task] = {
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
 # The columns of question_answering, whose names are fixed.
 QUESTION_COLUMNS = ("question", "context", "answers")
+MESSAGES = "messages"  # the column of conversations, for causal_lm
 COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
 IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")

@@ -12,7 +12,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import out_of_bounds, without_needs, without_task
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
-from hf_linear_attention.training.data.file_checks import SUFFIXES, file_problems, wanted_columns
+from hf_linear_attention.training.data.file_checks import SUFFIXES, column_instead, file_problems, wanted_columns
 from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers, parse_rates
 from hf_linear_attention.training.tracking import tracker_problems
 
@@ -98,13 +98,14 @@ def _files(recipe: Recipe) -> Iterator[str]:
         elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
             what = "images" if recipe.task.inputs == "images" else "classes"
             what = "targets" if recipe.task.pair_column else what
+            what = "questions" if recipe.task.logits == "spans" else what
             yield (
                 f"`--{name} {path}`: a .txt file has no {what}; use .jsonl, .csv, .tsv or .parquet with the columns of "
                 f"`--task {recipe.model.task}`"
             )
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
-            yield from file_problems(path, columns, data.on_bad_rows == "skip")
+            yield from file_problems(path, columns, data.on_bad_rows == "skip", column_instead(recipe))
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
     if not recipe.has_training and data.validation_file is None:

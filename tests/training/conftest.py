@@ -166,6 +166,17 @@ def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def any_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the columns of every task, for tests that only look at options."""
+    answers = {"text": ["Here"], "answer_start": [0]}
+    texts = dict.fromkeys(("text", "label", "image", "source", "target", "question", "context"), "Here")
+    row = {**texts, "tokens": ["Here"], "tags": ["O"], "answers": answers}
+    path = tmp_path_factory.mktemp("any_task") / "train.jsonl"
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder: <split>/<class>/<number>.png, dark and bright, and <split>.jsonl with their paths."""
     folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)

@@ -157,7 +157,7 @@ def test_bad_rows_are_named(
 ) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    finetune("--task", task, "--model_name_or_path", twin(task) / "original", "--train_file", path, expect=1)
+    finetune("--task", task, "--model_name_or_path", twin(task) / "original", "--train_file", path, expect=2)
     error = capsys.readouterr().err
     assert "1 bad row(s)" in error
     assert what in error
@@ -314,7 +314,7 @@ def test_the_best_answer_of_all_parts_is_scored(twin: Twin) -> None:
 def test_a_question_without_room_for_its_context_is_refused(twin: Twin, finetune: Any, capsys: Any) -> None:
     folder = twin("question_answering")
     options = ["--task", "question_answering", "--model_name_or_path", folder / "original", "--max_length", 16]
-    finetune(*options, "--train_file", folder / "train.jsonl", "--doc_stride", 8, expect=1)
+    finetune(*options, "--train_file", folder / "train.jsonl", "--doc_stride", 8, expect=2)
     assert "with `--max_length` 16 and `--doc_stride` 8 only" in capsys.readouterr().err
 
 

@@ -95,7 +95,7 @@ def finished(examples: Examples, recipe: Recipe, split: str) -> Examples:
     """The examples of a split, of which an evaluation uses only the first (`--max_eval_samples`, `--max_eval_tokens`).
 
     Raises:
-        TrainingError: if there are none.
+        DataError: if there are none.
     """
     if split == "validation":
         examples = shorten(examples, recipe.data.max_eval_samples, recipe.data.max_eval_tokens)

@@ -17,7 +17,7 @@ from pathlib import Path
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.reading import require_file
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.tasks import CLASSIFICATION, QUESTION_COLUMNS
+from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTION_COLUMNS
 
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
@@ -54,8 +54,15 @@ def check_data_file(path: str, columns: Mapping[str, str | None]) -> None:
         raise UsageError(*problems)
 
 
-def file_problems(path: str, columns: Mapping[str, str | None], skips_bad_rows: bool = False) -> list[str]:
-    """One sentence for everything that is wrong with a file that must have `columns`, named by options."""
+def column_instead(recipe: Recipe) -> str | None:
+    """The column that may stand in place of all `wanted_columns`: conversations need no text."""
+    return MESSAGES if recipe.model.task == "causal_lm" and "text_column_name" not in recipe.given else None
+
+
+def file_problems(
+    path: str, columns: Mapping[str, str | None], skips_bad_rows: bool = False, instead: str | None = None
+) -> list[str]:
+    """One sentence for everything wrong with a file that must have `columns`, named by options, or else `instead`."""
     if os.path.expandvars(path) != path:
         return [f"{path}: `datasets` would replace the variable in this name; rename the file"]
     try:
@@ -67,6 +74,8 @@ def file_problems(path: str, columns: Mapping[str, str | None], skips_bad_rows: 
             return []
     except UsageError as error:
         return list(error.problems)
+    if instead is not None and instead in names:
+        return []
     listed = ", ".join(names)
     return [
         (f"`--{option} {name}`" if option else f"`{name}`")

@@ -14,14 +14,15 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import DataError, TrainingError
 from hf_linear_attention.training.data.examples import build_examples, finished, usable_texts
 from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, Tokens
 from hf_linear_attention.training.data.rows import without_bad
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tasks import MESSAGES
 
 
-MESSAGES, ASSISTANT = "messages", "assistant"
+ASSISTANT = "assistant"
 
 
 class Conversations:
@@ -58,12 +59,12 @@ def usable_language(recipe: Recipe, rows: datasets.Dataset, split: str) -> datas
     """`rows` without the bad ones: those without a text or, for conversations, without an answer.
 
     Raises:
-        TrainingError: if there are bad rows that may not be skipped, or an option is for conversations and there are
+        DataError: if there are bad rows that may not be skipped, or an option is for conversations and there are
             none.
     """
     if not is_conversation(recipe, rows):
         if unused := sorted({"loss_on", "predict_with_generate"} & recipe.given):
-            raise TrainingError(
+            raise DataError(
                 f"`--{unused[0]}` is for conversations, but the {split} data has no column `{MESSAGES}`; it has "
                 f"{', '.join(rows.column_names)}"
             )

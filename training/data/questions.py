@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import DataError, TrainingError
 from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.packing import Example, Examples, Tokens
 from hf_linear_attention.training.data.rows import bad_text, require_column, without_bad
@@ -99,11 +99,11 @@ def usable_questions(recipe: Recipe, rows: datasets.Dataset, split: str) -> data
     """`rows` without the bad ones, which lack a text or have an answer that is not in its context.
 
     Raises:
-        TrainingError: if there are bad rows that may not be skipped, or columns are missing.
+        DataError: if there are bad rows that may not be skipped, or columns are missing.
     """
     needs_answers = split == "validation" or bool(recipe.objective.task_loss_weight)
     if missing := [name for name in QUESTION_COLUMNS[: 2 + needs_answers] if name not in rows.column_names]:
-        raise TrainingError(
+        raise DataError(
             f"the {split} data has no column {' and '.join(missing)}, but {', '.join(rows.column_names)}; rename them "
             "as in SQuAD: question, context, answers"
         )
@@ -140,7 +140,8 @@ def question_examples(
     """The parts of the contexts of one split, each with its question, of at most `max_length` tokens.
 
     Raises:
-        TrainingError: if the tokenizer does not tell characters, or a question leaves no room for its context.
+        TrainingError: if the tokenizer does not tell characters.
+        DataError: if a question leaves no room for its context.
     """
     if not tokenizer.is_fast:
         raise TrainingError(
@@ -155,7 +156,7 @@ def question_examples(
     room = max_length - stride - tokenizer.num_special_tokens_to_add(pair=True)
     lengths = tokenizer(questions, add_special_tokens=False, return_attention_mask=False, return_length=True)["length"]
     if (longest := max(lengths, default=0)) >= room:
-        raise TrainingError(
+        raise DataError(
             f"a question in the {split} data has {longest} tokens, but with `--max_length` {max_length} and "
             f"`--doc_stride` {stride} only {room - 1} fit; change them, or shorten the question"
         )

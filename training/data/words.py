@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import DataError, TrainingError
 from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import IGNORED, Documents, Examples, Tokens
@@ -23,7 +23,7 @@ def usable_words(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets
     """`rows` without the bad ones, which have no list of words or, where there are labels, not one for each word.
 
     Raises:
-        TrainingError: if there are bad rows that may not be skipped, or no column with the words.
+        DataError: if there are bad rows that may not be skipped, or no column with the words.
     """
     data = recipe.data
     require_column(rows, "text_column_name", data.text_column_name)
@@ -48,7 +48,8 @@ def word_examples(
     """One example per row, cut to `max_length` tokens.
 
     Raises:
-        TrainingError: if the tokenizer cannot tell which word a token belongs to, or labels are needed and missing.
+        TrainingError: if the tokenizer cannot tell which word a token belongs to.
+        DataError: if labels are needed and missing, or a class is unknown.
     """
     if not tokenizer.is_fast:
         raise TrainingError(
@@ -59,7 +60,7 @@ def word_examples(
     has_labels = name in rows.column_names
     if not has_labels and (split == "validation" or recipe.objective.task_loss_weight):
         columns = ", ".join(rows.column_names)
-        raise TrainingError(f"`--label_column_name {name}` is not a column of the {split} data; it has {columns}")
+        raise DataError(f"`--label_column_name {name}` is not a column of the {split} data; it has {columns}")
     options: dict[str, Any] = {"truncation": True, "max_length": max_length, "is_split_into_words": True}
     found = tokenizer(list(rows[recipe.data.text_column_name]), return_attention_mask=False, verbose=False, **options)
     documents = [np.array(ids, np.int64) for ids in found["input_ids"]]
@@ -68,7 +69,7 @@ def word_examples(
     known = classes or {}
     names = label_names(rows, name)
     if unknown := sorted({entry for row in names for entry in row} - set(known)):
-        raise TrainingError(
+        raise DataError(
             f"there are unknown classes in the {split} data: {unknown[:10]}; the known classes are {sorted(known)}"
         )
     labels = [_aligned(found.word_ids(number), [known[entry] for entry in row]) for number, row in enumerate(names)]

@@ -175,7 +175,7 @@ def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Pa
     error = capsys.readouterr().err.splitlines()[-1]
     for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
         assert f"`{word}` has no effect for `--task image_classification`" in error
-    assert "a .txt file has no classes" in error
+    assert "a .txt file has no images" in error
     assert "`--streaming` reads text without labels" in error
     other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]
     finetune("--model_name_or_path", vision_teacher, *other, expect=2)

@@ -117,11 +117,11 @@ def test_what_is_no_conversation_is_refused(
     chat: dict[str, Path], finetune: Any, files: Path, tmp_path: Path, capsys: Any
 ) -> None:
     options = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file"]
-    finetune(*options, files / "train.jsonl", "--loss_on", "all", expect=1)
+    finetune(*options, files / "train.jsonl", "--loss_on", "all", expect=2)
     assert "`--loss_on` is for conversations, but the train data has no column `messages`" in capsys.readouterr().err
     row = {"messages": [{"role": "user", "content": "Hello."}]}
     (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    finetune(*options, tmp_path / "bad.jsonl", expect=1)
+    finetune(*options, tmp_path / "bad.jsonl", expect=2)
     assert "no message has the role `assistant`" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(chat["student"])
     for template, problem in ((None, "with a chat template"), ("{{ messages | length }}", "changes earlier messages")):

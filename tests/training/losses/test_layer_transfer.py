@@ -126,7 +126,7 @@ def test_a_model_on_disk_learns_the_same(finetune, options: list[Any], files: Pa
     ("extra", "expect", "message"),
     [
         (["--transfer_layers", "all"], 2, "such as 0,2,4-7"),
-        (["--transfer_layers", "0,5"], 1, "layers 5 are not converted; choose from 0, 1"),
+        (["--transfer_layers", "0,5"], 2, "layers 5 are not converted; choose from 0, 1"),
         (["--layer_patience", 0], 2, "it must be 1 or more"),
         (["--layers_per_block", 2], 2, "needs `--preset`"),
     ],

@@ -32,7 +32,8 @@ def batch_of_text() -> dict[str, Tensor]:
     ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "index": torch.arange(len(ids))}
 
 
 def gradient_of(student: nn.Module, teacher: Teacher, weights: dict[str, float]) -> tuple[Tensor, Tensor]:
