@@ -60,21 +60,21 @@ def class_labels(
     return [classes[value] for value in values] if classes else None
 
 
-def label_names(rows: datasets.Dataset, name: str, path: str | None = None) -> list[Any]:
+def label_names(rows: datasets.Dataset, name: str, path: str | None = None, *, of_words: bool = False) -> list[Any]:
     """The label of every row as text: the class name for a `ClassLabel` column, otherwise the value itself.
 
-    For a column of lists, such as the classes of the words of a text, the list of these texts.
+    If the labels are those `of_words`, a row has a list of them.
 
     Raises:
         DataError: if a value is neither a name nor a whole number.
     """
     feature = rows.features[name]
-    if isinstance(inner := getattr(feature, "feature", None), datasets.ClassLabel):
+    if of_words and isinstance(inner := getattr(feature, "feature", None), datasets.ClassLabel):
         return [[inner.int2str(value) for value in row] for row in rows[name]]
     if isinstance(feature, datasets.ClassLabel):
         return [feature.int2str(value) for value in rows[name]]
     values = list(rows[name])
-    if values and isinstance(values[0], list):
+    if of_words:
         flat = _as_names([value for row in values for value in row], name, path)
         ends = np.cumsum([len(row) for row in values])[:-1]
         return [list(map(str, part)) for part in np.split(np.array(flat, dtype=object), ends)]

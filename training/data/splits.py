@@ -82,9 +82,9 @@ def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int
     if not labelled:
         return None
     split, first = labelled[0]
-    names = label_names(first, column, path_of(recipe.data, split))
-    flat = [entry for row in names for entry in row] if names and isinstance(names[0], list) else names
-    return class_mapping(load_config(recipe), flat)
+    of_words = recipe.model.task == "token_classification"
+    names = label_names(first, column, path_of(recipe.data, split), of_words=of_words)
+    return class_mapping(load_config(recipe), [entry for row in names for entry in row] if of_words else names)
 
 
 def load_data(recipe: Recipe, processor: Processor) -> Splits:

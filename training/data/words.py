@@ -15,7 +15,7 @@ from hf_linear_attention._common.errors import DataError, TrainingError
 from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import IGNORED, Documents, Examples, Tokens
-from hf_linear_attention.training.data.rows import require_column, without_bad
+from hf_linear_attention.training.data.rows import path_of, require_column, without_bad
 from hf_linear_attention.training.recipe import Recipe
 
 
@@ -67,7 +67,7 @@ def word_examples(
     if not has_labels:
         return finished(Documents(documents, None), recipe, split)
     known = classes or {}
-    names = label_names(rows, name)
+    names = label_names(rows, name, path_of(recipe.data, split), of_words=True)
     if unknown := sorted({entry for row in names for entry in row} - set(known)):
         raise DataError(
             f"there are unknown classes in the {split} data: {unknown[:10]}; the known classes are {sorted(known)}"
