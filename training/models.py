@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import DataError, TrainingError
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.adapters import add_adapters
@@ -70,7 +70,7 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
     """The class index of every label: that of the checkpoint if it knows all labels, otherwise a new numbering.
 
     Raises:
-        TrainingError: if the checkpoint is a classifier with other classes.
+        DataError: if the checkpoint is a classifier with other classes.
     """
     unique, known = set(names), known_classes(config)
     if unique <= set(known):
@@ -79,7 +79,7 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
     if numeric and max(map(int, unique)) < len(known):
         return {str(index): index for index in range(len(known))}
     if any(name.endswith(CLASSIFIERS) for name in config.architectures or ()):
-        raise TrainingError(
+        raise DataError(
             f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}; "
             "rename those in the data, or choose another label column"
         )

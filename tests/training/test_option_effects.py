@@ -103,7 +103,7 @@ def cases(
     """`base`: of every run. `task`: what a task changes. `second`: values that no metadata tell. `beside`: where an
     option has an effect."""
     other = AutoTokenizer.from_pretrained(llama_teacher)
-    other.add_tokens(["the", "of"])
+    other.bos_token = "<mask>"  # a token that the models have embeddings for
     other.save_pretrained(folder / "tokenizer")
     other.chat_template = "{% for message in messages %}{{ message['role'] + message['content'] }}{% endfor %}"
     other.save_pretrained(folder / "chat_tokenizer")

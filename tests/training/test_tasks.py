@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
+from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
@@ -309,6 +311,27 @@ def test_the_best_answer_of_all_parts_is_scored(twin: Twin) -> None:
     assert references == [row["answers"]["text"] or [""] for row in rows]
     figures = TextMatch(keep_in_memory=True).compute(predictions=texts, references=references)
     assert figures == {"exact_match": 1.0, "f1": 1.0, "texts": 9}
+
+
+@pytest.mark.parametrize("task", TWINS)
+def test_a_line_that_is_no_json_is_named_or_skipped_alone(
+    task: str, twin: Twin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other rows are as they would be without it, also those of lists and of several columns."""
+    whole = data_of(task, twin).train
+    lines = (twin(task) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    path = twin(task) / "torn.jsonl"
+    path.write_text("\n".join([*lines[:3], lines[3][:-5], *lines[4:]]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"1 bad row.*line 4: is not a JSON object"):
+        data_of(task, twin, "--train_file", path)
+    path.write_text("\n".join([*lines, lines[3][:-5]]), encoding="utf-8")
+    found = data_of(task, twin, "--train_file", path, "--on_bad_rows", "skip")
+    assert found.skipped == {"train": 1}
+    assert len(found.train) == len(whole)
+    for number in (0, len(whole) - 1):
+        assert found.train[number].keys() == whole[number].keys()
+        for name, value in whole[number].items():
+            assert np.array_equal(found.train[number][name], value), name
 
 
 def test_a_question_without_room_for_its_context_is_refused(twin: Twin, finetune: Any, capsys: Any) -> None:

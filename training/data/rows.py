@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,12 @@ def path_of(data: DataArguments, split: str) -> str | None:
     return data.train_file if split == "train" else data.validation_file
 
 
-def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
+def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None = None) -> datasets.Dataset | None:
     """The raw rows of `split` ("train" or "validation"), or None if there is no data for it.
+
+    Args:
+        kinds: the columns in use, and for `isinstance` the types of their values; `object` for any or no value. By
+            default, a column of texts and whatever stands beside them.
 
     Raises:
         DataError: if a file cannot be read, or a .jsonl has lines that are not objects and may not be skipped.
@@ -51,7 +55,7 @@ def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
         except (DatasetGenerationError, ValueError, RecursionError, StopIteration) as error:
             if Path(path).suffix != ".jsonl":
                 raise DataError(f"{path} cannot be read: {error.__cause__ or error}") from error
-            return _read_line_by_line(path, data)
+            return _read_line_by_line(path, data, kinds)
     if data.dataset_name is None:
         return None
     with reading(f"`--dataset_name {data.dataset_name}`", "give a folder or the name of a data set"):
@@ -64,20 +68,21 @@ def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
     return splits.get(split)
 
 
-def _read_line_by_line(path: str, data: DataArguments) -> datasets.Dataset:
+def _read_line_by_line(path: str, data: DataArguments, kinds: Mapping[str, Any] | None) -> datasets.Dataset:
     """The good lines of a .jsonl that cannot be read at once, with the columns that are used."""
     good, bad = [], []
-    wanted = (data.text_column_name, data.text_pair_column_name, data.label_column_name)
+    if kinds is None:
+        beside = [name for name in (data.text_pair_column_name, data.label_column_name) if name is not None]
+        kinds = {data.text_column_name: str, **dict.fromkeys(beside, object)}
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 row = _parse(line)
-                text = None if row is None else row.get(data.text_column_name)
-                if row is None or not isinstance(text, str):
-                    what = "is not a JSON object" if row is None else f"`{data.text_column_name}` is {text!r}"
-                    bad.append(f"line {number}: {what}")
+                wrong = None if row is None else _wrong_kind(row, kinds)
+                if row is None or wrong is not None:
+                    bad.append(f"line {number}: {wrong or 'is not a JSON object'}")
                 else:
-                    good.append({name: row.get(name) for name in wanted if name in row})
+                    good.append({name: row[name] for name in kinds if name in row})
     report(bad, path, data)
     try:
         return datasets.Dataset.from_list(good)
@@ -85,6 +90,12 @@ def _read_line_by_line(path: str, data: DataArguments) -> datasets.Dataset:
         raise DataError(
             f"a column of {path} holds values of several types ({error}); give all its values the same type"
         ) from error
+
+
+def _wrong_kind(row: dict[str, Any], kinds: Mapping[str, Any]) -> str | None:
+    """The first column of a row whose value has another type, as a clause."""
+    wrong = (f"`{name}` is {row.get(name)!r}" for name, kind in kinds.items() if not isinstance(row.get(name), kind))
+    return next(wrong, None)
 
 
 def _parse(line: str) -> dict[str, Any] | None:

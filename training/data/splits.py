@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import datasets
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from hf_linear_attention.training.data.batches import Masking, Stream
 from hf_linear_attention.training.data.examples import build_examples, image_examples, usable_texts
+from hf_linear_attention.training.data.file_checks import column_instead
 from hf_linear_attention.training.data.images import usable_images
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.messages import language_examples, usable_language
@@ -22,6 +24,7 @@ from hf_linear_attention.training.data.targets import target_examples
 from hf_linear_attention.training.data.words import usable_words, word_examples
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
 
 @dataclass
@@ -65,7 +68,7 @@ READERS = {
 
 def _read(recipe: Recipe, splits: Sequence[str], reader: Reader) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
     """The usable rows of every split that exists, and the number of those skipped in each split that has any."""
-    found = {split: rows for split in splits if (rows := load_rows(recipe.data, split)) is not None}
+    found = {split: rows for split in splits if (rows := load_rows(recipe.data, split, _kinds(recipe))) is not None}
     if "label_column_name" not in recipe.given:
         present = {name for rows in found.values() for name in rows.column_names}
         named = [name for name in recipe.task.label_columns if name in present]
@@ -73,6 +76,21 @@ def _read(recipe: Recipe, splits: Sequence[str], reader: Reader) -> tuple[dict[s
     kept = {split: reader.usable(recipe, rows, split) for split, rows in found.items()}
     skipped = {split: count_skipped(rows, kept[split], recipe.data, split) for split, rows in found.items()}
     return kept, {split: count for split, count in skipped.items() if count}
+
+
+def _kinds(recipe: Recipe) -> dict[str, Any]:
+    """The columns that a task may use, with the types of their values (see `load_rows`)."""
+    data, task, name = recipe.data, recipe.task, recipe.model.task
+    labels = dict.fromkeys((data.label_column_name, *task.label_columns), object)
+    if name == "question_answering":
+        return dict(zip(QUESTION_COLUMNS, (str, str, object), strict=True))
+    if task.inputs == "images":
+        return {data.image_column_name: object, **labels}
+    if (messages := column_instead(recipe)) is not None:  # either of the two columns
+        return {data.text_column_name: (str, type(None)), messages: (list, type(None))}
+    texts = {data.text_column_name: list if name == "token_classification" else str}
+    pair = {} if data.text_pair_column_name is None else {data.text_pair_column_name: str}
+    return {**texts, **pair, **labels}
 
 
 def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int] | None:

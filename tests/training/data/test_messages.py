@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attention import convert
+from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
@@ -111,6 +112,18 @@ def test_answers_that_end_are_counted(chat: dict[str, Path], finetune: Any, tmp_
         prompt = torch.tensor(found[number]["input_ids"][: found[number]["prompt_length"]])[None]
         ended += 2 in model.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :].tolist()
     assert figures["eval_ending_answers"] == ended / len(ROWS)
+
+
+def test_a_line_that_is_no_json_is_skipped_alone(chat: dict[str, Path]) -> None:
+    whole = examples_of(chat)
+    lines = chat["data.jsonl"].read_text(encoding="utf-8")
+    chat["data.jsonl"].write_text(lines + '{"messages": [\n{"messages": "Hello."}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"2 bad row.*line 4: is not a JSON object; line 5: `messages` is 'Hello.'"):
+        examples_of(chat)
+    found = examples_of(chat, "--on_bad_rows", "skip")
+    assert [found[n]["input_ids"].tolist() for n in range(len(found))] == [
+        whole[n]["input_ids"].tolist() for n in range(len(ROWS))
+    ]
 
 
 def test_what_is_no_conversation_is_refused(
