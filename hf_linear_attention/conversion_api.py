@@ -178,9 +178,11 @@ def _check_arguments(model: Any, model_class: Any, from_pretrained: Any) -> None
         raise TypeError(f"Got `from_pretrained` = {from_pretrained!r}; it must be a dict of keyword arguments.")
     if not (model_class is None or (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel))):
         raise TypeError(f"Got `model_class` = {model_class!r}; it must be a model class, such as `BertForMaskedLM`.")
-    is_name = isinstance(model, (str, os.PathLike))
-    if is_name and not os.path.isdir(model) and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", os.fspath(model)):
-        raise ValueError(f"Got {os.fspath(model)!r}, which is neither a folder nor the name of a model on the Hub.")
+    if isinstance(model, PreTrainedModel):
+        return
+    name = os.fspath(model)
+    if not os.path.isdir(name) and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name):
+        raise ValueError(f"Got {name!r}, which is neither a folder nor the name of a model on the Hub.")
 
 
 def _convert_config(

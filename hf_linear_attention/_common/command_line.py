@@ -91,7 +91,7 @@ class Parser(HfArgumentParser):
                 error if isinstance(error, UsageError) else UsageError(f"{error} (`--help` lists the options)")
             ) from None
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, with every option that there is not in one `UsageError`."""
         known = [name[2:].replace("-", "_") for action in self._actions for name in action.option_strings]
         if unknown := [name for name in given_names(sys.argv[1:] if args is None else args) if name not in known]:
