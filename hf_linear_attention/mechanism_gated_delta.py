@@ -41,11 +41,7 @@ from .positions import without_hidden
 from .segments import gather_tokens
 from .segments import inverse_order
 from .segments import real_first
-
-
-# -g at the start. The heads of stories260k look 4 to 44 tokens back on average, and a state that starts with the
-# trained length as its half-life first has to learn to forget (benchmarks/RESULTS.md, "The start of the decay").
-INITIAL_SLOPE = 1 / 20
+from .token_gates import INITIAL_SLOPE
 
 
 class ShortConvolution(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from matrix import build_mechanism, hidden_states_of
@@ -11,6 +9,7 @@ from oracles import ORACLES
 
 from hf_linear_attention import mechanism_linear
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
+from hf_linear_attention.token_gates import INITIAL_SLOPE
 
 
 ROWS = ["linear-gated", "linear-gated-hedgehog", "linear-input-gate"]
@@ -83,15 +82,14 @@ def test_a_strong_decay_keeps_its_digits_in_a_long_input():
     torch.testing.assert_close(output[:, last][:, 50:].double(), expected[:, 50:], atol=5e-3, rtol=0)
 
 
-def test_gates_start_as_a_constant_decay_with_the_half_life_of_the_trained_length():
+def test_gates_start_as_a_constant_decay():
     mechanism = build_mechanism("linear-gated")
-    mechanism.gate.forget.slopes = (math.log(2) / 100,) * 2
     mechanism.gate.reset_parameters(mechanism.generator())
     key = inputs(5, torch.float32)[1]
     gates = mechanism.gates(hidden_states_of(key))
     weight, forget = mechanism.gate.split(gates, None)
     assert weight.abs().max() == 0
-    torch.testing.assert_close(forget, torch.full_like(forget, -math.log(2) / 100))
+    torch.testing.assert_close(forget, torch.full_like(forget, -INITIAL_SLOPE))
 
 
 @pytest.mark.parametrize("settings", [{"decay": "gated"}, {"input_gate": True}])
