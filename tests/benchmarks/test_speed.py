@@ -156,3 +156,13 @@ def test_the_synthetic_checkpoint_is_a_loadable_llama_in_shards(tmp_path):
     assert model.dtype == torch.bfloat16
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert 0.8e7 < stored < 1.4e7
+
+
+def test_long_prompts_are_measured_in_processes_of_their_own(tmp_path, capsys):
+    script = importlib.import_module("benchmarks.long_prompts")
+    assert "python benchmarks/long_prompts.py" in script.__doc__
+    script.main(["--quick", "--output_dir", str(tmp_path), "--lengths", "8"])
+    rows = json.loads((tmp_path / "long_prompts.json").read_text(encoding="utf-8"))["rows"]
+    assert {mode: list(found) for mode, found in rows.items()} == {"in chunks": ["512", "9000"], "whole": ["512"]}
+    assert all(row["bytes"] > 0 and row["seconds"] > 0 for found in rows.values() for row in found.values())
+    assert "in chunks   9,000" in capsys.readouterr().out
