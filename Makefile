@@ -60,6 +60,10 @@ $(VENV)/.clients: $(VENV)/.installed
 test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (a quarter of an hour on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
 
+.PHONY: test-benchmarks
+test-benchmarks: $(VENV)/.installed ## Quick runs of the timed benchmarks (2 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "benchmarks or not benchmarks" tests/benchmarks
+
 .PHONY: test-browser
 test-browser: $(VENV)/.installed ## report.html in a real browser (Debian: `apt-get install chromium`; half a minute)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/conversion

@@ -28,6 +28,7 @@ def _importable(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.benchmarks
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_quick_run_prints_its_tables_and_writes_its_figures(name, tmp_path, capsys):
     script = importlib.import_module(f"benchmarks.{name}")
@@ -158,6 +159,7 @@ def test_the_synthetic_checkpoint_is_a_loadable_llama_in_shards(tmp_path):
     assert 0.8e7 < stored < 1.4e7
 
 
+@pytest.mark.benchmarks
 def test_long_prompts_are_measured_in_processes_of_their_own(tmp_path, capsys):
     script = importlib.import_module("benchmarks.long_prompts")
     assert "python benchmarks/long_prompts.py" in script.__doc__
