@@ -53,7 +53,7 @@ def measure(name: str, tokens: int) -> int:
     generator = torch.Generator().manual_seed(0)
 
     def inputs(count: int) -> tuple[torch.Tensor, ...]:
-        # As a layer projects them: heads are a view of the features of a token.
+        # The heads are a view of each token's features, as projections give them.
         parts = (torch.randn(1, count, HEADS, HEAD_DIM, generator=generator) for _ in range(3))
         return tuple(part.transpose(1, 2) for part in parts)
 

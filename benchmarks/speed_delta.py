@@ -121,7 +121,7 @@ def stock_layers() -> dict[str, torch.nn.Module]:
 
 
 def layer_seconds(layer: torch.nn.Module, length: int, with_backward: bool, rounds: int) -> tuple[list[float], ...]:
-    """Seconds per round of a layer as it is, and accelerated."""
+    """The CPU seconds of each round: of the stock layer, and of the accelerated one."""
     hidden_states = torch.randn(1, length, 1024, requires_grad=with_backward)
 
     def stock() -> None:

@@ -63,7 +63,8 @@ COMPARED = {
 HELD_OUT_TOKENS = 8192
 # A text file is read up to this many characters per token that is trained on, and these more.
 CHARACTERS, MORE_CHARACTERS = 20, 400_000
-SHORTEST, LONGEST, MOST = 128, 4096, 16_384  # lengths at which a layer is timed
+# A layer is timed at lengths from the first on, up to that of the model, but to the second at least, the third at most.
+SHORTEST, LONGEST, MOST = 128, 4096, 16_384
 
 
 @dataclass(frozen=True)

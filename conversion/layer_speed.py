@@ -19,7 +19,7 @@ LONGEST_CALL = 0.5
 def attention_inputs(module: Any, length: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
     """Random queries `[1, H, N, D]`, keys and values `[1, Hkv, N, D]`, and the gates of a layer that needs them.
 
-    As models hand them over, the heads of a token lie beside each other in memory.
+    The heads of a token lie side by side in memory, as in models.
     """
     shape, generator = module.linear_attention.shape, torch.Generator().manual_seed(0)
     heads = (shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads)
