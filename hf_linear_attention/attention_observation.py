@@ -11,7 +11,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,12 +41,34 @@ class ObservedAttention:
     value: Tensor
     softmax_output: Tensor
     softmax_weights: Tensor | None = None
+    _log_odds: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def output(self) -> Tensor:
         """The output of the mechanism, `[B, N, H, D]`, with gradients for whatever requires them."""
-        with torch.autocast(device_type=self.value.device.type, enabled=False):
-            return self.module._attend(self.inputs, self.value, None)
+        mix, hook = getattr(self.module.linear_attention, "mix", None), None
+        if hasattr(mix, "log_odds"):
+            hook = mix.register_forward_pre_hook(lambda mix, parts: self._log_odds.append(mix.log_odds(*parts)))
+        try:
+            with torch.autocast(device_type=self.value.device.type, enabled=False):
+                return self.module._attend(self.inputs, self.value, None)
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    @property
+    def far_log_odds(self) -> Tensor | None:
+        """Logarithm of the far keys' share over that of the near keys, `[B, H, N]`; None if no denominator has both.
+
+        Real tokens are at the right end, in order.
+
+        Raises:
+            NotImplementedError: if the input is packed.
+        """
+        if self.inputs.segments is not None:
+            raise NotImplementedError("The shares of far keys are not known for packed input; join the documents.")
+        _ = self.output  # computed with it
+        return self._log_odds[0].flatten(1, 2).squeeze(-1) if self._log_odds else None
 
     def weights(self) -> Tensor:
         """The attention weights of the mechanism, `[B, H, N, S]`, with gradients like `output`.

@@ -268,9 +268,20 @@ class JointMix(NearFarMix):
         self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
     ) -> torch.Tensor:
         """Join the parts by their log sizes; see the class."""
-        log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
-        exponent = torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
+        exponent = self._far_exponent(near, half_query_norm)
         return join(near, *((output, size + exponent) for output, size in far))[0]
+
+    def _far_exponent(self, near: Part, half_query_norm: torch.Tensor) -> torch.Tensor:
+        """b - a scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`."""
+        log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
+        return torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
+
+    def log_odds(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """The logarithm of the weight of all far keys over that of all near keys, `[B, Hkv, G, N, 1]`."""
+        sizes = torch.stack([size for _, size in far]).logsumexp(0)
+        return sizes + self._far_exponent(near, half_query_norm) - near[1]
 
 
 class SeparateMix(NearFarMix):

@@ -258,6 +258,16 @@ class ObjectiveArguments:
         "conditions are those of attention_transfer_weight, and the two may be combined.",
         0.0,
     )
+    far_share_weight: float = option(
+        "Weight, in attention transfer, of the divergence of the share that softmax gives to a hybrid's far keys from "
+        "the share that they have; without it, far keys of heads with large logits may never be learned.",
+        0.0,
+        bounds=NOT_NEGATIVE,
+        needs=("attention_transfer_weight",),
+        tasks=("causal_lm",),
+        off=0,
+        on_resume=OnResume.WARNED,
+    )
     transfer_layers: str | None = option(
         "Layers that are trained by attention transfer, such as 0,2,4-7; layers after the last of them are not "
         "computed. Default: all.",

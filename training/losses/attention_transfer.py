@@ -35,12 +35,12 @@ class AttentionTransfer(Objective):
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units of the mean error of the heads, for each entry of `student.attention`."""
-        weights = [_query_weights(seen, batch) for seen in student.attention]
+        weights = [query_weights(seen, batch) for seen in student.attention]
         errors = torch.stack([self.error(seen, w > 0) for seen, w in zip(student.attention, weights, strict=True)])
         return (errors.mean(dim=2) * weights[0].sum(-1)).sum(-1)  # of [layers, B, H]; all layers weigh a row alike
 
 
-def _query_weights(seen: ObservedAttention, batch: Batch) -> Tensor:
+def query_weights(seen: ObservedAttention, batch: Batch) -> Tensor:
     """The weights [B, N] of the queries of a layer; in an encoder-decoder, those of the side that asks."""
     is_decoder = seen.inputs.is_causal or isinstance(seen.module, LinearizedCrossAttention)
     return token_weights(batch, seen.softmax_output.shape[1], is_decoder)
@@ -82,7 +82,7 @@ class AttentionMap(Objective):
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units of the mean cross-entropy of the heads, for each entry of `student.attention`."""
-        return torch.stack([map_cross_entropy(seen, _query_weights(seen, batch)) for seen in student.attention])
+        return torch.stack([map_cross_entropy(seen, query_weights(seen, batch)) for seen in student.attention])
 
 
 def map_cross_entropy(seen: ObservedAttention, counts: Tensor) -> Tensor:

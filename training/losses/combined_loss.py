@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.losses.attention_transfer import AttentionMap, AttentionTransfer
+from hf_linear_attention.training.losses.far_share import FarShare, check_far_share
 from hf_linear_attention.training.losses.layer_transfer import (
     LastLayerReachedError,
     TransferLayers,
@@ -44,6 +45,7 @@ Term = TypeVar("Term", Tensor, float)
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
     "attention_transfer": AttentionTransfer,
     "attention_map": AttentionMap,
+    "far_share": FarShare,
     "task_loss": TaskLoss,
     "logits_kl": LogitsKL,
     "hidden_state": HiddenState,
@@ -83,6 +85,8 @@ class StudentWithObjectives(nn.Module):
             transfer: the layers that are trained by attention transfer; by default all.
         """
         super().__init__()
+        if "far_share" in objectives:
+            check_far_share(student)
         self.student, self.objectives, self.layers = student, objectives, layers
         self.transfer = transfer or TransferLayers(student)
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())

@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.losses.far_share import has_far_share
 from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.training.tasks import TASKS
 
@@ -159,12 +160,19 @@ def fit_to(preset: Preset, model: nn.Module) -> Preset:
     """The preset for a model.
 
     If the mechanism has no parameters (`nystrom`, `performer`, `window`), the stages that train only the mechanism are
-    left out, and their tokens go to the other stages.
+    left out, and their tokens go to the other stages. If no near and far keys have a common denominator, stages do not
+    compare their shares.
     """
-    if any(MECHANISM in name for name, _ in model.named_parameters()):
-        return preset
-    stages = {task: _without_mechanism(stages) for task, stages in preset.stages.items()}
+    stages = preset.stages
+    if not has_far_share(model):
+        stages = {task: [_without(stage, "far_share_weight") for stage in entry] for task, entry in stages.items()}
+    if not any(MECHANISM in name for name, _ in model.named_parameters()):
+        stages = {task: _without_mechanism(entry) for task, entry in stages.items()}
     return replace(preset, stages=stages)
+
+
+def _without(stage: Stage, option: str) -> Stage:
+    return replace(stage, options={name: value for name, value in stage.options.items() if name != option})
 
 
 def _without_mechanism(stages: list[Stage]) -> list[Stage]:

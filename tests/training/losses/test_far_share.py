@@ -1,0 +1,132 @@
+"""`far_share`: the shares of near and far keys against those of the whole weight matrices, and what it can teach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from matrix import stock_model
+from recipes import recipe_of
+from torch import Tensor
+
+from hf_linear_attention import convert
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.training.losses import far_share
+from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
+from hf_linear_attention.training.losses.far_share import share_divergence
+from hf_linear_attention.training.presets.preset import fit_to, load_preset
+
+
+WINDOW, SINKS = 5, 2
+HYBRID = {"mechanism": "hybrid", "window_size": WINDOW, "num_sinks": SINKS, "num_features": 8}
+SCALE = {"far_share": torch.tensor(1.0)}
+ONLY = {f"{name}_weight": 0.0 for name in OBJECTIVES} | {"far_share_weight": 1.0, "attention_transfer_weight": 1.0}
+
+
+def batch_of(lengths: list[int]) -> dict[str, Tensor]:
+    """Texts with padding after them, before them and inside them in turn."""
+    longest = max(lengths)
+    mask = torch.zeros(len(lengths), longest, dtype=torch.long)
+    for number, (row, length) in enumerate(zip(mask, lengths)):
+        places = [range(length), range(longest - length, longest), torch.randperm(longest)[:length].tolist()]
+        row[list(places[number % 3])] = 1
+    return {"input_ids": torch.randint(3, 60, mask.shape), "attention_mask": mask}
+
+
+def observed(model: Any, batch: dict[str, Tensor]) -> list[ObservedAttention]:
+    seen: list[ObservedAttention] = []
+    model.set_attn_implementation("eager")  # which returns the weights of softmax
+    with observe_attention(model, seen.append):
+        model(**batch)
+    return seen
+
+
+def oracle(seen: ObservedAttention, mask: Tensor) -> Tensor:
+    """The sum over tokens of the divergence, averaged over heads, from both matrices of weights, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    matrices = [weights.double() for weights in (seen.softmax_weights, seen.weights())]
+    for row, real in enumerate(mask.bool()):
+        yours, mine = (matrix[row][:, real][:, :, real] for matrix in matrices)
+        place = torch.arange(int(real.sum()))
+        far = (place[:, None] - place >= WINDOW) & (place >= SINKS)
+        t, s = ((matrix * far).sum(-1)[:, far.any(1)] for matrix in (yours, mine))
+        divergence = t * (t / s).log() + (1 - t) * ((1 - t) / (1 - s)).log()
+        total = total + divergence.sum() / yours.shape[0]
+    return total
+
+
+@pytest.mark.parametrize("settings", [{}, {"decay": "learned", "rope": "partial"}, {"feature_map": "hedgehog"}])
+@pytest.mark.parametrize("lengths", [[23, 23], [40, 17, 23], [4, 30, 9]])
+def test_the_share_is_that_of_the_weights(settings: dict[str, Any], lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    model = convert(stock_model("llama"), **HYBRID, **settings).eval()
+    batch = batch_of(lengths)
+    objective = far_share.FarShare(recipe_of(task="causal_lm"))
+    for seen in observed(model, batch):
+        found = far_share._layer_total(seen, batch["attention_mask"].float())
+        # Both sum float32 weights of at most 40 keys, in another order.
+        torch.testing.assert_close(found.double(), oracle(seen, batch["attention_mask"]), rtol=1e-3, atol=1e-5)
+    assert objective.units(batch) == sum(lengths)
+
+
+def test_some_queries_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one query of two, the mean over these counts for every token of the row."""
+    model = convert(stock_model("llama"), **HYBRID).eval()
+    batch = batch_of([40])
+    seen = observed(model, batch)[0]
+    weights = batch["attention_mask"].float()
+    monkeypatch.setattr(far_share, "MOST_QUERIES", 20)
+    found = far_share._layer_total(seen, weights)
+    monkeypatch.setattr(far_share, "MOST_QUERIES", 40)
+    target = far_share.softmax_log_odds(seen, torch.arange(40)[None], weights.bool(), torch.arange(0, 40, 2))
+    expected = share_divergence(target, seen.far_log_odds[:, :, ::2]).mean() * 40
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_gradient_does_not_vanish() -> None:
+    """d/ds of the divergence is the difference of the shares, also where one of them is e^-90."""
+    odds = torch.tensor([-90.0, -90.0, 90.0, 3.0], requires_grad=True)
+    target = torch.tensor([20.0, -90.0, -20.0, float("-inf")])
+    divergence = share_divergence(target, odds)
+    divergence.sum().backward()
+    torch.testing.assert_close(divergence.detach(), torch.tensor([90.0, 0.0, 90.0, 0.0]))
+    torch.testing.assert_close(odds.grad, torch.tensor([-1.0, 0.0, 1.0, 0.0]))
+
+
+def test_far_keys_of_large_logits_learn() -> None:
+    """With logits of some hundreds, the gradient of attention transfer is 0, and that of the share is not."""
+    stock = stock_model("llama")
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter *= 60
+    gradients = {}
+    for name in ("attention_transfer", "far_share"):
+        student = convert(stock, **HYBRID).eval()
+        objectives = build_objectives(recipe_of(task="causal_lm", **ONLY))
+        torch.manual_seed(0)
+        module = StudentWithObjectives(student, {name: objectives[name]}, None)
+        module({**batch_of([40, 40]), "index": torch.arange(2)}, None, {name: torch.tensor(1.0)})[0].backward()
+        found = [p.grad.norm() for path, p in student.named_parameters() if "far_log_scale" in path]
+        gradients[name] = torch.stack(found).min().item()
+    assert gradients["attention_transfer"] < 1e-3 < 1e-1 < gradients["far_share"]
+
+
+def test_a_preset_leaves_it_out_where_there_is_no_share() -> None:
+    preset = load_preset("default")
+    assert "far_share_weight" in preset.stages["causal_lm"][0].options
+    hybrid, linear = (convert(stock_model("llama"), **settings) for settings in (HYBRID, {"mechanism": "linear"}))
+    assert fit_to(preset, hybrid).stages == preset.stages
+    assert "far_share_weight" not in fit_to(preset, linear).stages["causal_lm"][0].options
+    objectives = build_objectives(recipe_of(task="causal_lm", **ONLY))
+    with pytest.raises(UsageError, match=r"`--far_share_weight` needs layers of `hybrid`"):
+        StudentWithObjectives(linear, objectives, None)
+
+
+def test_layers_of_other_mechanisms_contribute_nothing() -> None:
+    model = convert(stock_model("llama"), **HYBRID | {"mechanism": {"0": "linear", "1-": "hybrid"}}).eval()
+    batch = batch_of([40])
+    totals = [far_share._layer_total(seen, batch["attention_mask"].float()) for seen in observed(model, batch)]
+    assert totals[0] == 0 < totals[1]
