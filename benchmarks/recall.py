@@ -86,6 +86,7 @@ FORMS = {
     "aft simple": Form({"mechanism": "aft"}, None),
     "hybrid, 1/4 window": Form({"mechanism": "hybrid", "num_sinks": 0, **FAR}, window_share=1 / 4),
     "preset default": Form({}),
+    "preset linear": Form({}, preset="linear"),
     "gated_delta": Form({"mechanism": "gated_delta"}),
     "preset gated_delta": Form({}, preset="gated_delta"),
 }

@@ -25,6 +25,8 @@ from hf_linear_attention.training.recipe import Recipe
 
 # Queries per sequence that are compared: all logits of these are computed, beyond what a step costs without.
 MOST_QUERIES = 64
+# Where both log odds differ by less, the error of the output has a gradient, and knows better what the share is worth.
+TOLERANCE = 2.0
 
 
 def has_far_share(model: nn.Module) -> bool:
@@ -47,6 +49,8 @@ def check_far_share(model: nn.Module) -> None:
 
 class FarShare(Objective):
     """KL(softmax || mechanism) of the shares of near and far keys, averaged over heads, in nats; for causal attention.
+
+    Shares whose log odds differ by less than TOLERANCE count as equal.
 
     At most MOST_QUERIES queries of a sequence are compared, at equal distances. Layers that have no common denominator
     of both kinds of keys contribute 0.
@@ -86,10 +90,12 @@ def _layer_total(seen: ObservedAttention, weights: Tensor) -> Tensor:
 def share_divergence(target: Tensor, odds: Tensor) -> Tensor:
     """t log(t / s) + (1 - t) log((1 - t) / (1 - s)) of the shares t = sigmoid(target) and s = sigmoid(odds).
 
-    It is 0 where `target` is infinite: there is no far key, or no near key.
+    Before, `odds` move towards `target` by TOLERANCE, but not past it. The divergence is 0 where `target` is infinite:
+    there is no far key, or no near key.
     """
     finite = target.isfinite()
     target, odds = (x.masked_fill(~finite, 0.0) for x in (target, odds))
+    odds = target + F.softshrink(odds - target, TOLERANCE)
     terms = [t.sigmoid() * (F.logsigmoid(t) - F.logsigmoid(s)) for t, s in ((target, odds), (-target, -odds))]
     return (terms[0] + terms[1]).masked_fill(~finite, 0.0)
 

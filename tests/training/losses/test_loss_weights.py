@@ -19,7 +19,7 @@ from hf_linear_attention.training.losses.teacher import Teacher
 
 
 DISTILLING = ("task_loss", "logits_kl", "hidden_state", "embedding")
-OBSERVING = ("attention_transfer", "attention_map")
+OBSERVING = ("attention_transfer", "attention_map", "far_share")
 # Every objective with each other that it can be combined with.
 PAIRS = [(a, b) for kind in (DISTILLING, OBSERVING) for a in kind for b in kind if a < b]
 
@@ -34,6 +34,16 @@ def batch_of_text() -> dict[str, Tensor]:
     mask[1, 5:] = 0
     labels = ids.masked_fill(mask == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "index": torch.arange(len(ids))}
+
+
+def hybrid(llama: str) -> Any:
+    """A converted Llama whose far keys have a share that is too small."""
+    student = convert(LlamaForCausalLM.from_pretrained(llama).eval(), mechanism="hybrid", window_size=3, num_sinks=1)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "far_log_scale" in name:
+                parameter -= 10
+    return student
 
 
 def gradient_of(student: nn.Module, teacher: Teacher, weights: dict[str, float]) -> tuple[Tensor, Tensor]:
@@ -60,7 +70,7 @@ def teacher(llama_teacher: str) -> Teacher:
 def test_the_gradient_is_the_weighted_sum_of_the_gradients(pair: tuple[str, str], teacher: Teacher, llama: str) -> None:
     student = LlamaForCausalLM.from_pretrained(llama).eval()
     if pair[0] in OBSERVING:
-        student = convert(LlamaForCausalLM.from_pretrained(llama).eval(), mechanism="linear")
+        student = hybrid(llama)
     apart = [gradient_of(student, teacher, {name: 1.0}) for name in pair]
     assert all(gradient.norm() > 1e-4 for _, gradient in apart)
     loss, gradient = gradient_of(student, teacher, {pair[0]: 0.25, pair[1]: 30.0})
@@ -75,7 +85,7 @@ def test_the_gradient_is_the_weighted_sum_of_the_gradients(pair: tuple[str, str]
 @pytest.fixture(scope="module")
 def converted(llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("converted")
-    convert(llama, mechanism="linear", feature_map="exp").save_pretrained(folder)
+    hybrid(llama).save_pretrained(folder)
     AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
     return str(folder)
 
@@ -93,6 +103,8 @@ def test_the_weight_reaches_optimizer_and_log(
     options += ["--max_length", 32, "--max_train_steps", 1, "--logging_steps", 1, "--gradient_accumulation_steps", 2]
     if name in OBSERVING:
         options += ["--trainable", "mechanism"]
+        if name == "far_share":  # it needs the other, which is nothing beside it
+            options += ["--attention_transfer_weight", 1e-12]
     elif name != "task_loss":
         options += ["--teacher_name_or_path", original, "--task_loss_weight", 0]
         others = {"hidden_state", "embedding"} if is_embedding else {"logits_kl"}
