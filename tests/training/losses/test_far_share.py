@@ -75,7 +75,8 @@ def test_the_share_is_that_of_the_weights(
         found = far_share._layer_total(seen, batch["attention_mask"].float())
         total += found.item()
         # Both sum float32 weights of at most 40 keys, in another order.
-        torch.testing.assert_close(found.double(), oracle(seen, batch["attention_mask"], tolerance), rtol=1e-3, atol=1e-5)
+        expected = oracle(seen, batch["attention_mask"], tolerance)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
     assert total > 0
     assert objective.units(batch) == sum(lengths)
 
