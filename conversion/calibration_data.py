@@ -32,6 +32,7 @@ from hf_linear_attention.training.recipe import (
     Recipe,
     RunArguments,
 )
+from hf_linear_attention.training.task_arguments import TaskArguments
 from hf_linear_attention.training.validation import FILE_TYPES
 
 
@@ -136,16 +137,22 @@ def check_pairs_file(path: str) -> None:
 def data_recipe(
     model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any
 ) -> Recipe:
-    """A recipe of `training` that reads `data` (fields of `DataArguments`) for this model without training it."""
+    """A recipe of `training` for this model, which is not trained.
+
+    Args:
+        **data: options of `DataArguments` and `TaskArguments`.
+    """
     import datasets  # most conversions do without this library
 
     datasets.disable_progress_bars()
+    own = {name: data[name] for name in data if name in TaskArguments.__dataclass_fields__}
     return Recipe(
         ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
-        DataArguments(**data),
+        DataArguments(**{name: value for name, value in data.items() if name not in own}),
         ObjectiveArguments(),
         OptimizationArguments(),
         RunArguments(""),
+        TaskArguments(**own),
         given=frozenset(data),
     )
 

@@ -141,6 +141,11 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("Spearman's correlation, this model", f"{quality['spearman']:.3f}"),
             ("Spearman's correlation, the original", f"{quality['spearman_teacher']:.3f}"),
         ]
+    if quality.get("ndcg_at_10") is not None:
+        tiles += [
+            ("nDCG@10 of retrieval, this model", f"{quality['ndcg_at_10']:.3f}"),
+            ("nDCG@10 of retrieval, the original", f"{quality['ndcg_at_10_teacher']:.3f}"),
+        ]
     if report.get("state_bytes"):
         tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))
     weights = report.get("weights") or {}

@@ -21,6 +21,7 @@ from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionA
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension
+from hf_linear_attention.training.data.file_checks import check_retrieval_file
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
 from hf_linear_attention.training.presets.preset import (
     Preset,
@@ -154,6 +155,8 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
             raise UsageError("`--pairs_file` is for embedding models; leave it out")
         check_pairs_file(arguments.pairs_file)
     check_task_options(arguments, str(plan.head.task))
+    if arguments.retrieval_file is not None:
+        check_retrieval_file(arguments.retrieval_file)
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
     parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:
@@ -214,6 +217,8 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "validation_file": arguments.validation_file,
         "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file else None,
         "max_train_tokens": parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
+        "prompt_name": arguments.prompt_name,
+        "matryoshka_dims": arguments.matryoshka_dims,
         "seed": arguments.seed,
         "checkpointing_steps": arguments.checkpointing_steps,
         "save_total_limit": 1,

@@ -21,6 +21,7 @@ from hf_linear_attention._common.options import (
     unusable_texts,
 )
 from hf_linear_attention.configuration_linear_attention import DROPPABLE
+from hf_linear_attention.conversion.embedding_options import EmbeddingArguments
 from hf_linear_attention.conversion.option_values import attention_value, layers_value, option_value
 from hf_linear_attention.layer_ranges import is_by_layer
 from hf_linear_attention.mechanism import Option
@@ -36,7 +37,7 @@ SIZES = ("window_size", "num_sinks", "num_features")
 
 
 @dataclass
-class ConversionArguments:
+class ConversionArguments(EmbeddingArguments):
     """The options of the script itself."""
 
     model_name_or_path: str = option(
@@ -149,15 +150,6 @@ class ConversionArguments:
         "a file of held-out text, of the same types, for the figures of --preset and --evaluate",
         None,
         needs=("preset", "evaluate"),
-        for_evaluation=True,
-        is_path=True,
-        group="measuring",
-    )
-    pairs_file: str | None = option(
-        "for an embedding model, pairs of texts with a similarity score, for Spearman's correlation in the figures: "
-        ".jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as in STS-B",
-        None,
-        needs=("validation_file",),
         for_evaluation=True,
         is_path=True,
         group="measuring",
