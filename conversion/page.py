@@ -119,8 +119,9 @@ def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: 
     text = f"{base} with linear attention ({mechanisms})"
     if "num_layers" in report:
         text += f" in {layers} of {report['num_layers']} layers"
-    tokens = sum(run["training"].get("tokens") or 0 for run in runs)
-    trained = f", trained on {tokens:,} tokens to imitate its original." if tokens else ", not trained yet."
+    units = [unit for unit in ("tokens", "images", "recordings") if any(run["training"].get(unit) for run in runs)]
+    amounts = [f"{sum(run['training'].get(unit) or 0 for run in runs):,} {unit}" for unit in units]
+    trained = f", trained on {' and '.join(amounts)} to imitate its original." if amounts else ", not trained yet."
     return [text + (trained if layers or "num_layers" not in report else ".")]
 
 

@@ -24,6 +24,7 @@ from hf_linear_attention.position_extension import Extension
 from hf_linear_attention.training.data.file_checks import check_retrieval_file
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
 from hf_linear_attention.training.presets.preset import (
+    EPOCHS,
     Preset,
     Stage,
     fit_to,
@@ -33,7 +34,7 @@ from hf_linear_attention.training.presets.preset import (
     stages_of,
 )
 from hf_linear_attention.training.recipe_parser import parse_preset
-from hf_linear_attention.training.tasks import COLUMN_TASKS, TASKS
+from hf_linear_attention.training.tasks import unit_of
 
 
 CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the work folder
@@ -71,7 +72,7 @@ def check_training_options(arguments: ConversionArguments) -> None:
     """
     problems = list(without_needs(CONVERSION_FACTS, vars(arguments), changed_options(arguments)))
     if arguments.preset is not None and arguments.train_file is None:
-        problems.append(f"`--preset {arguments.preset}` needs text to train on; give a `--train_file`")
+        problems.append(f"`--preset {arguments.preset}` needs data to train on; give a `--train_file`")
     if arguments.preset is not None and arguments.output_dir is None and not arguments.dry_run:
         problems.append(f"`--preset {arguments.preset}` writes a trained model; give an `--output_dir`, or `--dry_run`")
     if problems:
@@ -149,12 +150,12 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
     # --dry_run needs no output folder, because nothing is written
     output = output_dir or Path("OUT")
+    check_task_options(arguments, str(plan.head.task))
     options = _options(arguments, source, str(plan.head.task), work_folder(output))
     if arguments.pairs_file is not None:
         if plan.head.task != "embedding":
             raise UsageError("`--pairs_file` is for embedding models; leave it out")
         check_pairs_file(arguments.pairs_file)
-    check_task_options(arguments, str(plan.head.task))
     if arguments.retrieval_file is not None:
         check_retrieval_file(arguments.retrieval_file)
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -165,7 +166,9 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     preset = fit_to(preset, _empty(plan))
     if plan.extension is not None and plan.head.task == "embedding":
         preset = with_long_texts(preset, plan.extension)
-    return Training(preset, {"max_train_tokens": preset.tokens, **given}, output, arguments.controls == "healed")
+    if unit_of(str(plan.head.task)) == "tokens":
+        given = {"max_train_tokens": preset.tokens, **given}
+    return Training(preset, given, output, arguments.controls == "healed")
 
 
 def with_long_texts(preset: Preset, extension: Extension) -> Preset:
@@ -193,8 +196,6 @@ def _empty(plan: Plan) -> PreTrainedModel:
 
 def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
     name, task = plan.stock_class.__name__, plan.head.task
-    # Other tasks train on rows that the calibration does not read as text.
-    tasks = [entry for entry in tasks if entry in COLUMN_TASKS and TASKS[entry].text_column == "text"]
     if task not in tasks:
         has = "there is no recipe to train it" if task is None else f"its task is {task}"
         raise UsageError(
@@ -208,6 +209,7 @@ def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
 
 
 def _options(arguments: ConversionArguments, source: Source, task: str, work: Path) -> dict[str, Any]:
+    counts_tokens = unit_of(task) == "tokens"
     return {
         "task": task,
         "model_name_or_path": work / CONVERTED,
@@ -215,8 +217,9 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "trust_remote_code": arguments.trust_remote_code or None,
         "train_file": arguments.train_file,
         "validation_file": arguments.validation_file,
-        "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file else None,
+        "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file and counts_tokens else None,
         "max_train_tokens": parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
+        "num_train_epochs": arguments.epochs,
         "prompt_name": arguments.prompt_name,
         "matryoshka_dims": arguments.matryoshka_dims,
         "seed": arguments.seed,
@@ -229,12 +232,14 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
 
 def describe_stages(training: Training) -> list[str]:
     """One line per stage, for `--dry_run`."""
-    preset, tokens = training.preset, training.given["max_train_tokens"]
-    stages = stages_of(preset, training.given["task"])
+    preset, task = training.preset, training.given["task"]
+    stages, tokens = stages_of(preset, task), training.given.get("max_train_tokens")
+    epochs = training.given.get("num_train_epochs", EPOCHS)
     lines = [f"  preset      {preset.name} (version {preset.version}): {preset.description}"]
     for number, stage in enumerate(stages, 1):
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
-        lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {tokens * stage.share:,.0f} tokens; {options}")
+        length = f"{epochs * stage.share:g} epochs" if tokens is None else f"{tokens * stage.share:,.0f} tokens"
+        lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {length}; {options}")
     if training.heals_control:
         lines.append(f"  control     a window of the same bytes, trained on {tokens:,} tokens too")
     return lines

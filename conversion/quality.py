@@ -23,7 +23,8 @@ from hf_linear_attention._common.model_card import (
     training_history,
     write_model_card,
 )
-from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
+from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
+from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.page import write_page
@@ -31,9 +32,11 @@ from hf_linear_attention.conversion.preset_plan import check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.training.data.file_checks import check_retrieval_file
+from hf_linear_attention.training.data.packing import PackedBlocks
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
 from hf_linear_attention.training.models import load_student, load_teacher
 from hf_linear_attention.training.recipe import parse_dims
+from hf_linear_attention.training.tasks import MESSAGES
 
 
 logger = logging.getLogger(__name__)
@@ -91,11 +94,11 @@ def evaluate(request: Request) -> str:
     data = held_out(arguments)
     if data is None or arguments.output_dir is None:
         raise UsageError("`--evaluate` needs the converted model in `--output_dir`, and a `--validation_file`")
-    check_text_file("validation_file", data.path)
+    check_text_file("validation_file", data.path, instead=MESSAGES)
     if data.pairs is not None:
         check_pairs_file(data.pairs)
     if data.train_file is not None:
-        check_text_file("train_file", data.train_file)
+        check_text_file("train_file", data.train_file, instead=MESSAGES)
     if data.controls == "healed":
         raise UsageError("`--controls healed` trains a window as `--preset` does; `--evaluate` trains nothing")
     folder = Path(arguments.output_dir).expanduser().resolve()
@@ -181,11 +184,18 @@ def read_text(recipe: Any, max_eval_length: int) -> Any:
 
     tokenizer = load_tokenizer(recipe)
     splits: Any = load_data(recipe, tokenizer)
-    training = None if splits.train is None else np.split(splits.train.stream, splits.train.documents[1:])
+    training = None if splits.train is None else _documents(splits.train)
     length = sequence_length(recipe, tokenizer, load_config(recipe))
     return HeldOutText(
         splits.validation, length, tokenizer.bos_token_id, pad_token_id(tokenizer), max_eval_length, training
     )
+
+
+def _documents(examples: Any) -> Any:
+    """The tokens of every document; those of packed ones are in one stream."""
+    if isinstance(examples, PackedBlocks):
+        return np.split(examples.stream, examples.documents[1:])
+    return examples.documents
 
 
 def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:

@@ -329,11 +329,11 @@ def test_what_is_missing_or_unused_is_said(llama, linear_llama, texts, tmp_path)
 
 
 def test_a_head_without_stages_is_refused_by_name(bert, texts, tmp_path, monkeypatch):
-    save_twin(tmp_path / "tokens", "bert", "AutoModelForTokenClassification")
+    save_twin(tmp_path / "sentences", "bert", "AutoModelForNextSentencePrediction")
     more = ("--output_dir", tmp_path / "out", "--preset", "default", "--train_file", texts / "train.txt")
-    code, _, err = run("--model_name_or_path", tmp_path / "tokens", *more)
+    code, _, err = run("--model_name_or_path", tmp_path / "sentences", *more)
     assert code == 2
-    assert "but not for BertForTokenClassification (its task is token_classification)" in err
+    assert "but not for BertForNextSentencePrediction (there is no recipe to train it)" in err
     causal = {"causal_lm": load_preset("default").stages["causal_lm"]}
     only_causal = dataclasses.replace(load_preset("default"), stages=causal)
     monkeypatch.setattr("hf_linear_attention.conversion.preset_plan.load_preset", lambda name: only_causal)

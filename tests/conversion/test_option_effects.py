@@ -45,6 +45,8 @@ def folder(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     save_twin(folder / "other", "llama", intermediate_size=64)
     save_twin(folder / "embedding", "bert", "AutoModel")
+    save_twin(folder / "vision", "vit", "AutoModel")
+    (folder / "images.jsonl").write_text('{"image": "one.png"}\n', encoding="utf-8")
     prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
     (folder / "embedding" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
     found = [{"query": text, "document": text[::-1]} for text in ("a loop", "a class", "a function", "import")]
@@ -89,6 +91,7 @@ def second(folder: Path) -> Options:
         **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), "ask"),
         "matryoshka_dims": "4",
         "tokens": "3k",
+        "epochs": 2.0,
         "max_eval_tokens": 60,
         "max_eval_length": 40,
         "controls": "none",
@@ -105,7 +108,9 @@ def beside(folder: Path) -> dict[str, Options]:
     preset = {"preset": "default", "train_file": folder / "train.txt", "dry_run": True, "num_features": 8}
     measured = {"evaluate": True, "converted": True, "validation_file": folder / "valid.txt"}
     embedding, retrieval = {**measured, "model_name_or_path": folder / "embedding"}, folder / "retrieval.jsonl"
+    images = {**preset, "model_name_or_path": folder / "vision", "train_file": folder / "images.jsonl"}
     return {
+        "epochs": images,
         "attention": {"layers": "all"},
         "cross_attention": {"attention": "linear"},
         "calibration_file": FITTED,

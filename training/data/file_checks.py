@@ -45,13 +45,13 @@ def wanted_columns(recipe: Recipe, split: str) -> dict[str, str | None]:
     return {**wanted, data.label_column_name: "label_column_name"} if has_labels else wanted
 
 
-def check_data_file(path: str, columns: Mapping[str, str | None]) -> None:
-    """Check a file of one of the types in `SUFFIXES`.
+def check_data_file(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> None:
+    """Check a file of one of the types in `SUFFIXES`, which must have `columns` or else the column `instead`.
 
     Raises:
         UsageError: naming everything that is wrong with it.
     """
-    if problems := file_problems(path, columns):
+    if problems := file_problems(path, columns, instead=instead):
         raise UsageError(*problems)
 
 
