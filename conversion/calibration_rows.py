@@ -21,7 +21,7 @@ from hf_linear_attention.training.validation import fill_defaults
 
 
 BATCH_SIZE = 8
-TEXT = "text"
+TEXT_COLUMN = "text"
 # What base models read, as far as the forward of one accepts it.
 INPUTS = (
     "input_ids", "attention_mask", "token_type_ids", "decoder_attention_mask", "pixel_values", "input_values",
@@ -40,10 +40,10 @@ def reads_rows(source: Source, plan: Plan, path: str) -> bool:
         return False
     recipe = _recipe(source, task, path, False)
     wanted, instead = wanted_columns(recipe, "train"), column_instead(recipe)
-    if not file_problems(path, {TEXT: None}):
-        return TEXT in wanted and instead is None and recipe.task.inputs != "text"
-    if TEXT in wanted and recipe.task.inputs == "text" and (instead is None or file_problems(path, {instead: None})):
-        return False  # what lacks is said where texts are read
+    if recipe.task.inputs == "text":
+        has_messages = instead is not None and not file_problems(path, {instead: None})
+        if not file_problems(path, {TEXT_COLUMN: None}) or (TEXT_COLUMN in wanted and not has_messages):
+            return False  # what such a file lacks is said where texts are read
     if problems := file_problems(path, wanted, instead=instead):
         raise UsageError(*(f"`--calibration_file`: {problem}" for problem in problems))
     return True

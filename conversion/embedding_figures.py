@@ -16,7 +16,7 @@ from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, 
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, load_tokenizer, pad_token_id
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.evaluation.retention import compare_embeddings, compare_pairs, embed
-from hf_linear_attention.training.evaluation.retrieval_figures import RetrievalTest, at_dimensions, retrieval_test
+from hf_linear_attention.training.evaluation.retrieval_figures import at_dimensions, retrieval_test, with_teacher
 from hf_linear_attention.training.losses.teacher_windows import learned_positions, windows_for
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 
@@ -53,23 +53,14 @@ def embedding_figures(
         both, scores = embedded(batches), torch.cat([batch["labels"] for batch in batches]).tolist()[::2]
         figures |= at_dimensions(lambda d: compare_pairs(both[0][:, :d], both[1][:, :d], scores), dims)
     if (test := retrieval_test(texts, tokenizer)) is not None:
-        figures |= _retrieval(test, embedded(test.batches(_batch_size(texts))))
+        found = [test.figures(part) for part in embedded(test.batches(_batch_size(texts)))]
+        figures |= with_teacher(*found)
         figures["retrieval"] = {
             "file": Path(str(texts.task_options.retrieval_file)).name,
             "queries": len(test.retrieval.queries),
             "documents": len(test.retrieval.documents),
         }
     return {**figures, "dims": list(dims), "max_length": length}
-
-
-def _retrieval(test: RetrievalTest, embeddings: tuple[Tensor, Tensor]) -> dict[str, float]:
-    mine, yours = (test.figures(part) for part in embeddings)
-    return {**mine, **{_of_teacher(name): value for name, value in yours.items()}}
-
-
-def _of_teacher(name: str) -> str:
-    figure, *dim = name.split("_dim_")
-    return "_dim_".join([f"{figure}_teacher", *dim])
 
 
 def _extended_length(student: PreTrainedModel, teacher: PreTrainedModel) -> int | None:

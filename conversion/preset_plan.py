@@ -22,7 +22,8 @@ from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension
 from hf_linear_attention.training.data.file_checks import check_retrieval_file
-from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
+from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, check_dims
+from hf_linear_attention.training.data.sentence_files import sentence_files
 from hf_linear_attention.training.presets.preset import (
     EPOCHS,
     Preset,
@@ -95,6 +96,26 @@ def check_task_options(arguments: ConversionArguments, task: str) -> None:
         raise UsageError(*problems)
 
 
+def check_embedding_options(arguments: ConversionArguments, folder: Path, config: Mapping[str, Any]) -> None:
+    """Check the options that a damaged or other model or file could contradict, before any work.
+
+    Args:
+        arguments: the options.
+        folder: where the files of sentence-transformers are.
+        config: the content of config.json.
+
+    Raises:
+        UsageError: if a file, a prompt or a number of dimensions cannot be used.
+    """
+    if arguments.retrieval_file is not None:
+        check_retrieval_file(arguments.retrieval_file)
+    files = sentence_files(str(folder))
+    for name in ("prompt_name", "query_prompt_name", "document_prompt_name"):
+        files.prompt(name, getattr(arguments, name))
+    if config.get("hidden_size") is not None:
+        check_dims(arguments.matryoshka_dims, config["hidden_size"])
+
+
 def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[str, Any]:
     """The settings of the attention in a preset, for a causal or bidirectional model.
 
@@ -156,8 +177,8 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         if plan.head.task != "embedding":
             raise UsageError("`--pairs_file` is for embedding models; leave it out")
         check_pairs_file(arguments.pairs_file)
-    if arguments.retrieval_file is not None:
-        check_retrieval_file(arguments.retrieval_file)
+    if plan.head.task == "embedding":
+        check_embedding_options(arguments, source.root, plan.config.to_dict())
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
     parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:

@@ -28,14 +28,12 @@ from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.page import write_page
-from hf_linear_attention.conversion.preset_plan import check_task_options
+from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.training.data.file_checks import check_retrieval_file
 from hf_linear_attention.training.data.packing import PackedBlocks
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
 from hf_linear_attention.training.models import load_student, load_teacher
-from hf_linear_attention.training.recipe import parse_dims
 from hf_linear_attention.training.tasks import MESSAGES
 
 
@@ -106,13 +104,9 @@ def evaluate(request: Request) -> str:
     if data.pairs is not None and task != "embedding":
         raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
     check_task_options(arguments, task)
-    if arguments.retrieval_file is not None:
-        check_retrieval_file(arguments.retrieval_file)
-    try:
-        parse_dims(arguments.matryoshka_dims)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
+    if task == "embedding":
+        check_embedding_options(arguments, folder, json.loads((folder / "config.json").read_text(encoding="utf-8")))
     quality = measure(folder, source, task, data)
     record(folder, source, quality, folder.name)
     return describe_quality(quality)

@@ -264,6 +264,11 @@ def test_evaluate_searches_and_correlates_with_the_scores_of_pairs(bert, texts, 
     code, _, err = run(*command, "8,x")
     assert (code, err.count("\n")) == (2, 1)
     assert "`--matryoshka_dims 8,x`: give numbers of dimensions" in err
+    code, _, err = run(*command, "8,500")
+    assert "`--matryoshka_dims 8,500`: embeddings have 32 dimensions" in err
+    code, _, err = run(*command, "8", "--query_prompt_name", "ask")
+    assert "`--query_prompt_name ask`: " in err
+    assert "has no prompt of this name" in err
 
 
 def test_pairs_that_cannot_be_used_are_refused_before_training(words, llama, bert, texts, pairs, tmp_path):

@@ -88,6 +88,20 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
+def check_dims(text: str | None, width: int) -> None:
+    """Check the value of `--matryoshka_dims` for embeddings of `width` dimensions.
+
+    Raises:
+        UsageError: if it does not name numbers below that.
+    """
+    try:
+        dims = parse_dims(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if any(count >= width for count in dims):
+        raise UsageError(f"`--matryoshka_dims {text}`: embeddings have {width} dimensions; give fewer than that")
+
+
 def fill_dims(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Set `--matryoshka_dims`, if it was not given, to the dimensions that the config names, and check them.
 
@@ -101,10 +115,7 @@ def fill_dims(recipe: Recipe, config: PreTrainedConfig) -> None:
         return
     if options.matryoshka_dims is None and named and not recipe.sentence_files.has_more:
         options.matryoshka_dims = ",".join(str(count) for count in named if count < width) or None
-    if any(count >= width for count in parse_dims(options.matryoshka_dims)):
-        raise UsageError(
-            f"`--matryoshka_dims {options.matryoshka_dims}`: embeddings have {width} dimensions; give fewer than that"
-        )
+    check_dims(options.matryoshka_dims, width)
     if options.matryoshka_dims is not None and recipe.sentence_files.has_more:
         raise UsageError(
             f"`--matryoshka_dims`: {recipe.model.model_name_or_path} changes embeddings after their pooling "

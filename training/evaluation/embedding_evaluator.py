@@ -14,7 +14,7 @@ from hf_linear_attention.training.data.batches import Batch, token_weights
 from hf_linear_attention.training.data.sentence_files import Pooling
 from hf_linear_attention.training.evaluation.evaluator import each_once
 from hf_linear_attention.training.evaluation.metrics import TeacherCosine, pair_similarity
-from hf_linear_attention.training.evaluation.retrieval_figures import RetrievalTest, at_dimensions
+from hf_linear_attention.training.evaluation.retrieval_figures import RetrievalTest, at_dimensions, with_teacher
 from hf_linear_attention.training.losses.outputs import cosines_at, hidden_states_of, pooled, run_model
 from hf_linear_attention.training.losses.teacher import Teacher
 
@@ -97,10 +97,10 @@ class EmbeddingEvaluator:
         return at_dimensions(lambda count: {"spearman": pair_similarity(embeddings[:, :count], scores)}, self.dims)
 
     def _retrieval(self, model: PreTrainedModel) -> dict[str, float]:
-        """The figures of the model, and those of the teacher as `<name>_teacher`."""
+        """The figures of the model and of the teacher."""
         if (test := self.retrieval) is None:
             return {}
         mine = test(self.accelerator, lambda batch: self._embed(model, batch), self.batch_size)
         if test.of_teacher is None:  # it does not change
             test.of_teacher = test(self.accelerator, lambda batch: self._embed(None, batch), self.batch_size)
-        return mine | {f"{name}_teacher": value for name, value in test.of_teacher.items()}
+        return with_teacher(mine, test.of_teacher)

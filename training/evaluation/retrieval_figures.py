@@ -79,6 +79,12 @@ def retrieval_test(recipe: Recipe, processor: Processor) -> RetrievalTest | None
     return RetrievalTest(retrieval, examples, parse_dims(options.matryoshka_dims), pad_token_id(processor))
 
 
+def with_teacher(mine: dict[str, float], yours: dict[str, float]) -> dict[str, float]:
+    """The figures of a model, and those of its teacher as `<figure>_teacher` and `<figure>_teacher_dim_<d>`."""
+    parts = {name: name.partition("_dim_") for name in yours}
+    return mine | {f"{figure}_teacher{dim}{count}": yours[name] for name, (figure, dim, count) in parts.items()}
+
+
 class RetrievalTest:
     """The texts of a retrieval file as examples, and the figures of their embeddings at several numbers of dimensions.
 
