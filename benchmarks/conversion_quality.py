@@ -42,8 +42,9 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import argument_parser, save_results, table, write
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, data_recipe
+from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
 from hf_linear_attention.conversion.controls import SameBytes, model_state_bytes
+from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison
 from hf_linear_attention.conversion.healed_control import save_window
 from hf_linear_attention.conversion.language_figures import (

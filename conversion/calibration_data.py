@@ -16,7 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
+from hf_linear_attention.conversion.calibration_rows import TaskRows, reads_rows
 from hf_linear_attention.conversion.companions import load_image_processor, load_source_tokenizer
+from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
@@ -24,14 +26,7 @@ from hf_linear_attention.training.data.batches import Batch, pad
 from hf_linear_attention.training.data.file_checks import check_data_file
 from hf_linear_attention.training.data.packing import Examples, shorten
 from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
-from hf_linear_attention.training.recipe import (
-    DataArguments,
-    ModelArguments,
-    ObjectiveArguments,
-    OptimizationArguments,
-    Recipe,
-    RunArguments,
-)
+from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.validation import FILE_TYPES
 
 
@@ -72,6 +67,8 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
     kind = plan.stock_class.main_input_name
     if path is not None and not Path(path).exists():
         raise UsageError(f"`--calibration_file` = {path!r}: there is no such file")
+    if path is not None and reads_rows(source, plan, path):
+        return TaskRows(source, plan, path, trust_remote_code)
     if kind == "input_ids":
         return _text_inputs(source, plan.config, path, trust_remote_code)
     if path is None:
@@ -82,7 +79,10 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
             f"`--calibration_file`: no file can be turned into the `{kind}` that {source.name} reads; leave it out"
         )
     if not Path(path).is_dir():
-        raise UsageError(f"`--calibration_file` = {path!r} is a file; a vision model needs a folder of images")
+        raise UsageError(
+            f"`--calibration_file` = {path!r} is a file; a vision model needs a folder of images, or rows with "
+            "a column `image` (.jsonl, .csv, .tsv or .parquet)"
+        )
     return ImageInputs(plan.config, processor, path)
 
 
@@ -99,16 +99,21 @@ def _text_inputs(
     return TextFile(config, tokenizer, path)
 
 
-def check_text_file(option: str, path: str, columns: Sequence[str] = ("text",)) -> None:
+def check_text_file(option: str, path: str, columns: Sequence[str] = ("text",), instead: str | None = None) -> None:
     """Check that `path` is a text file of a type that training can read.
 
+    Args:
+        option: the name of the option in messages.
+        columns: the columns that a file of rows must have.
+        instead: a column that may stand in place of all of these.
+
     Raises:
-        UsageError: if it is not; `option` is the name in the message.
+        UsageError: if it is not.
     """
     if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
         raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
     try:
-        check_data_file(path, dict.fromkeys(columns))
+        check_data_file(path, dict.fromkeys(columns), instead)
     except UsageError as error:
         raise UsageError(f"`--{option}`: {error}") from error
 
@@ -131,23 +136,6 @@ def check_pairs_file(path: str) -> None:
     if rows is None or not set(PAIR_COLUMNS.values()) <= set(rows.column_names):
         columns = ", ".join(PAIR_COLUMNS.values())
         raise UsageError(f"`--pairs_file` = {path!r} needs the columns {columns}")
-
-
-def data_recipe(
-    model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any
-) -> Recipe:
-    """A recipe of `training` that reads `data` (fields of `DataArguments`) for this model without training it."""
-    import datasets  # most conversions do without this library
-
-    datasets.disable_progress_bars()
-    return Recipe(
-        ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
-        DataArguments(**data),
-        ObjectiveArguments(),
-        OptimizationArguments(),
-        RunArguments(""),
-        given=frozenset(data),
-    )
 
 
 class BuiltInTexts:

@@ -33,8 +33,9 @@ from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_data import check_text_file, data_recipe, real_inputs
+from hf_linear_attention.conversion.calibration_data import check_text_file, real_inputs
 from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
+from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
 from hf_linear_attention.conversion.option_values import parse_tokens
 from hf_linear_attention.conversion.page import PAGE

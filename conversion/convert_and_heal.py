@@ -40,7 +40,7 @@ def convert_and_heal(
     Args:
         model: a folder or hub name; or a loaded model, which does not change, with its `tokenizer`.
         recipe: the name of a preset, a recipe.yaml that a conversion left, or a dict of the options of `convert`.
-        train_data: texts, or a file of text as `--train_file` takes it; may be left out if the recipe names a file.
+        train_data: texts, or a file as `--train_file` takes it; may be left out if the recipe names a file.
         output_dir: a folder to write too, in which a run that was killed is resumed; otherwise nothing is left.
         **options: further options of `hf-linear-attention convert`, such as `tokens`, `seed` or `window_size`.
 

@@ -23,6 +23,12 @@ LABELS = {
     "same_neighbour": "same nearest neighbour",
     "spearman_teacher": "Spearman's correlation with the pairs' scores, the original",
     "spearman": "Spearman's correlation with the pairs' scores",
+    "recall_at_1_teacher": "recall of retrieval at 1, the original",
+    "recall_at_1": "recall of retrieval at 1",
+    "recall_at_10_teacher": "recall of retrieval at 10, the original",
+    "recall_at_10": "recall of retrieval at 10",
+    "ndcg_at_10_teacher": "nDCG of retrieval at 10, the original",
+    "ndcg_at_10": "nDCG of retrieval at 10",
 }
 COLUMNS = {
     "targets": "targets",
@@ -48,6 +54,9 @@ GENERATION = {
 def quality_rows(quality: Mapping[str, Any]) -> dict[str, Any]:
     """The figures under their names."""
     rows = {text: quality[name] for name, text in LABELS.items() if quality.get(name) is not None}
+    for count in quality.get("dims", ()):
+        found = {text: quality.get(f"{name}_dim_{count}") for name, text in LABELS.items()}
+        rows |= {f"{text}, first {count:,} dimensions": value for text, value in found.items() if value is not None}
     for entry in quality.get("generation", ()):
         for name, text in GENERATION.items():
             rows[f"{text.format(**entry)}, at length {entry['length']:,}"] = entry[name]
@@ -103,12 +112,19 @@ def _notes(quality: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+def retrieval_note(test: Mapping[str, Any]) -> str:
+    """What the figures of retrieval were measured on."""
+    return f"Retrieval: {test['queries']:,} queries among {test['documents']:,} documents of {test['file']}."
+
+
 def describe_quality(quality: Mapping[str, Any]) -> str:
     """For the terminal."""
     rows = quality_rows(quality)
     width = max(map(len, rows))
     lines = [f"On {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most):"]
     lines += [f"  {name:<{width}}  {format_value(value)}" for name, value in rows.items()]
+    if (test := quality.get("retrieval")) is not None:
+        lines += ["", f"  {retrieval_note(test)}"]
     table = comparison(quality)
     if table is not None:
         lines += ["", *_aligned([table["header"], *table["rows"]]), "", *(f"  {note}" for note in table["notes"])]

@@ -119,8 +119,9 @@ def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: 
     text = f"{base} with linear attention ({mechanisms})"
     if "num_layers" in report:
         text += f" in {layers} of {report['num_layers']} layers"
-    tokens = sum(run["training"].get("tokens") or 0 for run in runs)
-    trained = f", trained on {tokens:,} tokens to imitate its original." if tokens else ", not trained yet."
+    units = [unit for unit in ("tokens", "images", "recordings") if any(run["training"].get(unit) for run in runs)]
+    amounts = [f"{sum(run['training'].get(unit) or 0 for run in runs):,} {unit}" for unit in units]
+    trained = f", trained on {' and '.join(amounts)} to imitate its original." if amounts else ", not trained yet."
     return [text + (trained if layers or "num_layers" not in report else ".")]
 
 
@@ -140,6 +141,11 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         tiles += [
             ("Spearman's correlation, this model", f"{quality['spearman']:.3f}"),
             ("Spearman's correlation, the original", f"{quality['spearman_teacher']:.3f}"),
+        ]
+    if quality.get("ndcg_at_10") is not None:
+        tiles += [
+            ("nDCG@10 of retrieval, this model", f"{quality['ndcg_at_10']:.3f}"),
+            ("nDCG@10 of retrieval, the original", f"{quality['ndcg_at_10_teacher']:.3f}"),
         ]
     if report.get("state_bytes"):
         tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))

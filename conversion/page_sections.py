@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_linear_attention._common.model_card import format_value
-from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison, quality_rows
+from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison, quality_rows, retrieval_note
 from hf_linear_attention.conversion.page_plots import Chart, HeatMap, Line, bytes_text, grouped, heat_map, line_chart
 
 
@@ -69,7 +69,10 @@ def quality_section(quality: Mapping[str, Any]) -> Section | None:
     if not rows:
         return None
     text = f"Measured on {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most)."
-    return Section("All figures of held-out text", [text], tables=[{"header": ["figure", "value"], "rows": rows}])
+    notes = [retrieval_note(quality["retrieval"])] if quality.get("retrieval") else []
+    return Section(
+        "All figures of held-out text", [text], notes=notes, tables=[{"header": ["figure", "value"], "rows": rows}]
+    )
 
 
 def position_section(quality: Mapping[str, Any]) -> Section | None:

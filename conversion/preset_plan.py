@@ -21,8 +21,11 @@ from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionA
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension
-from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
+from hf_linear_attention.training.data.file_checks import check_retrieval_file
+from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, check_dims
+from hf_linear_attention.training.data.sentence_files import sentence_files
 from hf_linear_attention.training.presets.preset import (
+    EPOCHS,
     Preset,
     Stage,
     fit_to,
@@ -32,7 +35,7 @@ from hf_linear_attention.training.presets.preset import (
     stages_of,
 )
 from hf_linear_attention.training.recipe_parser import parse_preset
-from hf_linear_attention.training.tasks import COLUMN_TASKS, TASKS
+from hf_linear_attention.training.tasks import unit_of
 
 
 CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the work folder
@@ -70,7 +73,7 @@ def check_training_options(arguments: ConversionArguments) -> None:
     """
     problems = list(without_needs(CONVERSION_FACTS, vars(arguments), changed_options(arguments)))
     if arguments.preset is not None and arguments.train_file is None:
-        problems.append(f"`--preset {arguments.preset}` needs text to train on; give a `--train_file`")
+        problems.append(f"`--preset {arguments.preset}` needs data to train on; give a `--train_file`")
     if arguments.preset is not None and arguments.output_dir is None and not arguments.dry_run:
         problems.append(f"`--preset {arguments.preset}` writes a trained model; give an `--output_dir`, or `--dry_run`")
     if problems:
@@ -91,6 +94,26 @@ def check_task_options(arguments: ConversionArguments, task: str) -> None:
     ]
     if problems:
         raise UsageError(*problems)
+
+
+def check_embedding_options(arguments: ConversionArguments, folder: Path, config: Mapping[str, Any]) -> None:
+    """Check the options that a damaged or other model or file could contradict, before any work.
+
+    Args:
+        arguments: the options.
+        folder: where the files of sentence-transformers are.
+        config: the content of config.json.
+
+    Raises:
+        UsageError: if a file, a prompt or a number of dimensions cannot be used.
+    """
+    if arguments.retrieval_file is not None:
+        check_retrieval_file(arguments.retrieval_file)
+    files = sentence_files(str(folder))
+    for name in ("prompt_name", "query_prompt_name", "document_prompt_name"):
+        files.prompt(name, getattr(arguments, name))
+    if config.get("hidden_size") is not None:
+        check_dims(arguments.matryoshka_dims, config["hidden_size"])
 
 
 def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[str, Any]:
@@ -148,12 +171,14 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
     # --dry_run needs no output folder, because nothing is written
     output = output_dir or Path("OUT")
+    check_task_options(arguments, str(plan.head.task))
     options = _options(arguments, source, str(plan.head.task), work_folder(output))
     if arguments.pairs_file is not None:
         if plan.head.task != "embedding":
             raise UsageError("`--pairs_file` is for embedding models; leave it out")
         check_pairs_file(arguments.pairs_file)
-    check_task_options(arguments, str(plan.head.task))
+    if plan.head.task == "embedding":
+        check_embedding_options(arguments, source.root, plan.config.to_dict())
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
     parsed = parse_preset([f"--preset={arguments.preset}", *words])
     if parsed is None:
@@ -162,7 +187,9 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     preset = fit_to(preset, _empty(plan))
     if plan.extension is not None and plan.head.task == "embedding":
         preset = with_long_texts(preset, plan.extension)
-    return Training(preset, {"max_train_tokens": preset.tokens, **given}, output, arguments.controls == "healed")
+    if unit_of(str(plan.head.task)) == "tokens":
+        given = {"max_train_tokens": preset.tokens, **given}
+    return Training(preset, given, output, arguments.controls == "healed")
 
 
 def with_long_texts(preset: Preset, extension: Extension) -> Preset:
@@ -190,8 +217,6 @@ def _empty(plan: Plan) -> PreTrainedModel:
 
 def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
     name, task = plan.stock_class.__name__, plan.head.task
-    # Other tasks train on rows that the calibration does not read as text.
-    tasks = [entry for entry in tasks if entry in COLUMN_TASKS and TASKS[entry].text_column == "text"]
     if task not in tasks:
         has = "there is no recipe to train it" if task is None else f"its task is {task}"
         raise UsageError(
@@ -205,6 +230,7 @@ def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
 
 
 def _options(arguments: ConversionArguments, source: Source, task: str, work: Path) -> dict[str, Any]:
+    counts_tokens = unit_of(task) == "tokens"
     return {
         "task": task,
         "model_name_or_path": work / CONVERTED,
@@ -212,8 +238,11 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "trust_remote_code": arguments.trust_remote_code or None,
         "train_file": arguments.train_file,
         "validation_file": arguments.validation_file,
-        "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file else None,
+        "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file and counts_tokens else None,
         "max_train_tokens": parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
+        "num_train_epochs": arguments.epochs,
+        "prompt_name": arguments.prompt_name,
+        "matryoshka_dims": arguments.matryoshka_dims,
         "seed": arguments.seed,
         "checkpointing_steps": arguments.checkpointing_steps,
         "save_total_limit": 1,
@@ -224,12 +253,14 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
 
 def describe_stages(training: Training) -> list[str]:
     """One line per stage, for `--dry_run`."""
-    preset, tokens = training.preset, training.given["max_train_tokens"]
-    stages = stages_of(preset, training.given["task"])
+    preset, task = training.preset, training.given["task"]
+    stages, tokens = stages_of(preset, task), training.given.get("max_train_tokens")
+    epochs = training.given.get("num_train_epochs", EPOCHS)
     lines = [f"  preset      {preset.name} (version {preset.version}): {preset.description}"]
     for number, stage in enumerate(stages, 1):
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
-        lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {tokens * stage.share:,.0f} tokens; {options}")
+        length = f"{epochs * stage.share:g} epochs" if tokens is None else f"{tokens * stage.share:,.0f} tokens"
+        lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {length}; {options}")
     if training.heals_control:
         lines.append(f"  control     a window of the same bytes, trained on {tokens:,} tokens too")
     return lines

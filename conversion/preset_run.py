@@ -38,12 +38,14 @@ from hf_linear_attention.training.presets.preset import STAGES, stages_of
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.tasks import unit_of
 from hf_linear_attention.training.tracking import METRICS, loss_curve
 
 
 logger = logging.getLogger(__name__)
 
 
+HELD_OUT = {"tokens": "text", "images": "images", "recordings": "recordings"}
 REQUEST, FINAL = "request.json", "final"
 
 
@@ -117,7 +119,7 @@ def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
     paths = {name: str(Path(path).resolve()) for name, path in named.items()}
     decided = {
         "model_name_or_path": str(conversion.source.folder),
-        "tokens": training.given["max_train_tokens"],
+        "tokens": training.given.get("max_train_tokens"),
         "settings": conversion.plan.settings,
         "preset": asdict(training.preset),
     }
@@ -206,15 +208,17 @@ def _describe(conversion: Conversion, training: Training) -> str:
     report = json.loads((final / REPORT).read_text(encoding="utf-8"))
     if (choice := report.get(CHOICE)) is not None:
         plan = plan_without(plan, conversion.source, conversion.request.arguments, choice["layers"])
+    task = training.given["task"]
+    unit = unit_of(task)
     lines = [f"Trained in {len(training_history(str(final)))} stages:"]
     for run_ in training_history(str(final)):
         figures = "".join(f", {name} {format_value(value)}" for name, value in run_["metrics"].items())
-        lines.append(f"  {run_['training']['stage']}: {run_['training']['tokens']:,} tokens{figures}")
+        lines.append(f"  {run_['training']['stage']}: {run_['training'][unit]:,} {unit}{figures}")
     if report["quality"] is not None:
         lines += ["", describe_quality(report["quality"])]
     elif conversion.request.arguments.validation_file is None:
         lines.append(
-            "There are no figures after training; give a `--validation_file` of held-out text, here or with "
-            "`--evaluate`."
+            f"There are no figures after training; give a `--validation_file` of held-out {HELD_OUT[unit]}"
+            + (", here or with `--evaluate`." if task in MEASURED_TASKS else ".")
         )
     return describe_result(plan, conversion.source, str(training.output_dir), report, lines)

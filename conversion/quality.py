@@ -6,13 +6,12 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from hf_linear_attention._common.checkpoint_files import check_checkpoint
 from hf_linear_attention._common.devices import computing_device
@@ -24,16 +23,18 @@ from hf_linear_attention._common.model_card import (
     training_history,
     write_model_card,
 )
-from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
+from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
+from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.page import write_page
-from hf_linear_attention.conversion.preset_plan import check_task_options
+from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
+from hf_linear_attention.training.data.packing import PackedBlocks
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
 from hf_linear_attention.training.models import load_student, load_teacher
+from hf_linear_attention.training.tasks import MESSAGES
 
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ MEASURED_TASKS = ("causal_lm", "embedding")
 @dataclass(frozen=True)
 class HeldOut:
     """A validation file and how much of it to use; for embedding models, scored pairs of texts; for language models the
-    longest windows, the file that was trained on and whether there are controls."""
+    longest windows, the file that was trained on and whether there are controls; for embedding models, further options
+    of `training` that only they have."""
 
     path: str
     max_tokens: int
@@ -54,6 +56,7 @@ class HeldOut:
     max_length: int = 16_384
     train_file: str | None = None
     controls: str = "untrained"
+    of_embeddings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def held_out(arguments: ConversionArguments) -> HeldOut | None:
@@ -68,6 +71,7 @@ def held_out(arguments: ConversionArguments) -> HeldOut | None:
         arguments.max_eval_length,
         arguments.train_file,
         arguments.controls,
+        arguments.of_embeddings,
     )
 
 
@@ -88,11 +92,11 @@ def evaluate(request: Request) -> str:
     data = held_out(arguments)
     if data is None or arguments.output_dir is None:
         raise UsageError("`--evaluate` needs the converted model in `--output_dir`, and a `--validation_file`")
-    check_text_file("validation_file", data.path)
+    check_text_file("validation_file", data.path, instead=MESSAGES)
     if data.pairs is not None:
         check_pairs_file(data.pairs)
     if data.train_file is not None:
-        check_text_file("train_file", data.train_file)
+        check_text_file("train_file", data.train_file, instead=MESSAGES)
     if data.controls == "healed":
         raise UsageError("`--controls healed` trains a window as `--preset` does; `--evaluate` trains nothing")
     folder = Path(arguments.output_dir).expanduser().resolve()
@@ -101,6 +105,8 @@ def evaluate(request: Request) -> str:
         raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
     check_task_options(arguments, task)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
+    if task == "embedding":
+        check_embedding_options(arguments, folder, json.loads((folder / "config.json").read_text(encoding="utf-8")))
     quality = measure(folder, source, task, data)
     record(folder, source, quality, folder.name)
     return describe_quality(quality)
@@ -172,11 +178,18 @@ def read_text(recipe: Any, max_eval_length: int) -> Any:
 
     tokenizer = load_tokenizer(recipe)
     splits: Any = load_data(recipe, tokenizer)
-    training = None if splits.train is None else np.split(splits.train.stream, splits.train.documents[1:])
+    training = None if splits.train is None else _documents(splits.train)
     length = sequence_length(recipe, tokenizer, load_config(recipe))
     return HeldOutText(
         splits.validation, length, tokenizer.bos_token_id, pad_token_id(tokenizer), max_eval_length, training
     )
+
+
+def _documents(examples: Any) -> Any:
+    """The tokens of every document; those of packed ones are in one stream."""
+    if isinstance(examples, PackedBlocks):
+        return np.split(examples.stream, examples.documents[1:])
+    return examples.documents
 
 
 def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
@@ -188,35 +201,17 @@ def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str, Any]:
-    from hf_linear_attention.conversion.shown_samples import shown_neighbours
-    from hf_linear_attention.training.evaluation.retention import compare_embeddings, compare_pairs, embed
+    from hf_linear_attention.conversion.embedding_figures import embedding_figures
 
-    files = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
-    recipe, batches = _recipe_and_batches(folder, source, data.trust_remote_code, files)
-    student, teacher = load_models(recipe, folder)
-    mine, yours = (embed(model, batches) for model in (student, teacher))
-    tokenizer = load_tokenizer(recipe)
-    figures: dict[str, Any] = {
-        **compare_embeddings(mine, yours),
-        "neighbours": shown_neighbours(mine, yours, batches, tokenizer),
-        "heads": head_figures(student, tokenizer),
-    }
-    if data.pairs is not None:
-        files = {"validation_file": data.pairs, **PAIR_COLUMNS}
-        _, batches = _recipe_and_batches(folder, source, data.trust_remote_code, files)
-        figures |= compare_pairs(student, teacher, batches)
-    return figures
-
-
-def _recipe_and_batches(folder: Path, source: Source, trust_remote_code: bool, files: dict[str, Any]) -> Any:
-    from hf_linear_attention.training.data.splits import load_data
-
-    recipe = data_recipe(str(folder), "embedding", source.loadable, trust_remote_code, **files)
-    tokenizer = load_tokenizer(recipe)
-    examples: Any = load_data(recipe, tokenizer).validation
-    plan = EvaluationBatches(len(examples), recipe.optimization.per_device_eval_batch_size, 0, 1)
-    batches = loader(Stream(examples, recipe.run.seed, shuffle=False), plan, pad_token_id(tokenizer))
-    return recipe, tqdm(batches, desc="measuring")
+    texts = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
+    pairs = None if data.pairs is None else {"validation_file": data.pairs, **PAIR_COLUMNS}
+    recipes = [
+        data_recipe(str(folder), "embedding", source.loadable, data.trust_remote_code, **files, **data.of_embeddings)
+        for files in (texts, pairs)
+        if files is not None
+    ]
+    student, teacher = load_models(recipes[0], folder)
+    return {**embedding_figures(student, teacher, *recipes), "heads": head_figures(student, load_tokenizer(recipes[0]))}
 
 
 def finite(value: Any) -> Any:

@@ -53,7 +53,7 @@ def recipe_options(request: Request, plan: Plan, training: Training | None) -> d
         for entry in fields(ConversionArguments)
         if _decides(entry.name) and getattr(request.arguments, entry.name) not in (None, False)
     }
-    if training is not None:
+    if training is not None and "max_train_tokens" in training.given:
         values["tokens"] = training.given["max_train_tokens"]
     settings = plan.settings
     if isinstance(settings, Mapping):

@@ -21,11 +21,13 @@ from hf_linear_attention._common.options import (
     unusable_texts,
 )
 from hf_linear_attention.configuration_linear_attention import DROPPABLE
+from hf_linear_attention.conversion.embedding_options import EmbeddingArguments
 from hf_linear_attention.conversion.option_values import attention_value, layers_value, option_value
 from hf_linear_attention.layer_ranges import is_by_layer
 from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.position_extension import STARTS, LongerPositions
+from hf_linear_attention.training.tasks import TASKS, TEXT_TASKS
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,7 +38,7 @@ SIZES = ("window_size", "num_sinks", "num_features")
 
 
 @dataclass
-class ConversionArguments:
+class ConversionArguments(EmbeddingArguments):
     """The options of the script itself."""
 
     model_name_or_path: str = option(
@@ -113,7 +115,8 @@ class ConversionArguments:
     )
     calibration_file: str | None = option(
         "real inputs to which --features favor++ is fitted, and which --spectrum analyses: .txt, .jsonl, .csv, .tsv "
-        "or .parquet (column `text`), or for a vision model a folder of images (default: built-in sentences)",
+        "or .parquet (column `text`, or rows of the model's task), or for a vision model a folder of images (default: "
+        "built-in sentences)",
         None,
         is_path=True,
         group="attention",
@@ -137,8 +140,9 @@ class ConversionArguments:
         group="training",
     )
     train_file: str | None = option(
-        "text to train on with --preset, or that was trained on with --evaluate (figures of recall count in it what is "
-        "rare): .txt, .jsonl, .csv, .tsv or .parquet (column `text`)",
+        "data to train on with --preset: .txt, .jsonl, .csv, .tsv or .parquet, with the column `text` or those of the "
+        "model's task (docs/healing.md); or with --evaluate what it was trained on (figures of recall count what is "
+        "rare)",
         None,
         needs=("preset", "evaluate"),
         for_evaluation=True,
@@ -146,18 +150,9 @@ class ConversionArguments:
         group="training",
     )
     validation_file: str | None = option(
-        "a file of held-out text, of the same types, for the figures of --preset and --evaluate",
+        "a file of held-out data, of the same types, for the figures of --preset and --evaluate",
         None,
         needs=("preset", "evaluate"),
-        for_evaluation=True,
-        is_path=True,
-        group="measuring",
-    )
-    pairs_file: str | None = option(
-        "for an embedding model, pairs of texts with a similarity score, for Spearman's correlation in the figures: "
-        ".jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as in STS-B",
-        None,
-        needs=("validation_file",),
         for_evaluation=True,
         is_path=True,
         group="measuring",
@@ -167,6 +162,15 @@ class ConversionArguments:
         "--preset)",
         None,
         needs=("preset",),
+        tasks=TEXT_TASKS,
+        group="training",
+    )
+    epochs: float | None = option(
+        "the number of times that all stages together read the images or recordings of --train_file (default: 6)",
+        None,
+        bounds=Bounds(above=0, below=10**6),
+        needs=("preset",),
+        tasks=tuple(name for name in TASKS if name not in TEXT_TASKS),
         group="training",
     )
     max_eval_tokens: int = option(
@@ -174,6 +178,7 @@ class ConversionArguments:
         50_000,
         bounds=COUNT,
         needs=("validation_file",),
+        tasks=TEXT_TASKS,
         for_evaluation=True,
         group="measuring",
     )

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed.zero import uses_deepspeed
+from hf_linear_attention.training.evaluation.embedding_evaluator import EmbeddingEvaluator
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
 from hf_linear_attention.training.evaluation.generated import Generation
+from hf_linear_attention.training.evaluation.retrieval_figures import RetrievalTest
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.parameters import WeightAverage
-from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe import Recipe, parse_dims
 from hf_linear_attention.training.tracking import MetricsFile
 
 
@@ -37,6 +39,7 @@ class RunContext:
     validation: Stream | None
     metrics: MetricsFile
     average: WeightAverage | None = None
+    retrieval: RetrievalTest | None = None
 
     def final_weights(self) -> AbstractContextManager[None]:
         """Inside, the student has the weights that would be saved as the result: with `--ema_decay`, the average."""
@@ -53,14 +56,28 @@ class RunContext:
             accelerator.process_index,
             accelerator.num_processes,
         )
-        evaluator = Evaluator(
-            accelerator, self.recipe.model.task, self.teacher, self._generation(), self.validation.examples
-        )
+        evaluator = self._evaluator(self.validation)
         with self.final_weights():
             figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
         self.record({"step": step, self.recipe.unit: tokens, **figures})
         logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
         return figures
+
+    def _evaluator(self, validation: Stream) -> Evaluator | EmbeddingEvaluator:
+        recipe = self.recipe
+        if recipe.task.logits is not None:
+            return Evaluator(self.accelerator, recipe.model.task, self.teacher, self._generation(), validation.examples)
+        if self.teacher is None:
+            raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
+        dims = parse_dims(recipe.task_options.matryoshka_dims)
+        return EmbeddingEvaluator(
+            self.accelerator,
+            self.teacher,
+            recipe.pooling,
+            dims,
+            self.retrieval,
+            recipe.optimization.per_device_eval_batch_size,
+        )
 
     def _generation(self) -> Generation | None:
         options = self.recipe.task_options

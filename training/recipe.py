@@ -16,6 +16,7 @@ from hf_linear_attention.training.arguments import (
     OptimizationArguments,
     RunArguments,
 )
+from hf_linear_attention.training.data.sentence_files import Pooling, SentenceFiles, sentence_files
 from hf_linear_attention.training.task_arguments import TaskArguments
 from hf_linear_attention.training.tasks import TASKS, Task, unit_of
 
@@ -42,6 +43,18 @@ def parse_rates(text: str | None) -> tuple[float, ...]:
     if not all(0 <= rate <= 1 for rate in rates):
         raise ValueError(f"`{text}` has a number that is not between 0 and 1; give probabilities, such as 0.9,0.75,0.5")
     return rates
+
+
+def parse_dims(text: str | None) -> tuple[int, ...]:
+    """The numbers of dimensions in a text such as `256,128,64`; none for None.
+
+    Raises:
+        ValueError: if a part of `text` is not a whole number above 0.
+    """
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"`--matryoshka_dims {text}`: give numbers of dimensions, such as 256,128,64")
+    return tuple(int(part) for part in parts)
 
 
 @dataclass
@@ -73,6 +86,24 @@ class Recipe:
     def unit(self) -> str:
         """The unit in which the amount of training is counted, such as "tokens"."""
         return unit_of(self.model.task)
+
+    @property
+    def sentence_files(self) -> SentenceFiles:
+        """What the files of sentence-transformers beside the model say, for embeddings of texts."""
+        if self.model.task != "embedding":
+            return SentenceFiles(self.model.model_name_or_path)
+        return sentence_files(self.model.model_name_or_path)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How hidden states become an embedding."""
+        return self.sentence_files.pooling
+
+    @property
+    def text_prompt(self) -> str:
+        """What stands before every text of an embedding model that is neither a query nor a document."""
+        files = self.sentence_files
+        return files.prompt("prompt_name", self.task_options.prompt_name, (files.default_prompt_name,))
 
     @property
     def output_dir(self) -> Path:

@@ -28,6 +28,7 @@ from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.distributed.launching import start_processes
 from hf_linear_attention.training.distributed.sharding import load_whole
+from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_test
 from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.losses.combined_loss import build_objectives
 from hf_linear_attention.training.losses.objectives import Objective
@@ -85,6 +86,7 @@ def _run(recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None) -> d
         pad_token_id(processor),
         None if data.validation is None else stream_of(data.validation, recipe, processor, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
+        retrieval=retrieval_test(recipe, processor),
     )
     start_trackers(recipe, accelerator)
     with ending(accelerator):

@@ -30,6 +30,47 @@ class TaskArguments:
         tasks=("question_answering",),
         for_evaluation=True,
     )
+    retrieval_file: str | None = option(
+        "Queries and documents for figures of retrieval: .jsonl, .csv, .tsv or .parquet with the columns `query` and "
+        "`document` (docs/healing.md).",
+        None,
+        needs=EVALUATION_DATA,
+        tasks=("embedding",),
+        for_evaluation=True,
+        is_path=True,
+        on_resume=OnResume.INCOMPARABLE,
+    )
+    prompt_name: str | None = option(
+        "Prompt of a sentence-transformers model that stands before every text of the data; default: its "
+        "default_prompt_name.",
+        None,
+        tasks=("embedding",),
+        for_evaluation=True,
+    )
+    query_prompt_name: str | None = option(
+        "Prompt before the queries of retrieval_file; default: `query`, if there is one.",
+        None,
+        needs=("retrieval_file",),
+        tasks=("embedding",),
+        for_evaluation=True,
+        on_resume=OnResume.INCOMPARABLE,
+    )
+    document_prompt_name: str | None = option(
+        "Prompt before the documents of retrieval_file; default: `document`, `passage` or `corpus`.",
+        None,
+        needs=("retrieval_file",),
+        tasks=("embedding",),
+        for_evaluation=True,
+        on_resume=OnResume.INCOMPARABLE,
+    )
+    matryoshka_dims: str | None = option(
+        "Numbers of first dimensions, such as 256,128,64, at which embeddings are evaluated too, and which "
+        "embedding_weight averages with whole embeddings; default: `matryoshka_dimensions` of config.json.",
+        None,
+        tasks=("embedding",),
+        for_evaluation=True,
+        on_resume=OnResume.WARNED,
+    )
     predict_with_generate: bool = option(
         "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
         "conversations, count the answers that end.",

@@ -49,6 +49,7 @@ class Task:
 LANGUAGE = ("nats_per_token", "perplexity")
 CLASSES = ("accuracy", "f1")
 EMBEDDINGS = ("cosine", "cosine_min")
+RETRIEVAL = ("recall_at_1", "recall_at_10", "ndcg_at_10")
 GENERATED_TEXTS = ("exact_match", "f1")
 
 TASKS: dict[str, Task] = {
@@ -57,7 +58,7 @@ TASKS: dict[str, Task] = {
     ),
     "masked_lm": Task("AutoModelForMaskedLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
     "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
-    "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
+    "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman", *RETRIEVAL), reads_running_text=True),
     "image_classification": Task("AutoModelForImageClassification", "images", "inputs", CLASSES),
     "image_embedding": Task("AutoModel", "images", None, EMBEDDINGS),
     "seq2seq_lm": Task(

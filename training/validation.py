@@ -12,8 +12,15 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import out_of_bounds, without_needs, without_task
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
-from hf_linear_attention.training.data.file_checks import SUFFIXES, column_instead, file_problems, wanted_columns
-from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers, parse_rates
+from hf_linear_attention.training.data.file_checks import (
+    SUFFIXES,
+    check_retrieval_file,
+    column_instead,
+    file_problems,
+    wanted_columns,
+)
+from hf_linear_attention.training.recipe import Recipe, parse_dims, parse_layer_numbers, parse_rates
+from hf_linear_attention.training.tasks import RETRIEVAL
 from hf_linear_attention.training.tracking import tracker_problems
 
 
@@ -59,6 +66,7 @@ def find_problems(recipe: Recipe) -> list[str]:
         _folder,
         _selection,
         _pattern,
+        _embeddings,
         tracker_problems,
         _modes,
     )
@@ -106,6 +114,11 @@ def _files(recipe: Recipe) -> Iterator[str]:
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
             yield from file_problems(path, columns, data.on_bad_rows == "skip", column_instead(recipe))
+    if recipe.task_options.retrieval_file is not None:
+        try:
+            check_retrieval_file(recipe.task_options.retrieval_file)
+        except UsageError as error:
+            yield from error.problems
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
     if not recipe.has_training and data.validation_file is None:
@@ -144,6 +157,9 @@ def _columns(recipe: Recipe) -> Iterator[str]:
         yield "`--label_column_name` needs `--text_pair_column_name` with `--task embedding`; give both or neither"
     if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
         yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
+    best = str(recipe.run.metric_for_best_model)
+    if best.removeprefix("eval_") in RETRIEVAL and recipe.task_options.retrieval_file is None:
+        yield f"`--metric_for_best_model {best}` needs a `--retrieval_file`; give one"
     if data.max_eval_chars is not None and not (data.validation_file or "").endswith(".txt"):
         yield (
             f"`--max_eval_chars` needs a .txt `--validation_file`, got {data.validation_file}; give one, or use "
@@ -267,6 +283,14 @@ def _selection(recipe: Recipe) -> Iterator[str]:
         )
     if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
         yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
+
+
+def _embeddings(recipe: Recipe) -> Iterator[str]:
+    options = recipe.task_options
+    try:
+        parse_dims(options.matryoshka_dims)
+    except ValueError as error:
+        yield str(error)
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:

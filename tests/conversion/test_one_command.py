@@ -237,16 +237,38 @@ def pairs(tmp_path) -> Path:
     return tmp_path / "pairs.jsonl"
 
 
-def test_evaluate_correlates_with_the_scores_of_pairs(bert, texts, pairs, tmp_path):
+def test_evaluate_searches_and_correlates_with_the_scores_of_pairs(bert, texts, pairs, tmp_path):
     save_twin(tmp_path / "bert", "bert", "AutoModel")
     where = ("--model_name_or_path", tmp_path / "bert", "--output_dir", tmp_path / "out")
     assert run(*where, "--layers", "none")[0] == 0
-    code, text, err = run(*where, "--evaluate", "--validation_file", texts / "valid.txt", "--pairs_file", pairs)
+    rows = [{"query": f"{name} is", "document": f"{name} is what it is"} for name in ("cat", "import", "a loop")]
+    retrieval = tmp_path / "retrieval.jsonl"
+    retrieval.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [*where, "--evaluate", "--validation_file", texts / "valid.txt", "--pairs_file", pairs]
+    command += ["--retrieval_file", retrieval, "--matryoshka_dims"]
+    code, text, err = run(*command, "8,4")
     assert code == 0, err
     quality = report_of(tmp_path / "out")["quality"]
     assert quality["spearman"] == quality["spearman_teacher"] == pytest.approx(1)
-    assert "Spearman's correlation with the pairs' scores, the original" in text
-    assert "Spearman's correlation" in (tmp_path / "out" / "README.md").read_text()
+    assert quality["retrieval"] == {"file": "retrieval.jsonl", "queries": 3, "documents": 3}
+    for name in ("ndcg_at_10{}", "recall_at_1{}_dim_8", "spearman{}_dim_4"):
+        assert quality[name.format("")] == pytest.approx(quality[name.format("_teacher")])
+    assert 1 / 3 <= quality["ndcg_at_10"] <= 1
+    card, page = ((tmp_path / "out" / name).read_text() for name in ("README.md", "report.html"))
+    for said in (text, card, page):
+        assert "nDCG of retrieval at 10, the original" in said
+        assert "recall of retrieval at 1, first 8 dimensions" in said
+        assert "correlation with the pairs" in said
+    assert "Retrieval: 3 queries among 3 documents of retrieval.jsonl." in text
+    assert "Retrieval: 3 queries" in page
+    code, _, err = run(*command, "8,x")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "`--matryoshka_dims 8,x`: give numbers of dimensions" in err
+    code, _, err = run(*command, "8,500")
+    assert "`--matryoshka_dims 8,500`: embeddings have 32 dimensions" in err
+    code, _, err = run(*command, "8", "--query_prompt_name", "ask")
+    assert "`--query_prompt_name ask`: " in err
+    assert "has no prompt of this name" in err
 
 
 def test_pairs_that_cannot_be_used_are_refused_before_training(words, llama, bert, texts, pairs, tmp_path):
@@ -312,11 +334,11 @@ def test_what_is_missing_or_unused_is_said(llama, linear_llama, texts, tmp_path)
 
 
 def test_a_head_without_stages_is_refused_by_name(bert, texts, tmp_path, monkeypatch):
-    save_twin(tmp_path / "tokens", "bert", "AutoModelForTokenClassification")
+    save_twin(tmp_path / "sentences", "bert", "AutoModelForNextSentencePrediction")
     more = ("--output_dir", tmp_path / "out", "--preset", "default", "--train_file", texts / "train.txt")
-    code, _, err = run("--model_name_or_path", tmp_path / "tokens", *more)
+    code, _, err = run("--model_name_or_path", tmp_path / "sentences", *more)
     assert code == 2
-    assert "but not for BertForTokenClassification (its task is token_classification)" in err
+    assert "but not for BertForNextSentencePrediction (there is no recipe to train it)" in err
     causal = {"causal_lm": load_preset("default").stages["causal_lm"]}
     only_causal = dataclasses.replace(load_preset("default"), stages=causal)
     monkeypatch.setattr("hf_linear_attention.conversion.preset_plan.load_preset", lambda name: only_causal)

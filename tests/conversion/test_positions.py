@@ -107,6 +107,21 @@ def test_a_preset_trains_at_the_new_length(embedding, tmp_path):
     assert "max_length" not in plain
 
 
+@pytest.mark.parametrize(("words", "is_equal"), [(10, True), (120, False)])
+def test_an_evaluation_reads_the_whole_new_length(embedding, tmp_path, words, is_equal):
+    """No layer is converted, so texts of the original's length are embedded alike, and longer ones by its windows."""
+    texts = [" ".join(f"{letter}{n % 7}" for n in range(words)) for letter in "abc"]
+    (tmp_path / "held_out.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    where = ("--model_name_or_path", embedding, "--output_dir", tmp_path / "out")
+    code, _, error = run(*where, "--max_position_embeddings", 150, "--layers", "none", "--no_verify")
+    assert code == 0, error
+    code, _, error = run(*where, "--evaluate", "--validation_file", tmp_path / "held_out.txt")
+    assert code == 0, error
+    quality = read(tmp_path / "out" / "conversion_report.json")["quality"]
+    assert quality["max_length"] == 150
+    assert (quality["cosine_min"] > 1 - 1e-5) == is_equal
+
+
 def test_what_is_printed_and_what_is_refused(embedding, llama):
     code, text, _ = run("--model_name_or_path", embedding, "--max_position_embeddings", 150, "--dry_run")
     assert code == 0

@@ -109,6 +109,12 @@ def cases(
     other.save_pretrained(folder / "chat_tokenizer")
     messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good morning."}]
     (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    rows = [{"query": text, "document": text[::-1]} for text in ("a loop", "a class", "a function", "import")]
+    (folder / "retrieval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shutil.copytree(bert, folder / "prompted")
+    prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
+    (folder / "prompted" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
+    with_prompt = {"model_name_or_path": folder / "prompted", "per_device_eval_batch_size": 1}
     bad, images = {"train_file": folder / "bad.jsonl"}, {"train_file": pictures / "train.jsonl"}
     return {
         "base": {
@@ -163,6 +169,9 @@ def cases(
             "max_eval_tokens": 40,
             "max_eval_chars": 40,
             "generation_max_length": 3,
+            "retrieval_file": folder / "retrieval.jsonl",
+            **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), "ask"),
+            "matryoshka_dims": "8",
             "transfer_layers": "1",
             "window_dropout": "1",
             "max_grad_norm": 0.01,
@@ -175,6 +184,7 @@ def cases(
             "report_to": "tensorboard",
         },
         "beside": {
+            **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), with_prompt),
             "predict_with_generate": {"task": "seq2seq_lm"},
             "generation_max_length": {"task": "seq2seq_lm"},
             "loss_on": {

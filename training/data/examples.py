@@ -79,6 +79,7 @@ def build_examples(
         scores = None
         if task == "embedding" and pairs is not None:
             texts, scores, pairs = [*_interleaved(texts, pairs)], pair_scores(rows, data, split), None
+        texts = [recipe.text_prompt + text for text in texts] if task == "embedding" else texts
         cut: dict[str, Any] = {"add_special_tokens": True, "truncation": True, "max_length": max_length}
         documents = tokenize_texts(texts, tokenizer, pairs=pairs, **cut)
         labels = class_labels(rows, recipe, classes, split) if task == "sequence_classification" else scores

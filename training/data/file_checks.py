@@ -21,6 +21,7 @@ from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTIO
 
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+QUERY, DOCUMENT = "query", "document"  # the columns of a retrieval file
 LINES_SHOWN = 3  # the number of malformed lines that a message names
 csv.field_size_limit(sys.maxsize)  # a whole document may stand in one cell
 
@@ -44,13 +45,13 @@ def wanted_columns(recipe: Recipe, split: str) -> dict[str, str | None]:
     return {**wanted, data.label_column_name: "label_column_name"} if has_labels else wanted
 
 
-def check_data_file(path: str, columns: Mapping[str, str | None]) -> None:
-    """Check a file of one of the types in `SUFFIXES`.
+def check_data_file(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> None:
+    """Check a file of one of the types in `SUFFIXES`, which must have `columns` or else the column `instead`.
 
     Raises:
         UsageError: naming everything that is wrong with it.
     """
-    if problems := file_problems(path, columns):
+    if problems := file_problems(path, columns, instead=instead):
         raise UsageError(*problems)
 
 
@@ -84,6 +85,22 @@ def file_problems(
         for name, option in columns.items()
         if name not in names
     ]
+
+
+def check_retrieval_file(path: str) -> None:
+    """Check that `path` is a file with the two columns.
+
+    Raises:
+        UsageError: if it is not.
+    """
+    option = f"`--retrieval_file {path}`"
+    kinds = SUFFIXES[1:]  # a .txt has no columns
+    if Path(path).suffix not in kinds:
+        raise UsageError(f"{option}: the file must be one of {', '.join('*' + kind for kind in kinds)}")
+    if not Path(path).is_file():
+        raise UsageError(f"{option}: there is no such file; check the path")
+    if problems := file_problems(path, dict.fromkeys((QUERY, DOCUMENT))):
+        raise UsageError(*(f"`--retrieval_file`: {problem}" for problem in problems))
 
 
 @functools.lru_cache(maxsize=8)

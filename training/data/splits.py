@@ -16,7 +16,7 @@ from hf_linear_attention.training.data.images import usable_images
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.messages import language_examples, usable_language
 from hf_linear_attention.training.data.packing import Examples
-from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
+from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
 from hf_linear_attention.training.data.rows import count_skipped, load_rows, path_of
 from hf_linear_attention.training.data.streaming import StreamedExamples
@@ -111,8 +111,9 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
     Raises:
         TrainingError: if a split holds nothing that can be used.
     """
-    reader = READERS.get(recipe.model.task, TEXT)
-    max_length = sequence_length(recipe, processor, load_config(recipe))
+    reader, config = READERS.get(recipe.model.task, TEXT), load_config(recipe)
+    fill_dims(recipe, config)
+    max_length = sequence_length(recipe, processor, config)
     read_now = ("validation",) if recipe.data.streaming else ("train", "validation")
     rows, skipped = _read(recipe, read_now, reader)
     classes = _classes(recipe, rows) if reader.has_classes else None

@@ -92,13 +92,14 @@ class StreamedExamples:
 
     def _texts(self, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         data = self.recipe.data
+        prompt = self.recipe.text_prompt if self.recipe.model.task == "embedding" else ""
         for row in rows:
             if data.text_column_name not in row:
                 columns = ", ".join(name for name in row if name != ROW)
                 raise DataError(f"`--text_column_name {data.text_column_name}` is not a column; the data has {columns}")
             text = row[data.text_column_name]
             if isinstance(text, str):
-                yield text
+                yield prompt + text
             else:
                 report([f"row {row[ROW]}: {bad_text(data.text_column_name, text)}"], "the stream", data)
 

@@ -1,4 +1,4 @@
-"""Evaluation of a model on a data set, the same on any number of processes, and selection of the best evaluation."""
+"""Evaluation of a model with logits on a data set, the same on any number of processes, and the best evaluation."""
 
 from __future__ import annotations
 
@@ -13,25 +13,12 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
-from hf_linear_attention.training.data.batches import Batch, aligned_labels, token_weights
+from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
 from hf_linear_attention.training.evaluation.generated import Generated, Generation, generation_figures
-from hf_linear_attention.training.evaluation.metrics import (
-    GREATER_IS_BETTER,
-    Classification,
-    TeacherCosine,
-    TokenLoss,
-    pair_similarity,
-)
+from hf_linear_attention.training.evaluation.metrics import GREATER_IS_BETTER, Classification, TokenLoss
 from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch
-from hf_linear_attention.training.losses.outputs import (
-    embedding_cosine,
-    hidden_states_of,
-    logits_of,
-    mean_pooled,
-    run_model,
-    scored_logits,
-)
+from hf_linear_attention.training.losses.outputs import logits_of, run_model, scored_logits
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import TASKS
@@ -74,7 +61,7 @@ def _tags(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
 
 
 # How the predictions of a task are read from a batch and its outputs, and their metric. Other tasks with logits are
-# scored by their nats per token, and tasks without by the similarity to the teacher.
+# scored by their nats per token, and tasks without by the similarity to the teacher (`embedding_evaluator.py`).
 SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[evaluate.Metric]]] = {
     "sequence_classification": (_classes, Classification),
     "image_classification": (_classes, Classification),
@@ -106,8 +93,7 @@ class Evaluator:
         self.accelerator, self.task, self.teacher, self.generation = accelerator, task, teacher, generation
         self.examples = examples
         self.logits = TASKS[task].logits
-        self.layers = "last" if self.logits is None else None
-        self.compares = teacher is not None and self.logits is not None and TASKS[task].compares
+        self.compares = teacher is not None and TASKS[task].compares
 
     def figures(self, batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
         """Prediction and reference of every example in `batch`, given the outputs of the model for it.
@@ -119,14 +105,7 @@ class Evaluator:
         """
         if self.task in SCORES:
             return SCORES[self.task][0](batch, outputs, names)
-        if self.logits is not None:
-            return token_nats(batch, outputs, self.task)
-        if self.teacher is None:
-            raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
-        mine = hidden_states_of(outputs, self.layers)[-1]
-        yours = self.teacher(batch).hidden_states[-1]
-        mask = token_weights(batch, mine.shape[1]) > 0
-        return embedding_cosine(mine, yours, mask).tolist(), mask.sum(-1).tolist()
+        return token_nats(batch, outputs, self.task)
 
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, float]:
@@ -135,13 +114,12 @@ class Evaluator:
         model.eval()
         rows: list[tuple[int, Any, Any]] = []
         agreed: list[tuple[int, int, int]] = []
-        scored: list[tuple[int, float, list[float]]] = []
         texts: list[Generated] = []
         names = {int(index): str(name) for index, name in (model.config.id2label or {}).items()}
         for batch in batches:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
-                outputs = run_model(model, batch, self.layers)
+                outputs = run_model(model, batch, None)
                 predictions, references = self.figures(batch, outputs, names)
             index = batch["index"].tolist()
             rows += zip(index, predictions, references, strict=True)
@@ -150,20 +128,16 @@ class Evaluator:
             if self.generation is not None:
                 teacher = None if self.teacher is None else self.teacher.model
                 texts += self.generation(model, teacher, batch)
-            if self.task == "embedding" and "labels" in batch:
-                pooled = mean_pooled(hidden_states_of(outputs, self.layers)[-1], batch["attention_mask"])
-                scored += zip(index, batch["labels"].tolist(), pooled.tolist(), strict=True)
         model.train(was_training)
-        result = self._result(_each_once(gather_object(rows)))
-        result |= _similarity(_each_once(gather_object(scored)))
-        result |= generation_figures(_each_once(gather_object(texts)))
+        result = self._result(each_once(gather_object(rows)))
+        result |= generation_figures(each_once(gather_object(texts)))
         if self.compares:
-            counts = [row[1:] for row in _each_once(gather_object(agreed))]
+            counts = [row[1:] for row in each_once(gather_object(agreed))]
             result["agreement"] = sum(hits for hits, _ in counts) / max(sum(count for _, count in counts), 1)
         return {f"eval_{name}": value for name, value in result.items()}
 
     def _result(self, rows: list[tuple[int, Any, Any]]) -> dict[str, float]:
-        metric = SCORES[self.task][1] if self.task in SCORES else TokenLoss if self.logits else TeacherCosine
+        metric = SCORES[self.task][1] if self.task in SCORES else TokenLoss
         predictions, references = [row[1] for row in rows], [row[2] for row in rows]
         if self.logits == "spans":
             whole: Any = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
@@ -184,27 +158,13 @@ class Evaluator:
         return same.reshape(shape).sum(-1).tolist(), mask.reshape(shape).sum(-1).tolist()
 
 
-def _each_once(rows: list[Any]) -> list[Any]:
+def each_once(rows: list[Any]) -> list[Any]:
     """One row per example, sorted by the number of the example, so that sums do not depend on the number of processes.
 
     If several processes have an example (`batches.EvaluationBatches`), the row of the first process is used.
     """
     found = {row[0]: row for row in reversed(rows)}
     return [found[number] for number in sorted(found)]
-
-
-def _similarity(scored: list[tuple[int, float, list[float]]]) -> dict[str, float]:
-    """Spearman's correlation between the scores of pairs and the cosine similarities of their embeddings.
-
-    Args:
-        scored: number, score of the pair and embedding of every text, sorted by number; texts 2 i and 2 i + 1 are a
-            pair.
-    """
-    if not scored:
-        return {}
-    whole = scored[: len(scored) // 2 * 2]
-    embeddings = torch.tensor([row[2] for row in whole])
-    return {"spearman": pair_similarity(embeddings, [row[1] for row in whole[::2]])}
 
 
 class Selection:

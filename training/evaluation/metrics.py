@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linear_attention.training.tasks import RETRIEVAL
+
 
 CITATION = ""  # these metrics are plain means, so there is nothing to cite
 GREATER_IS_BETTER = {
@@ -25,6 +27,7 @@ GREATER_IS_BETTER = {
     "cosine_min": True,
     "exact_match": True,
     "same_text": True,
+    **dict.fromkeys(RETRIEVAL, True),
 }
 
 

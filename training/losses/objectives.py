@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.losses.divergence import chunked_kl
-from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, embedding_cosine, scored_logits
-from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, cosines_at, pooled, scored_logits
+from hf_linear_attention.training.recipe import Recipe, parse_dims
 
 
 class Objective(Protocol):
@@ -102,12 +102,16 @@ class HiddenState(Objective):
 
 
 class Embedding(Objective):
-    """1 - cosine similarity of the mean-pooled last hidden states, as sentence-transformers pools them."""
+    """1 - cosine similarity of the embeddings, which are pooled as the files of sentence-transformers say.
+
+    With `--matryoshka_dims`, the mean of those of whole embeddings and of embeddings cut to these dimensions.
+    """
 
     needs_logits, needs_hidden_states, needs_teacher = False, True, True
 
     def __init__(self, recipe: Recipe) -> None:
-        pass
+        self.pooling = recipe.pooling
+        self.dims = parse_dims(recipe.task_options.matryoshka_dims)
 
     def units(self, batch: Batch) -> Tensor:
         """Number of sequences, a long scalar."""
@@ -116,7 +120,9 @@ class Embedding(Objective):
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of 1 - cosine similarity."""
         mine, yours = _hidden_pairs(student, teacher)[-1]
-        return (1 - embedding_cosine(mine, yours, token_weights(batch, mine.shape[1]) > 0)).sum()
+        mask = token_weights(batch, mine.shape[1]) > 0
+        mine, yours = (pooled(hidden, mask, self.pooling) for hidden in (mine, yours))
+        return (1 - cosines_at(mine, yours, self.dims)).mean(0).sum()
 
 
 def _error_sums(mine: tuple[Tensor, ...], yours: tuple[Tensor, ...], batch: Batch, is_decoder: bool) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.data.sentence_files import Pooling
 from hf_linear_attention.training.losses.divergence import LogitRows
 from hf_linear_attention.training.tasks import LogitsOf
 
@@ -44,9 +46,29 @@ def mean_pooled(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     return hidden.float().masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def embedding_cosine(mine: Tensor, yours: Tensor, attention_mask: Tensor) -> Tensor:
-    """The cosine similarity [B] of the mean-pooled hidden states [B, N, D] of two models."""
-    return F.cosine_similarity(mean_pooled(mine, attention_mask), mean_pooled(yours, attention_mask), dim=-1)
+def pooled(hidden: Tensor, attention_mask: Tensor, pooling: Pooling = "mean") -> Tensor:
+    """The embeddings [B, D] in float32, made of the hidden states [B, N, D] of right-padded texts.
+
+    Args:
+        hidden: the last hidden states.
+        attention_mask: which tokens are not padding, [B, N].
+        pooling: their mean, the first one (`cls`), their maximum in each dimension, or the last one.
+    """
+    if pooling == "cls":
+        return hidden[:, 0].float()
+    mask = attention_mask.bool()
+    if pooling == "lasttoken":
+        last = mask.sum(1).clamp(min=1) - 1
+        return hidden[torch.arange(len(hidden), device=hidden.device), last].float()
+    if pooling == "max":
+        return hidden.float().masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
+    return mean_pooled(hidden, attention_mask)
+
+
+def cosines_at(mine: Tensor, yours: Tensor, dims: Sequence[int]) -> Tensor:
+    """The cosine similarities [1 + len(dims), B] of embeddings [B, D], whole and cut to each number of dimensions."""
+    counts = [mine.shape[-1], *dims]
+    return torch.stack([F.cosine_similarity(mine[:, :count], yours[:, :count], dim=-1) for count in counts])
 
 
 def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:

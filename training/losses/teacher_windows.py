@@ -111,12 +111,18 @@ class TeacherWindows:
 
 def windows_for(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> TeacherWindows | None:
     """The windows in which a teacher reads texts of `max_length` tokens; None if it can read them as they are."""
-    limits = [
-        table.num_embeddings - reserved_rows(table, teacher.config.max_position_embeddings)
-        for table in position_tables(teacher).values()
-    ]
-    if not limits or max_length <= min(limits):
+    limit = learned_positions(teacher)
+    if limit is None or max_length <= limit:
         return None
     special = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     before = special.index(0)
-    return TeacherWindows(min(limits), before, special[::-1].index(0))
+    return TeacherWindows(limit, before, special[::-1].index(0))
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """The number of tokens for which a model has learned positions; None if its positions are not learned."""
+    limits = [
+        table.num_embeddings - reserved_rows(table, model.config.max_position_embeddings)
+        for table in position_tables(model).values()
+    ]
+    return min(limits, default=None)
