@@ -215,6 +215,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file else None,
         "max_train_tokens": parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
         "seed": arguments.seed,
+        "cache_teacher": arguments.cache_teacher,
         "checkpointing_steps": arguments.checkpointing_steps,
         "save_total_limit": 1,
         "output_dir": work / TRAINED,

@@ -26,6 +26,7 @@ from hf_linear_attention.layer_ranges import is_by_layer
 from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.position_extension import STARTS, LongerPositions
+from hf_linear_attention.training.tasks import CACHED
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -204,6 +205,16 @@ class ConversionArguments:
         bounds=COUNT,
         needs=("preset",),
         on_resume=OnResume.FREE,
+        group="training",
+    )
+    cache_teacher: str | None = option(
+        "keep the original's outputs in this folder, and read them where a text is trained on again: the first stage "
+        "writes them, the second and later runs read them",
+        None,
+        needs=("preset",),
+        tasks=CACHED,
+        is_path=True,
+        on_resume=OnResume.WARNED,
         group="training",
     )
     evaluate: bool = option(

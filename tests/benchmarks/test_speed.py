@@ -15,7 +15,7 @@ from hf_linear_attention.mechanisms import MECHANISMS
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     *("speed_break_even", "speed_conversion", "speed_decoding", "speed_kernels", "speed_models"),
-    *("speed_without_kernels", "speed_delta", "shared_prefix"),
+    *("speed_without_kernels", "speed_delta", "shared_prefix", "speed_embeddings"),
 )
 
 
