@@ -122,11 +122,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     disable_progress_bar()
-    batches_each = 4
+    batches_each = 2
     if arguments.quick:
         arguments.lengths, arguments.batch_size, arguments.rounds, batches_each = [16, 32], 2, 1, 2
     folder = minilm_folder()
