@@ -113,17 +113,15 @@ def cached_teacher(
     recipe, source = context.recipe, inputs.source
     if recipe.objective.cache_teacher is None or not isinstance(source, Stream):
         return None
-    precision, logits, layers = context.accelerator.mixed_precision, False, None
+    precision = context.accelerator.mixed_precision
     used = [objective for _, objective in objectives.values()]
     is_transfer = any(objective.observes_attention for objective in used)
     if is_transfer and precision != "no":
         logger.info("attention transfer in mixed precision does not write the outputs of the teacher")
         return None
-    if is_transfer:
-        logits, layers = recipe.task.logits is not None, _kept_layers(recipe)
-    else:
-        logits = any(objective.needs_logits and objective.needs_teacher for objective in used)
-        layers = hidden_layers_of(recipe, objectives)
+    layers = _kept_layers(recipe) if is_transfer else hidden_layers_of(recipe, objectives)
+    logits = any(objective.needs_logits and objective.needs_teacher for objective in used)
+    logits = logits or (is_transfer and recipe.task.logits is not None)
     model = context.student if is_transfer or context.teacher is None else context.teacher.model
     config = model.config.get_text_config()
     kinds: list[Kind] = [Logits(config.vocab_size, recipe.objective.temperature)] if logits else []

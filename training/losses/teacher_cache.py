@@ -207,9 +207,9 @@ class CachedTeacher:
         """Keep the outputs of a model that computes what the teacher computes, unless they are there."""
         if self._read(batch) is None:
             logits = getattr(outputs, "logits", None)
-            rows = None if logits is None else logits.detach().flatten(0, -2)
+            rows = None if logits is None else logits.detach().flatten(0, -2).__getitem__
             states = tuple(state.detach() for state in hidden_states_of(outputs, layers))
-            self._write(batch, Outputs(None if rows is None else lambda chosen: rows[chosen], states))
+            self._write(batch, Outputs(rows, states))
 
     def _read(self, batch: Batch) -> list[Tensor] | None:
         """By kind, the bytes [B, N, size] of all rows, with 0 at padding; None if one of them is not there."""
@@ -283,7 +283,7 @@ def _digest_of_weights(model: PreTrainedModel) -> str:
     for name, value in sorted(model.state_dict().items()):
         if MECHANISM not in name:
             digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
