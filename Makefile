@@ -6,7 +6,7 @@ EXTRAS ?= dev
 WORKERS ?= 2
 # In benchmarks/; the timed ones last.
 PAPERS := performer_error attention_spectrum training_free_swap copy_task linformer_plus_linear peers autoregressive_images
-SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_conversion speed_without_kernels shared_prefix long_prompts
+SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_embeddings speed_conversion speed_without_kernels shared_prefix long_prompts
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

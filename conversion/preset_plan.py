@@ -244,6 +244,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "prompt_name": arguments.prompt_name,
         "matryoshka_dims": arguments.matryoshka_dims,
         "seed": arguments.seed,
+        "cache_teacher": arguments.cache_teacher,
         "checkpointing_steps": arguments.checkpointing_steps,
         "save_total_limit": 1,
         "output_dir": work / TRAINED,

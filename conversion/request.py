@@ -27,7 +27,7 @@ from hf_linear_attention.layer_ranges import is_by_layer
 from hf_linear_attention.mechanism import Option
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.position_extension import STARTS, LongerPositions
-from hf_linear_attention.training.tasks import TASKS, TEXT_TASKS
+from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -209,6 +209,16 @@ class ConversionArguments(EmbeddingArguments):
         bounds=COUNT,
         needs=("preset",),
         on_resume=OnResume.FREE,
+        group="training",
+    )
+    cache_teacher: str | None = option(
+        "keep the original's outputs in this folder, and read them where a text is trained on again: the first stage "
+        "writes them, the second and later runs read them",
+        None,
+        needs=("preset",),
+        tasks=CACHED,
+        is_path=True,
+        on_resume=OnResume.WARNED,
         group="training",
     )
     evaluate: bool = option(

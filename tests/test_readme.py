@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,34 @@ def test_commands_exist(command, monkeypatch, capsys):
 )
 def test_code_compiles(page, code):
     compile(code, page, "exec")
+
+
+# Figures that are the mean of seeds, with the values that RESULTS.md has.
+MEANS = {"1.434": ("1.4320", "1.4375", "1.4323"), "1.462": ("1.4681", "1.4581", "1.4597")}
+DECIMAL = r"(?<![\d.\w,^-])\d*\.\d{3,4}(?![\d.])"
+
+
+def measured() -> list[Decimal]:
+    """Every decimal number in RESULTS.md, and in the figures of the quick start."""
+    files = [ROOT / "benchmarks" / "RESULTS.md", DOCS / "images" / "quick_start.json"]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    return [Decimal(number) for number in re.findall(r"(?<![\d\w])\d*\.\d+", text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_were_measured(page):
+    """Every number with three or four decimals outside of code is, rounded, one of those that were measured."""
+    known = measured()
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for figure in sorted(set(re.findall(DECIMAL, text)) - set(MEANS)):
+        unit = Decimal(figure).as_tuple().exponent
+        assert any(round(number, -unit) == Decimal(figure) for number in known if number.as_tuple().exponent <= unit), (
+            f"{page.name} has {figure}, which benchmarks/RESULTS.md does not have"
+        )
+
+
+def test_means_are_of_what_was_measured():
+    known = measured()
+    for mean, values in MEANS.items():
+        assert all(Decimal(value) in known for value in values)
+        assert round(sum(map(Decimal, values)) / len(values), 3) == Decimal(mean)

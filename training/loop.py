@@ -107,7 +107,8 @@ class TrainingLoop:
             last = number == len(window)
             synchronization = nullcontext() if last else self.accelerator.no_sync(self.plan.synchronized)
             with synchronization, self.plan.window_dropout.drawn(self.state.step):
-                targets = self.context.teacher(batch) if self._uses_teacher() and self.context.teacher else None
+                teacher = self.plan.cached or self.context.teacher
+                targets = teacher(batch) if self._uses_teacher() and teacher else None
                 loss, figures = self.plan.module(batch, targets, scales)
                 self._backward(loss, last)
             losses.append(loss.detach())

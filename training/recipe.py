@@ -12,11 +12,11 @@ from hf_linear_attention.training.arguments import (
     FACTS,
     DataArguments,
     ModelArguments,
-    ObjectiveArguments,
     OptimizationArguments,
     RunArguments,
 )
 from hf_linear_attention.training.data.sentence_files import Pooling, SentenceFiles, sentence_files
+from hf_linear_attention.training.objective_arguments import ObjectiveArguments
 from hf_linear_attention.training.task_arguments import TaskArguments
 from hf_linear_attention.training.tasks import TASKS, Task, unit_of
 

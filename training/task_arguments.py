@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hf_linear_attention._common.options import COUNT, NOT_NEGATIVE, OnResume, option
-from hf_linear_attention.training.tasks import TASKS
+from hf_linear_attention.training.tasks import TASKS, TEXT_TASKS
 
 
 EVALUATION_DATA = ("validation_file", "dataset_name")
+PADDED = tuple(name for name in TEXT_TASKS if name != "causal_lm")  # the blocks of causal_lm have one length
 GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 
 
@@ -88,4 +89,10 @@ class TaskArguments:
         tasks=GENERATING,
         for_evaluation=True,
         on_resume=OnResume.INCOMPARABLE,
+    )
+    group_by_length: bool = option(
+        "Train on texts of similar length in each optimizer step, so that little is computed on padding; the order of "
+        "the examples is another one.",
+        False,
+        tasks=PADDED,
     )

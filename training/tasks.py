@@ -84,6 +84,8 @@ TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text"
 # The columns of question_answering, whose names are fixed.
 QUESTION_COLUMNS = ("question", "context", "answers")
 MESSAGES = "messages"  # the column of conversations, for causal_lm
+# Every row of these has the same inputs whenever it is read, and the same length for student and teacher.
+CACHED = ("causal_lm", "embedding")
 COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
 IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")

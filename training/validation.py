@@ -11,7 +11,7 @@ from hf_linear_attention._common.checkpoint_files import check_checkpoint
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import out_of_bounds, without_needs, without_task
-from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.arguments import FACTS
 from hf_linear_attention.training.data.file_checks import (
     SUFFIXES,
     check_retrieval_file,
@@ -19,6 +19,7 @@ from hf_linear_attention.training.data.file_checks import (
     file_problems,
     wanted_columns,
 )
+from hf_linear_attention.training.objective_arguments import TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.recipe import Recipe, parse_dims, parse_layer_numbers, parse_rates
 from hf_linear_attention.training.tasks import RETRIEVAL
 from hf_linear_attention.training.tracking import tracker_problems
@@ -59,6 +60,7 @@ def find_problems(recipe: Recipe) -> list[str]:
         _checkpoints,
         _files,
         _streaming,
+        _caching,
         _columns,
         _objectives,
         _adapters,
@@ -133,6 +135,8 @@ def _streaming(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.data.join_documents:
         yield "`--join_documents` and `--streaming` exclude each other; drop one of them"
+    if recipe.task_options.group_by_length:
+        yield "`--group_by_length` needs the lengths of all texts, which `--streaming` does not know; drop one of them"
     if not recipe.task.reads_running_text:
         yield f"`--streaming` reads text without labels; drop it for `--task {recipe.model.task}`"
     if (recipe.data.train_file or "").endswith(".txt"):
@@ -146,6 +150,21 @@ def _streaming(recipe: Recipe) -> Iterator[str]:
             "`--streaming` reads data of unknown length; give `--max_train_steps`, and neither `--num_train_epochs` "
             "nor `--max_train_tokens`"
         )
+
+
+def _caching(recipe: Recipe) -> Iterator[str]:
+    objective = recipe.objective
+    if objective.cache_teacher is None:
+        return
+    if recipe.data.streaming:
+        yield "`--cache_teacher` numbers the rows, which `--streaming` does not know; drop one of them"
+    if recipe.model.offload_folder is not None:
+        yield "`--cache_teacher` reads all weights, which `--offload_folder` keeps on disk; drop one of them"
+    if any(getattr(objective, name) for name in TRANSFER_WEIGHTS):
+        if not objective.disable_dropout:
+            yield "`--cache_teacher` keeps outputs without dropout; drop it, or drop `--disable_dropout false`"
+    elif not any(getattr(objective, name) for name in TEACHER_WEIGHTS):
+        yield f"`--cache_teacher` needs an objective with a teacher: give one of {', '.join(TEACHER_WEIGHTS)}"
 
 
 def _columns(recipe: Recipe) -> Iterator[str]:

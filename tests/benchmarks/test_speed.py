@@ -15,7 +15,7 @@ from hf_linear_attention.mechanisms import MECHANISMS
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     *("speed_break_even", "speed_conversion", "speed_decoding", "speed_kernels", "speed_models"),
-    *("speed_without_kernels", "speed_delta", "shared_prefix"),
+    *("speed_without_kernels", "speed_delta", "shared_prefix", "speed_embeddings"),
 )
 
 
@@ -40,7 +40,7 @@ def test_a_quick_run_prints_its_tables_and_writes_its_figures(name, tmp_path, ca
     printed = capsys.readouterr().out
     assert any(
         word in printed
-        for word in ("linear elu1", "sdpa", "conversion, no verification", "transformers / C", "hybrid: the")
+        for word in ("linear elu1", "sdpa", "conversion, no verification", "transformers / C", "hybrid: the", "texts/s")
     )
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 

@@ -96,6 +96,7 @@ def second(folder: Path) -> Options:
         "max_eval_length": 40,
         "controls": "none",
         "checkpointing_steps": 7,
+        "cache_teacher": "cache",
         "model_class": "LlamaModel",
         "base_model": "someone/model",
         "push_to_hub": "someone/model",  # these tests are offline, and that is said before the work
@@ -119,7 +120,7 @@ def beside(folder: Path) -> dict[str, Options]:
         "position_init": {"model_name_or_path": folder / "embedding", "max_position_embeddings": 99},
         "seed": RANDOM,
         "preset": {**preset, "preset": None},
-        **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "validation_file"), preset),
+        **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "cache_teacher", "validation_file"), preset),
         **dict.fromkeys(("pairs_file", "retrieval_file", "prompt_name", "matryoshka_dims"), embedding),
         **{name: {**embedding, "retrieval_file": retrieval} for name in ("query_prompt_name", "document_prompt_name")},
         **dict.fromkeys(("max_eval_tokens", "max_eval_length", "controls"), measured),

@@ -158,6 +158,7 @@ def cases(
             "lora_target_modules": "q_proj",
             "freeze_pattern": "embed",
             "offload_folder": "offload",
+            "cache_teacher": "cache",
             "train_file": folder / "valid.jsonl",
             "validation_file": folder / "train.jsonl",
             "dataset_name": folder / "data",
@@ -200,6 +201,7 @@ def cases(
             "attention_map_weight": {"trainable": "mechanism"},
             "on_bad_rows": {**bad, "evaluation": {"validation_file": bad["train_file"]}},
             "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
+            "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 4},
             "max_eval_chars": {"validation_file": folder / "valid.txt"},
             "disable_dropout": {"task": "sequence_classification"},
             "label_column_name": {"task": "sequence_classification"},
@@ -271,7 +273,7 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
 
     def _run(options: Options) -> dict[str, Any]:
         root, metrics = tmp_path_factory.mktemp("run"), []
-        for name in ("output_dir", "offload_folder"):
+        for name in ("output_dir", "offload_folder", "cache_teacher"):
             if options.get(name) is not None:
                 options[name] = root / options[name]
         if options.pop("used", False):

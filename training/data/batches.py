@@ -47,12 +47,29 @@ class Masking:
         return {"input_ids": corrupted, "labels": np.where(chosen, tokens, IGNORED)}
 
 
-class Stream(Dataset[Example]):
-    """Examples by position: with `shuffle` endless and shuffled anew for every epoch, otherwise once and in order."""
+STEPS_TOGETHER = 64  # optimizer steps among which `group_by_length` sorts, at most an epoch
 
-    def __init__(self, examples: Examples, seed: int, shuffle: bool, masking: Masking | None = None) -> None:
+
+class Stream(Dataset[Example]):
+    """Examples by position: with `shuffle` endless and shuffled anew for every epoch, otherwise once and in order.
+
+    With `step_size`, the examples of an optimizer step have similar lengths: those of every `STEPS_TOGETHER` steps are
+    sorted by length, divided into steps of `step_size` examples, and the steps shuffled.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        seed: int,
+        shuffle: bool,
+        masking: Masking | None = None,
+        step_size: int | None = None,
+    ) -> None:
         self.examples, self.seed, self.shuffle, self.masking = examples, seed, shuffle, masking
+        self.step_size = step_size
         self._epoch, self._order = -1, np.arange(len(examples))
+        self._part, self._sorted = -1, self._order
+        self._lengths = examples.lengths if step_size else self._order
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -62,6 +79,21 @@ class Stream(Dataset[Example]):
         return np.array([self._index(position) for position in range(start, stop)], dtype=np.int64)
 
     def _index(self, position: int) -> int:
+        if self.step_size is None:
+            return self._shuffled(position)
+        steps = min(STEPS_TOGETHER, max(1, len(self.examples) // self.step_size))
+        part, offset = divmod(position, steps * self.step_size)
+        if part != self._part:
+            self._part, self._sorted = part, self._sorted_by_length(part, steps, self.step_size)
+        return int(self._sorted[offset])
+
+    def _sorted_by_length(self, part: int, steps: int, step_size: int) -> Tokens:
+        count = steps * step_size
+        indices = np.array([self._shuffled(position) for position in range(part * count, (part + 1) * count)])
+        ordered = indices[np.argsort(self._lengths[indices], kind="stable")].reshape(steps, step_size)
+        return np.random.default_rng([self.seed, part]).permutation(ordered).ravel()
+
+    def _shuffled(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.examples))
         if self.shuffle and epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch)

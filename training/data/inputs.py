@@ -39,6 +39,12 @@ def content_of(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sequences_per_step(recipe: Recipe, accelerator: Accelerator) -> int:
+    """Sequences (or images) in one optimizer step, over all processes and accumulated batches."""
+    plan = recipe.optimization
+    return plan.per_device_train_batch_size * plan.gradient_accumulation_steps * accelerator.num_processes
+
+
 @dataclass
 class TrainInputs:
     """The training batches of one process, as a function of the optimizer step."""
@@ -52,8 +58,7 @@ class TrainInputs:
     @property
     def sequences_per_step(self) -> int:
         """Sequences (or images) in one optimizer step, over all processes and accumulated batches."""
-        plan = self.recipe.optimization
-        return plan.per_device_train_batch_size * plan.gradient_accumulation_steps * self.accelerator.num_processes
+        return sequences_per_step(self.recipe, self.accelerator)
 
     def facts(self) -> dict[str, int | str | None]:
         """The facts about the data that must be the same when the run is resumed."""

@@ -133,6 +133,12 @@ def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
     return Masking(recipe.data.mlm_probability, processor.mask_token_id, len(processor), special)
 
 
-def stream_of(examples: Examples, recipe: Recipe, processor: Processor, shuffle: bool) -> Stream:
-    """The examples by position, with the seed and the masking of the recipe."""
-    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor))
+def stream_of(
+    examples: Examples, recipe: Recipe, processor: Processor, shuffle: bool, step_size: int | None = None
+) -> Stream:
+    """The examples by position, with the seed and the masking of the recipe.
+
+    Args:
+        step_size: the number of examples in an optimizer step, if these shall have similar lengths.
+    """
+    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor), step_size)

@@ -39,6 +39,7 @@ from hf_linear_attention.training.losses.outputs import (
 from hf_linear_attention.training.recipe import Recipe
 
 
+Note = Callable[[Batch, Any, str | None], None]
 LOSS = "loss"  # the name of the weighted sum among the figures of a step
 Term = TypeVar("Term", Tensor, float)
 
@@ -77,18 +78,20 @@ class StudentWithObjectives(nn.Module):
         objectives: dict[str, tuple[float, Objective]],
         layers: str | None,
         transfer: TransferLayers | None = None,
+        note: Note | None = None,
     ) -> None:
         """Combine the student and its objectives.
 
         Args:
             layers: which hidden states the student returns: "last", "all" or None.
             transfer: the layers that are trained by attention transfer; by default all.
+            note: what is called with every batch and the outputs of the softmax model in attention transfer.
         """
         super().__init__()
         if "far_share" in objectives:
             check_far_share(student)
         self.student, self.objectives, self.layers = student, objectives, layers
-        self.transfer = transfer or TransferLayers(student)
+        self.transfer, self.note = transfer or TransferLayers(student), note
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
         if any(objective.needs_attention_weights for _, objective in objectives.values()):
             student.set_attn_implementation("eager")
@@ -127,5 +130,7 @@ class StudentWithObjectives(nn.Module):
     def _observed(self, batch: Batch) -> StudentOutputs:
         seen: list[ObservedAttention] = []
         with observe_attention(self.student, partial(self.transfer.observe, seen)), suppress(LastLayerReachedError):
-            run_model(self.student, batch, None)
+            outputs = run_model(self.student, batch, self.layers)
+            if self.note is not None:
+                self.note(batch, outputs, self.layers)
         return StudentOutputs(attention=tuple(seen))

@@ -12,13 +12,32 @@ whole: they are requested by row, so that a teacher can apply its output layer c
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-LogitRows = Callable[[Tensor], Tensor]
+@dataclass(frozen=True)
+class TopLogits:
+    """The logarithms of the k largest probabilities of each row, and of the sum of the others."""
+
+    values: Tensor  # [r, k]
+    ids: Tensor  # [r, k]: their classes
+    others: Tensor  # [r, 1]
+
+    def completed(self, log_q: Tensor) -> Tensor:
+        """Logits [r, V], in which the other classes have the proportions of the student, whose log q is [r, V].
+
+        So the KL is that of k + 1 classes, one of which stands for all others; it is at most the KL of all classes.
+        """
+        is_kept = torch.zeros_like(log_q, dtype=torch.bool).scatter_(1, self.ids, True)
+        others = log_q.masked_fill(is_kept, -torch.inf).logsumexp(-1, keepdim=True)
+        return (log_q + (self.others - others)).scatter(1, self.ids, self.values.to(log_q.dtype))
+
+
+LogitRows = Callable[[Tensor], Tensor | TopLogits]
 """A function from row numbers [r] to logits [r, V]."""
 
 CHUNK_ELEMENTS = 2**24  # logits per chunk, which is 64 MiB per float32 copy
@@ -76,11 +95,12 @@ class _ChunkedKL(torch.autograd.Function):
         raise NotImplementedError(ONE_DERIVATIVE)
 
 
-def _chunk(student: Tensor, teacher: Tensor, temperature: float, slope: bool) -> tuple[Tensor, Tensor]:
+def _chunk(student: Tensor, teacher: Tensor | TopLogits, temperature: float, slope: bool) -> tuple[Tensor, Tensor]:
     """The sum of the KL over rows [R, V] without the factor T^2, and the gradient T (q - p) of the value with it."""
     wide = torch.promote_types(student.dtype, torch.float32)
     log_q = torch.log_softmax(student.to(wide) / temperature, dim=-1)
-    log_p = torch.log_softmax(teacher.to(wide) / temperature, dim=-1)
+    whole = teacher.completed(log_q) if isinstance(teacher, TopLogits) else teacher.to(wide) / temperature
+    log_p = torch.log_softmax(whole, dim=-1)
     p = log_p.exp()
     # A teacher that excludes a token has log p = -inf and p = 0; the token contributes 0 then, not NaN.
     value = torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p)).sum()

@@ -15,8 +15,9 @@ import yaml
 from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.arguments import FACTS
 from hf_linear_attention.training.losses.far_share import has_far_share
+from hf_linear_attention.training.objective_arguments import TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.training.tasks import TASKS
 
@@ -100,8 +101,9 @@ def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[st
     unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
     if not is_transfer(stage):
         unused = unused | {name for name, fact in FACTS.items() if fact.needs == TRANSFER_WEIGHTS}
-    if not is_embedding and not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
-        unused = unused | {"teacher_name_or_path"}
+    if not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
+        unused = unused | (set() if is_embedding else {"teacher_name_or_path"})
+        unused = unused | (set() if is_transfer(stage) else {"cache_teacher"})
     options = {name: value for name, value in options.items() if name not in unused}
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 

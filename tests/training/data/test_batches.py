@@ -46,6 +46,26 @@ def test_an_epoch_is_a_permutation_and_the_next_is_another() -> None:
     assert Stream(documents(50), seed=4, shuffle=True).indices(0, 50).tolist() != first.tolist()
 
 
+def test_steps_of_similar_lengths() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 600)
+    texts = Documents([np.full(length, number) for number, length in enumerate(lengths)], "tokens")
+    plain, grouped = Stream(texts, 3, shuffle=True), Stream(texts, 3, shuffle=True, step_size=8)
+    for part in (0, 1):  # the same examples within 64 steps, also across the end of the epoch
+        window = part * 512, (part + 1) * 512
+        assert sorted(grouped.indices(*window)) == sorted(plain.indices(*window))
+    steps = lengths[grouped.indices(0, 1024)].reshape(-1, 8)
+    random = lengths[plain.indices(0, 1024)].reshape(-1, 8)
+    assert (steps.max(1) * 8).sum() < 1.05 * steps.sum()  # 5 % are padding
+    assert (random.max(1) * 8).sum() > 1.5 * random.sum()
+    assert steps[0].mean() != sorted(steps.mean(1))[0]  # the steps are shuffled
+    again = Stream(texts, 3, shuffle=True, step_size=8)
+    assert (
+        again.indices(700, 710).tolist() == grouped.indices(700, 710).tolist()
+    )  # without having passed what is before
+    few = Stream(documents(20), 3, shuffle=True, step_size=8)
+    assert all(len(set(few.indices(start, start + 8))) == 8 for start in (0, 8))  # no text twice in a step
+
+
 def test_evaluation_sees_every_example_once() -> None:
     for count in (1, 2, 7, 8):
         ranks = [list(EvaluationBatches(count, 2, rank, 3)) for rank in range(3)]
