@@ -58,6 +58,15 @@ def page(report=REPORT, runs=RUNS, config=CONFIG, name="my-model") -> Page:
     return Page(page_of(report, runs, config, name))
 
 
+def test_a_trained_model_without_held_out_text_says_what_was_measured_last():
+    assert page(without("quality")).text.count("Trained: nats per token 1.5") >= 1
+    assert "to imitate its original" in page(without("quality")).text
+    labelled = [{**RUNS[0], "metrics": {}, "training": {"tokens": 7, "task_loss_weight": 1.0}}]
+    shown = page(without("quality"), labelled).text
+    assert "Trained, and not measured" in shown
+    assert "trained on 7 tokens." in shown
+
+
 def without(*names: str) -> dict:
     report = copy.deepcopy(REPORT)
     for name in names:
