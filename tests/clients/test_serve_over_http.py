@@ -87,9 +87,10 @@ def test_a_chat(served, expected, is_streamed):
         model=str(folder), messages=MESSAGES, max_tokens=8, temperature=0, stream=is_streamed
     )
     if is_streamed:
-        pieces = [piece.choices[0].delta.content or "" for piece in answer if piece.choices]
-        assert len([piece for piece in pieces if piece]) > 1
-        text = "".join(pieces)
+        events = [event for event in answer if event.choices]
+        assert events[-1].choices[0].finish_reason is not None
+        assert len(events) > 1
+        text = "".join(event.choices[0].delta.content or "" for event in events)
     else:
         text = answer.choices[0].message.content
     assert text.strip() == expected.strip()
