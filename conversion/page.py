@@ -117,6 +117,10 @@ def _lengths(report: Mapping[str, Any]) -> list[str]:
         faster = max(length or report["speed"]["longest"] for length in lengths)
         beyond = any(length is None for length in lengths)
         found.append(f"faster from {'more than ' if beyond else ''}{faster:,} tokens")
+    buckets = ((report.get("quality") or {}).get("positions") or {}).get("buckets") or ()
+    measured = max((bucket["to"] for bucket in buckets), default=0)
+    if reads and measured > reads:  # positions beyond those of the training work, or the evaluation had stopped there
+        return [*found, f"trained for {reads:,} tokens, measured to {measured:,}"]
     return [*found, f"the model reads {reads:,}"] if reads else found
 
 
