@@ -35,7 +35,7 @@ class Subcommand:
 
 COMMANDS = {
     "convert": Subcommand("hf_linear_attention.conversion.convert_checkpoint", "convert a checkpoint, and train it"),
-    "finetune": Subcommand("hf_linear_attention.training.finetune", "train a converted model, or fine-tune any model"),
+    "finetune": Subcommand("hf_linear_attention.conversion.finetune_command", "train a converted model, or any model"),
     "evaluate": Subcommand("hf_linear_attention.conversion.evaluate_model", "compare a converted model with SRC"),
     "compare": Subcommand("hf_linear_attention.conversion.compare", "find the mechanism that suits a model"),
     "serve": Subcommand("hf_linear_attention.conversion.serve", "serve a converted model (OpenAI-compatible)"),

@@ -111,6 +111,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--train_file", help="text to train on: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)")
     parser.add_argument("--tokens", help="the number of tokens to train on, such as 50k (default) or 2M")
     parser.add_argument("--output_dir", help=f"a new folder for {COMPARISON} and {PAGE}")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output_dir if it holds a comparison")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the checkpoint contains")
     parser.add_argument("--allow_pickle", action="store_true", help="read .bin files if there are no safetensors")
     arguments = parser.parse_args(argv)
@@ -121,13 +122,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         problems.append(f"`--mechanisms`: {shown} must be one of {', '.join(sorted(MECHANISMS))}")
     if arguments.tokens is not None and arguments.train_file is None:
         problems.append("`--tokens` needs text to train on; give a `--train_file`")
-    if arguments.output_dir is not None and Path(arguments.output_dir).expanduser().exists():
-        problems.append(f"`--output_dir` = {arguments.output_dir!r} exists; give the name of a new folder")
+    if arguments.output_dir is not None:
+        problems += _problems_of_output(arguments.output_dir, arguments.overwrite)
+    elif arguments.overwrite:
+        problems.append("`--overwrite` needs `--output_dir`")
     if problems:
         raise UsageError(*problems)
     if arguments.train_file is not None:
         check_text_file("train_file", arguments.train_file)
     return arguments
+
+
+def _problems_of_output(name: str, overwrite: bool) -> list[str]:
+    """Why the comparison cannot be written there: only another comparison may be replaced."""
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        return []
+    if not overwrite:
+        return [f"`--output_dir` = {name!r} exists; give `--overwrite` to replace it, or another name"]
+    is_comparison = folder.is_dir() and {path.name for path in folder.iterdir()} <= {COMPARISON, PAGE}
+    return [] if is_comparison else [f"`--overwrite`: {name!r} holds more than a comparison; give another name"]
 
 
 def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -37,10 +37,12 @@ def check_hub_name(name: str) -> None:
 def push(folder: Path, name: str) -> str:
     """Create the repository unless it exists, upload the folder as one commit, and return its address.
 
+    Checkpoints for resuming and the models of earlier stages stay where they are.
+
     Raises:
         RunError: if the Hub refuses; the folder is complete and stays.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_of_a_run(path.relative_to(folder)))
     operations = [
         CommitOperationAdd(path_in_repo=path.relative_to(folder).as_posix(), path_or_fileobj=_content(path))
         for path in paths
@@ -56,6 +58,10 @@ def push(folder: Path, name: str) -> str:
             f"`hf upload {name} {folder}` tries again"
         ) from error
     return str(url)
+
+
+def _is_of_a_run(path: Path) -> bool:
+    return len(path.parts) > 1 and (path.parts[0] == "stages" or path.parts[0].startswith("checkpoint-"))
 
 
 def _content(path: Path) -> str | bytes:

@@ -13,13 +13,15 @@ from typing import Any
 
 import jinja2
 
-from hf_linear_attention._common.model_card import HISTORY, REPORT
+from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.page_plots import bytes_text
 from hf_linear_attention.conversion.page_sections import Section, percent, sections
 
 
 PAGE = "report.html"
+# Of a training, in the headline.
+MOST_FIGURES = 3
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
 
 
@@ -51,7 +53,7 @@ def page_of(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config
         name: the title.
     """
     lead = _lead(report, runs, config)
-    return rendered(name, headline(report), lead, _tiles(report), sections(report, runs), _footer(report))
+    return rendered(name, headline(report, runs), lead, _tiles(report), sections(report, runs), _footer(report))
 
 
 def rendered(
@@ -71,13 +73,13 @@ def rendered(
     return "".join(f"{line}\n" for line in text.splitlines() if line.strip())
 
 
-def headline(report: Mapping[str, Any]) -> str:
+def headline(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]] = ()) -> str:
     """The result in words, as in "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; ..."."""
-    parts = [_kept(report), *_lengths(report)]
+    parts = [_kept(report, runs), *_lengths(report)]
     return "; ".join(parts)
 
 
-def _kept(report: Mapping[str, Any]) -> str:
+def _kept(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
     quality = report.get("quality") or {}
     if quality.get("agreement") is not None:
         nats = quality["student"] / quality["teacher"] - 1
@@ -90,6 +92,9 @@ def _kept(report: Mapping[str, Any]) -> str:
     outputs = (report.get("checks") or {}).get("student_against_teacher") or {}
     if not report.get("layers"):
         return "No layer was converted"
+    if runs:
+        figures = [f"{_words(name)} {format_value(value)}" for name, value in runs[-1]["metrics"].items()]
+        return f"Trained: {', '.join(figures[:MOST_FIGURES])}" if figures else "Trained, and not measured"
     if "top1_agreement" in outputs:
         return f"Converted, not trained: {percent(outputs['top1_agreement'])} of token choices kept on short samples"
     if "mean_embedding_cosine" in outputs:
@@ -97,6 +102,11 @@ def _kept(report: Mapping[str, Any]) -> str:
     if "hidden_state_error" in outputs:
         return f"Converted, not trained: hidden states err by {percent(outputs['hidden_state_error'])} on samples"
     return "Converted, and not measured"
+
+
+def _words(name: str) -> str:
+    """`eval_nats_per_token` -> `nats per token`."""
+    return name.removeprefix("eval_").replace("_", " ")
 
 
 def _lengths(report: Mapping[str, Any]) -> list[str]:
@@ -107,6 +117,10 @@ def _lengths(report: Mapping[str, Any]) -> list[str]:
         faster = max(length or report["speed"]["longest"] for length in lengths)
         beyond = any(length is None for length in lengths)
         found.append(f"faster from {'more than ' if beyond else ''}{faster:,} tokens")
+    buckets = ((report.get("quality") or {}).get("positions") or {}).get("buckets") or ()
+    measured = max((bucket["to"] for bucket in buckets), default=0)
+    if reads and measured > reads:  # positions beyond those of the training work, or the evaluation had stopped there
+        return [*found, f"trained for {reads:,} tokens, measured to {measured:,}"]
     return [*found, f"the model reads {reads:,}"] if reads else found
 
 
@@ -121,7 +135,9 @@ def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: 
         text += f" in {layers} of {report['num_layers']} layers"
     units = [unit for unit in ("tokens", "images", "recordings") if any(run["training"].get(unit) for run in runs)]
     amounts = [f"{sum(run['training'].get(unit) or 0 for run in runs):,} {unit}" for unit in units]
-    trained = f", trained on {' and '.join(amounts)} to imitate its original." if amounts else ", not trained yet."
+    weights = {name for run in runs for name, value in run["training"].items() if name.endswith("_weight") and value}
+    trained = f", trained on {' and '.join(amounts)}" if amounts else ", trained" if runs else ", not trained yet"
+    trained += " to imitate its original." if weights - {"task_loss_weight"} else "."
     return [text + (trained if layers or "num_layers" not in report else ".")]
 
 

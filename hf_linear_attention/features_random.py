@@ -284,8 +284,9 @@ def _moments(x: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> tupl
 
     x is `[B, Hkv, G, N, D]`; the bool mask `[B, N]` is False at padding.
     """
-    x = x.double()
-    weights = torch.ones_like(x[:, :1, :1, :, :1]) if mask is None else mask[:, None, None, :, None].double()
+    place = "cpu" if x.device.type == "mps" else x.device  # Apple GPUs lack float64
+    x = x.to(place).double()
+    weights = torch.ones_like(x[:, :1, :1, :, :1]) if mask is None else mask[:, None, None, :, None].to(place).double()
     weights = weights / (weights.sum() * x.shape[2])
     x = x.masked_fill(weights == 0, 0.0)
     norm = (weights * x.square()).sum(dim=(0, 2, 3, 4)) * scaling

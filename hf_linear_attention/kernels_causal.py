@@ -7,6 +7,8 @@ values, C tokens in a block. Inside the loops B and Hkv form one axis, and G and
 Autograd through such a loop would keep the sums of every block; this implementation stores nothing of size N x F x D.
 The backward pass makes two sweeps (Katharopoulos 2020, equations 13-15). The forward sweep computes the gradients of
 the queries from the sums of the earlier tokens, and the reverse sweep those of keys and values from later tokens.
+
+In an exported graph whose length is free, the blocks are the steps of a loop of the graph instead.
 """
 
 from __future__ import annotations
@@ -20,19 +22,28 @@ from typing import Any
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels_cpu import in_large_pages
 from .kernels_torch import BLOCK_SIZE
+from .kernels_torch import EMPTY_MAXIMUM
+from .kernels_torch import GRAPH_LOG_BLOCK_SIZE
+from .kernels_torch import BlockDecay
 from .kernels_torch import Parts
 from .kernels_torch import accumulation_dtype
+from .kernels_torch import attend_block
 from .kernels_torch import exponentiate
 from .kernels_torch import joined
+from .kernels_torch import normalize
 from .kernels_torch import pack_state
 from .kernels_torch import plain_attention
 from .kernels_torch import safe_block_size
+from .kernels_torch import sequence_masks
 from .kernels_torch import unpack_state
 from .kernels_torch import with_dtype
+from .kernels_torch import with_ones
+from .kernels_torch import with_padding_counted
 
 
 def causal_attention(
@@ -81,6 +92,68 @@ def causal_attention(
         results.append((output, denominator, scale))
     joint: Any = (None if part[0] is None else joined(part) for part in zip(*results))
     return *joint, pack_state(sums, maximum)
+
+
+def is_free(length: int) -> bool:
+    """Whether a graph is being exported in which this length is a variable, so that nothing may depend on it."""
+    return isinstance(length, torch.SymInt)
+
+
+def incomplete(length: int, size: int) -> int:
+    """The number of tokens that whole blocks of `size` lack; blocks of a free length are two or more.
+
+    Otherwise the graph would depend on whether there is one block, and torch.export would refuse the length.
+    """
+    return (length // size + 2) * size - length if is_free(length) else -length % size
+
+
+def scanned_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_features: bool,
+    key_mask: Tensor | None = None,
+    state: Tensor | None = None,
+    log_decay: Tensor | None = None,
+) -> Parts:
+    """Causal `kernels_torch.plain_attention` for a free length, which takes one step of a loop per block."""
+    from torch._higher_order_ops.scan import scan  # torch has no public name for it yet
+
+    dtype, (batch, kv_heads, length, features) = accumulation_dtype(value), key.shape
+    size = GRAPH_LOG_BLOCK_SIZE if log_features else BLOCK_SIZE
+    missing = incomplete(length, size)
+
+    def blocks(x: Tensor, dim: int) -> Tensor:
+        return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)).unflatten(dim, (-1, size)).movedim(dim, 0)
+
+    if key_mask is None:
+        key_mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
+    query, key = with_dtype(query, dtype).unflatten(1, (kv_heads, -1)), with_dtype(key, dtype)
+    values, mask = with_ones(value, dtype), (key_mask > 0)[:, None, :, None]
+    given = [blocks(query, 3), blocks(key, 2), blocks(values, 2), blocks(mask, 2)]
+    if key_mask.dtype != torch.bool:
+        numbers = with_padding_counted(F.pad(key_mask.abs(), (0, missing)))
+        before = torch.cat((numbers[:, :1], numbers[:, :-1]), dim=1)
+        given += [x.unflatten(1, (-1, size)).movedim(1, 0) for x in (numbers, before)]
+
+    def step(carried: Sequence[Tensor], block: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        q, k, v, m, *sequences = block
+        together = sequence_masks(sequences[0], sequences[1][:, :1]) if sequences else None
+        decay = None if log_decay is None else BlockDecay(log_decay.to(dtype), k, m)
+        sums, maximum = carried if log_features else (*carried, None)
+        output, scale, *new = attend_block(q, k, v, m, sums, maximum, log_features, True, together, decay)
+        return [x for x in new if x is not None], [x for x in (output, scale) if x is not None]
+
+    start = list(unpack_state(state, log_features)) if state is not None else [
+        values.new_zeros(batch, kv_heads, features, values.shape[-1]),
+        values.new_full((batch, kv_heads, features), EMPTY_MAXIMUM) if log_features else None,
+    ]  # fmt: skip
+    start = [x.to(dtype).clone(memory_format=torch.contiguous_format) for x in start if x is not None]
+    (sums, *maximum), results = scan(step, start, given)
+    output, *scale = (x.movedim(0, 3).flatten(3, 4)[:, :, :, :length] for x in results)
+    state = pack_state(sums, *(maximum or [None]))
+    return normalize(output), output[..., -1:], *(scale or [None]), state
 
 
 def _faded(log_decay: Tensor | None, key: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -49,12 +49,20 @@ def plain_delta(
 
     Returns:
         The output `[B, H, N, D]` and the state, both in the accumulation dtype.
+
+    Raises:
+        NotImplementedError: in an exported graph whose length is free.
     """
     dtype = accumulation_dtype(value)
     query, key, value, log_decay, beta = (with_dtype(x, dtype) for x in (query, key, value, log_decay, beta))
     (batch, kv_heads, length, features), width = key.shape, value.shape[3]
     if state is None:
         state = value.new_zeros(batch, kv_heads, features, width)
+    if isinstance(length, torch.SymInt):
+        raise NotImplementedError(
+            "The gated delta rule cannot be exported with a free length; give a fixed length (one graph per length), "
+            "or export a single decoding step, or use `linear` or `hybrid` with `far` = `linear`."
+        )
     if not length:
         return query[..., :1] * value.new_zeros(width), state.clone()
     log_decay = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(3)

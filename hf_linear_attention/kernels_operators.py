@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .kernels_causal import causal_attention
 from .kernels_causal import gradients_with_graph
+from .kernels_causal import scanned_attention
 from .kernels_checks import check_attention
 from .kernels_checks import check_attention_results
 from .kernels_checks import check_axes
@@ -185,6 +186,8 @@ def in_torch(
     key, value = shown(key, key_mask), shown(value, key_mask)
     query, key = feature_map.features(query, feature_map.query), feature_map.features(key, feature_map.key)
     options: dict[str, Any] = {"log_features": feature_map.log_features, "key_mask": key_mask, "state": state}
+    if is_causal and isinstance(key.shape[2], torch.SymInt):  # in a graph whose length is free
+        return scanned_attention(query, key, value, log_decay=log_decay, **options)
     is_packed = key_mask is not None and key_mask.dtype != torch.bool
     if plain or is_packed or not is_causal or 0 in key.shape[:3]:
         return plain_attention(query, key, value, is_causal=is_causal, log_decay=log_decay, **options)

@@ -134,7 +134,7 @@ def plain_attention(
     if not key.shape[2] and is_causal:
         return _nothing(query, values, sums, maximum, log_features)
     if not is_causal:
-        output, scale, sums, maximum = _block(query, key, values, mask, sums, maximum, log_features, False)
+        output, scale, sums, maximum = attend_block(query, key, values, mask, sums, maximum, log_features, False)
         return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
     size = block_size or (GRAPH_LOG_BLOCK_SIZE if log_features else BLOCK_SIZE)
     parts = query.split(size, dim=3), key.split(size, dim=2), values.split(size, dim=2)
@@ -142,8 +142,8 @@ def plain_attention(
     together = itertools.repeat(None) if segments is None else _sequence_masks(segments, size)
     blocks: list[tuple[Tensor, Any]] = []
     for q, k, v, m, same in zip(*parts, masks, together):
-        decay = None if log_decay is None else _Decay(log_decay.to(dtype), k, m)
-        output, scale, sums, maximum = _block(q, k, v, m, sums, maximum, log_features, True, same, decay)
+        decay = None if log_decay is None else BlockDecay(log_decay.to(dtype), k, m)
+        output, scale, sums, maximum = attend_block(q, k, v, m, sums, maximum, log_features, True, same, decay)
         blocks.append((output, scale))
     output = joined([part for part, _ in blocks])
     scale = joined([part for _, part in blocks]) if log_features else None
@@ -244,7 +244,7 @@ def pack_state(sums: Any, maximum: Tensor | None) -> Tensor:
     return sums if maximum is None else torch.cat((sums, maximum.unsqueeze(-1)), dim=-1)
 
 
-class _Decay:
+class BlockDecay:
     """The factors exp(log_decay)^(real tokens between key and query) within a block; every exponent is at most 0."""
 
     def __init__(self, log_decay: Tensor, key: Tensor, mask: Tensor | None):
@@ -261,7 +261,7 @@ class _Decay:
         self.carried_to_last = log_decay * last  # [B or 1, Hkv, 1]
 
 
-def _block(
+def attend_block(
     query: Tensor,
     key: Tensor,
     values: Tensor,
@@ -270,8 +270,8 @@ def _block(
     maximum: Tensor | None,
     log_features: bool,
     is_causal: bool,
-    together: _Together | None = None,
-    decay: _Decay | None = None,
+    together: Together | None = None,
+    decay: BlockDecay | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
     scale, exponent, before = None, key, (sums, maximum)
@@ -305,7 +305,7 @@ def _fade(
     sums: Tensor | None,
     maximum: Tensor | None,
     before: tuple[Any, Tensor | None],  # the sums are None only where the maximum is
-    decay: _Decay,
+    decay: BlockDecay,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Decay the sums and keys of a block to its last token, as the state needs them, and find their maximum.
 
@@ -348,7 +348,7 @@ def _add(carried: Tensor | None, new: Tensor) -> Tensor:
     return new if carried is None else carried + new
 
 
-class _Together(NamedTuple):
+class Together(NamedTuple):
     """Which tokens of a block belong to the same packed sequence; every mask broadcasts over heads."""
 
     pairs: Tensor  # [B, 1, 1, C, C] query and key
@@ -357,24 +357,27 @@ class _Together(NamedTuple):
     key_stays: Tensor  # [B, 1, C, 1] key and the last token of the block
 
 
-def _sequence_masks(segments: Tensor, size: int) -> list[_Together]:
-    """Masks of `segments [B, S]` (0 at padding), in blocks; the state belongs to the sequence of the newest token."""
-    # Padding is counted with the sequence before it; its keys are masked anyway. ONNX lacks `cummax`.
-    rank = (segments > 0).cumsum(dim=1)
+def _sequence_masks(segments: Tensor, size: int) -> list[Together]:
+    blocks = with_padding_counted(segments).split(size, dim=1)
+    return [sequence_masks(block, before[:, -1:]) for block, before in zip(blocks, (blocks[0][:, :1], *blocks))]
+
+
+def with_padding_counted(segments: Tensor) -> Tensor:
+    """`segments [B, S]` with padding (0) counted with the sequence before it; its keys are masked anyway."""
+    rank = (segments > 0).cumsum(dim=1)  # ONNX lacks `cummax`
     number_of = torch.zeros_like(F.pad(segments, (1, 0))).scatter(1, rank * (segments > 0), segments)
-    segments = number_of.gather(1, rank)
-    blocks, last = [], segments[:, :1]
-    for block in segments.split(size, dim=1):
-        before, last = last, block[:, -1:]
-        blocks.append(
-            _Together(
-                (block[:, :, None] == block[:, None, :])[:, None, None],
-                (block == before)[:, None, None, :, None],
-                (last == before)[:, None, None],
-                (block == last)[:, None, :, None],
-            )
-        )
-    return blocks
+    return number_of.gather(1, rank)
+
+
+def sequence_masks(block: Tensor, before: Tensor) -> Together:
+    """The masks of a block `[B, C]` after the token `before [B, 1]`; the state is of the sequence of its last token."""
+    last = block[:, -1:]
+    return Together(
+        (block[:, :, None] == block[:, None, :])[:, None, None],
+        (block == before)[:, None, None, :, None],
+        (last == before)[:, None, None],
+        (block == last)[:, None, :, None],
+    )
 
 
 def exponentiate(

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from .kernels_causal import incomplete
+from .kernels_causal import is_free
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import joined
@@ -85,7 +87,7 @@ def plain_window(
     if not query.shape[0] * length:
         return _nothing(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
-    size = max(1, min(length, width))
+    size = width if is_free(length) else max(1, min(length, width))
     offset = torch.arange(width + size - 1, device=query.device) - torch.arange(size, device=query.device)[:, None]
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +95,7 @@ def plain_window(
 
     query = scaled(query)
     to_sinks = query if sink_query is None else scaled(sink_query)
-    key, value, visible = _windows(key, value, visible, width, size, -length % size, dtype)
+    key, value, visible = _windows(key, value, visible, width, size, incomplete(length, size), dtype)
     visible = visible[:, :, None] & (offset >= 0) & (offset < width)
     if numbers is not None:
         visible = visible & _of_own_sequence(numbers, centre, length, width, size)
@@ -124,12 +126,12 @@ def _nothing(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch.Tens
 def _of_own_sequence(numbers: torch.Tensor, centre: int, length: int, width: int, size: int) -> torch.Tensor:
     """Whether a place of a block's window belongs to the packed sequence of its query."""
     own = _blocks(numbers[:, centre : centre + length], 1, size).unsqueeze(3)
-    return F.pad(numbers, (0, -length % size)).unfold(1, width + size - 1, size).unsqueeze(2) == own
+    return F.pad(numbers, (0, incomplete(length, size))).unfold(1, width + size - 1, size).unsqueeze(2) == own
 
 
 def _blocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Pad the N of `dim` to whole blocks of `size` and split it into them."""
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, -x.shape[dim] % size)).unflatten(dim, (-1, size))
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, incomplete(x.shape[dim], size))).unflatten(dim, (-1, size))
 
 
 def _softmax(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import is_eager
+from .kernels_causal import is_free
 from .kernels_hybrid import exact_part
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import with_dtype
@@ -123,7 +124,7 @@ class WindowAttention(AttentionMechanism):
             numbers, attention_mask = attention_mask, attention_mask > 0
         if not query.shape[2]:
             return self._nothing(query, key, value, is_causal, state)
-        if attention_mask is None and is_causal and not state:
+        if attention_mask is None and is_causal and not state and not is_free(query.shape[2]):
             output, state = self._attend_from_start(query, key, value, scaling, positions)
             return output.transpose(1, 2), state
         if attention_mask is None and is_causal and state and query.shape[2] == 1:

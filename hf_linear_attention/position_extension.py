@@ -80,8 +80,8 @@ class Extension:
         if self.start == "tiled":
             new = first[torch.arange(count, device=old.device) % len(first)]
         else:
-            columns = first.double().T.unsqueeze(0)
-            new = F.interpolate(columns, size=count, mode="linear", align_corners=True)[0].T.to(old.dtype)
+            columns = first.cpu().double().T.unsqueeze(0)  # Apple GPUs lack float64
+            new = F.interpolate(columns, size=count, mode="linear", align_corners=True)[0].T.to(old)
         return torch.cat((old[: table.reserved], new))
 
     def weights(self, old: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -317,7 +317,7 @@ def _fingerprint(model: Any) -> str:
     for entry in model.state_dict().values():
         for tensor in _plain_tensors(entry):
             sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)]
-            digest.update(sample.to("cpu", torch.float64).numpy().tobytes())
+            digest.update(sample.cpu().double().numpy().tobytes())  # in this order: Apple GPUs lack float64
     return digest.hexdigest()
 
 

@@ -33,6 +33,9 @@ Evaluate a model without training it:
 
     python training/finetune.py --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
 
+The command of an installation (`hf-linear-attention finetune`) also writes report.html into OUT, if the model was
+converted before, and with --push_to_hub NAME uploads OUT to the Hub.
+
 Exit codes: 0, the run is done; 1, it failed; 2, the command line is wrong; 130, it was interrupted; 143, it received
 SIGTERM (during training, a checkpoint is written first). With HF_LINEAR_ATTENTION_DEBUG=1, errors are printed with
 their traceback.
@@ -44,7 +47,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +75,27 @@ from hf_linear_attention.training.recipe_parser import parse, parse_preset
 logger = logging.getLogger("finetune")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with the arguments `argv` (by default those of the process), and return its exit code."""
+def main(argv: Sequence[str] | None = None, finished: Callable[[Path], None] | None = None) -> int:
+    """Run the command with the arguments `argv` (by default those of the process), and return its exit code.
+
+    `finished` is called with the output folder after the run, in the first process.
+    """
     # The launcher starts the same command several times; one copy of every message is enough.
     speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
     argv = sys.argv[1:] if argv is None else argv
     stopped = "complete checkpoints are kept, and `--resume_from_checkpoint latest` resumes from the newest"
-    return run_command("finetune.py", lambda: _finetune(argv, speaks), stopped=stopped, speaks=speaks)
+    return run_command("finetune.py", lambda: _finetune(argv, speaks, finished), stopped=stopped, speaks=speaks)
 
 
-def _finetune(argv: Sequence[str], speaks: bool) -> None:
+def _finetune(argv: Sequence[str], speaks: bool, finished: Callable[[Path], None] | None) -> None:
     """Train or evaluate as `argv` asks, and log the final figures."""
     asked = parse_preset(argv, __doc__) or parse(argv, __doc__)
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
-    logger.info("done: %s", _run(asked))
+    figures = _run(asked)
+    if finished is not None and os.environ.get("RANK", "0") == "0":
+        finished(asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"]))
+    logger.info("done: %s", figures)
 
 
 def _run(asked: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:

@@ -76,8 +76,13 @@ def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
 
 def test_without_a_text_an_encoder_is_compared_on_the_built_in_sentences(tmp_path):
     save_twin(tmp_path / "bert", "bert", "AutoModel")
-    code, shown, err = answer("--model_name_or_path", tmp_path / "bert", "--mechanisms", "nystrom,linear")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "comparison.json").write_text("of an earlier comparison")
+    words = ("--mechanisms", "nystrom,linear", "--output_dir", out, "--overwrite")
+    code, shown, err = answer("--model_name_or_path", tmp_path / "bert", *words)
     assert code == 0, err
+    assert len(json.loads((out / "comparison.json").read_text())["mechanisms"]) == 2
     assert "cosine to the original's embeddings, on the built-in sentences" in shown
     assert re.search(r"(?m)^nystrom +[01]\.\d{4} +- ", shown)
     assert shown.splitlines()[-1].startswith("Take `")
@@ -87,7 +92,9 @@ def test_without_a_text_an_encoder_is_compared_on_the_built_in_sentences(tmp_pat
     ("words", "said"),
     [
         (["--mechanisms", "hybrid,flash", "--tokens", "1k"], ["'flash'", "`--tokens` needs text"]),
-        (["--output_dir", "."], ["exists"]),
+        (["--output_dir", "."], ["exists", "`--overwrite`"]),
+        (["--output_dir", ".", "--overwrite"], ["holds more than a comparison"]),
+        (["--overwrite"], ["needs `--output_dir`"]),
         (["--train_file", "absent.txt"], ["`--train_file`", "give a file"]),
         (["--train_file", __file__], ["`--train_file`", "give a file"]),
         (["--mechanism", "hybrid"], ["--mechanism"]),

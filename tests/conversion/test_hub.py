@@ -8,11 +8,15 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
+import datasets
 import huggingface_hub
 import pytest
 import yaml
+from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, files, run
 from huggingface_hub import constants
+
+from hf_linear_attention.conversion.commands import main
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -92,6 +96,25 @@ def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path,
     card = hub.committed["README.md"].decode()
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "someone/llama"
     assert 'from_pretrained("user/model", trust_remote_code=True)' in card
+
+
+def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(llama, tmp_path, hub, monkeypatch, capsys):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    out, trained, text = tmp_path / "out", tmp_path / "trained", tmp_path / "a.txt"
+    convert_folder(llama, out, "--attention", "linear", "--no_verify")
+    text.write_text("\n\n".join(f"Some text of some words, number {place}." for place in range(20)))
+    words = ["finetune", "--task", "causal_lm", "--output_dir", str(trained), "--push_to_hub=user/model"]
+    assert main([*words, "--model_name_or_path", str(out), "--validation_file", str(text)]) == 1
+    assert "nothing was trained" in capsys.readouterr().err
+    words += ["--model_name_or_path", str(out), "--train_file", str(text), "--max_train_tokens", "100"]
+    assert main([*words, "--checkpointing_steps", "1", "--validation_file", str(text), "--overwrite_output_dir"]) == 0
+    page = (trained / "report.html").read_text()
+    assert "Trained: nats per token" in page
+    assert "not trained" not in page
+    pushed = [name for name in files(trained) if not name.startswith("checkpoint-")]
+    assert sorted(hub.committed) == pushed != list(files(trained))
 
 
 def test_what_the_hub_refuses_leaves_the_folder(llama, tmp_path, hub):

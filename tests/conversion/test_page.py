@@ -58,6 +58,15 @@ def page(report=REPORT, runs=RUNS, config=CONFIG, name="my-model") -> Page:
     return Page(page_of(report, runs, config, name))
 
 
+def test_a_trained_model_without_held_out_text_says_what_was_measured_last():
+    assert page(without("quality")).text.count("Trained: nats per token 1.5") >= 1
+    assert "to imitate its original" in page(without("quality")).text
+    labelled = [{**RUNS[0], "metrics": {}, "training": {"tokens": 7, "task_loss_weight": 1.0}}]
+    shown = page(without("quality"), labelled).text
+    assert "Trained, and not measured" in shown
+    assert "trained on 7 tokens." in shown
+
+
 def without(*names: str) -> dict:
     report = copy.deepcopy(REPORT)
     for name in names:
@@ -75,8 +84,10 @@ def titles(shown: Page) -> list[str]:
 
 def test_the_headline_says_what_is_kept_and_from_which_length_it_is_faster():
     assert headline(REPORT) == (
-        "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; the model reads 512"
+        "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; trained for 512 tokens, measured to "
+        "2,048"
     )
+    assert headline(without("quality.positions")).endswith("; faster from 1,024 tokens; the model reads 512")
 
 
 @pytest.mark.parametrize(

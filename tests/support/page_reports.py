@@ -58,7 +58,8 @@ REPORT: dict[str, Any] = {
 }  # fmt: skip
 RUNS: list[dict[str, Any]] = [
     {
-        "dataset": "a.jsonl", "metrics": {}, "training": {"stage": stage, "tokens": 1000},
+        "dataset": "a.jsonl", "metrics": {"eval_nats_per_token": 1.5},
+        "training": {"stage": stage, "tokens": 1000, "logits_kl_weight": 1.0},
         "loss": {
             "unit": "tokens", "points": [[100, 0.5], [500, 0.1], [1000, 0.05]],
             "evaluated": [[0, 1.6], [1000, 1.5]],
