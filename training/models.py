@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_linear_attention._common.errors import DataError, TrainingError
+from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.adapters import add_adapters
@@ -103,7 +103,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     """The teacher, with mixed precision in the dtype of its checkpoint, otherwise in float32.
 
     Raises:
-        TrainingError: if the objectives in use cannot compare it with the student.
+        SetupError: if the objectives in use cannot compare it with the student.
     """
     path = str(recipe.model.teacher_name_or_path)
     teacher = _load(recipe, path, is_trained=False, dtype="auto" if mixed_precision else torch.float32)
@@ -112,7 +112,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     for name, used in _must_agree(recipe).items():
         mine, yours = getattr(student.config, name, None), getattr(teacher.config, name, None)
         if used and mine != yours:
-            raise TrainingError(
+            raise SetupError(
                 f"`{name}` is {mine} in the model but {yours} in the teacher {path}, and they must agree; choose "
                 "another teacher or other objectives"
             )

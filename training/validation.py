@@ -12,7 +12,13 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import out_of_bounds, without_needs, without_task
 from hf_linear_attention.training.arguments import FACTS, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
-from hf_linear_attention.training.data.file_checks import SUFFIXES, column_instead, file_problems, wanted_columns
+from hf_linear_attention.training.data.file_checks import (
+    SUFFIXES,
+    column_instead,
+    file_problems,
+    folder_files,
+    wanted_columns,
+)
 from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers, parse_rates
 from hf_linear_attention.training.tracking import tracker_problems
 
@@ -51,6 +57,7 @@ def find_problems(recipe: Recipe) -> list[str]:
         _facts,
         _checkpoints,
         _files,
+        _data_folder,
         _streaming,
         _columns,
         _objectives,
@@ -113,6 +120,22 @@ def _files(recipe: Recipe) -> Iterator[str]:
             "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` alone to "
             "evaluate"
         )
+
+
+def _data_folder(recipe: Recipe) -> Iterator[str]:
+    """Check the files of `--dataset_name FOLDER`, which are otherwise read only when the models are."""
+    if recipe.task.inputs == "images":
+        return
+    for split in ("train", "validation"):
+        columns = wanted_columns(recipe, split)
+        try:
+            files = folder_files(recipe.data, split)
+        except UsageError as error:
+            yield str(error)
+            return
+        for path in files:
+            if Path(path).suffix in FILE_TYPES:
+                yield from file_problems(path, columns, recipe.data.on_bad_rows == "skip", column_instead(recipe))
 
 
 def _streaming(recipe: Recipe) -> Iterator[str]:

@@ -14,7 +14,11 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["hf_linear_attention.training.finetune", "accelerate", "transformers.models.llama.modeling_llama"]
+    [
+        "hf_linear_attention.training.finetune",
+        "hf_linear_attention.training.run",
+        "transformers.models.llama.modeling_llama",
+    ]
 )
 
 

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attention._common.errors import TrainingError, UsageError
+from hf_linear_attention._common.errors import SetupError, UsageError
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.training.recipe import Recipe
@@ -48,7 +48,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer of the model, or that of `--tokenizer_name`.
 
     Raises:
-        TrainingError: if the task is masked_lm and the tokenizer has no mask token.
+        SetupError: if the task is masked_lm and the tokenizer has no mask token.
     """
     name = recipe.model.tokenizer_name or recipe.model.model_name_or_path
     options = {"trust_remote_code": recipe.model.trust_remote_code}
@@ -58,7 +58,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             # GPT-2's and RoBERTa's tokenizers take words only with a space before each.
             tokenizer = AutoTokenizer.from_pretrained(name, **options, add_prefix_space=True)
     if recipe.model.task == "masked_lm" and tokenizer.mask_token_id is None:
-        raise TrainingError(
+        raise SetupError(
             f"the tokenizer of {name} has no mask token, which `--task masked_lm` needs; choose another task or "
             "`--tokenizer_name`"
         )
