@@ -33,9 +33,9 @@ Evaluate a model without training it:
 
     python training/finetune.py --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
 
-Exit codes: 0, the run is done; 1, it failed; 2, the options, the model or the data do not allow it; 130, it was interrupted; 143, it received
-SIGTERM (during training, a checkpoint is written first). With HF_LINEAR_ATTENTION_DEBUG=1, errors are printed with
-their traceback.
+Exit codes: 0, the run is done; 1, it failed; 2, the options, the model or the data do not allow it; 130, it was
+interrupted; 143, it received SIGTERM (during training, a checkpoint is written first). With
+HF_LINEAR_ATTENTION_DEBUG=1, errors are printed with their traceback.
 """
 
 from __future__ import annotations
