@@ -19,7 +19,7 @@ from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.adapters import add_adapters
-from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
+from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
 from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import TASKS
@@ -83,6 +83,8 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
             f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}; "
             "rename those in the data, or choose another label column"
         )
+    if len(unique) == 1:
+        raise DataError(f"every label of the data is {names[0]!r}, so there is nothing to tell apart; check the column")
     return {name: index for index, name in enumerate(sorted(unique, key=int if numeric else None))}
 
 
@@ -106,6 +108,9 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
         SetupError: if the objectives in use cannot compare it with the student.
     """
     path = str(recipe.model.teacher_name_or_path)
+    with reading(_files(path)):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
+    check_direction(recipe, config, path)
     teacher = _load(recipe, path, is_trained=False, dtype="auto" if mixed_precision else torch.float32)
     if recipe.model.task == "sequence_classification":
         teacher.config.pad_token_id = student.config.pad_token_id

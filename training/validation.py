@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +85,7 @@ def _checkpoints(recipe: Recipe) -> Iterator[str]:
     """Check the files of the models before anything is written. The stages of a preset write some of them later."""
     model = recipe.model
     for path in dict.fromkeys((model.model_name_or_path, model.teacher_name_or_path, model.tokenizer_name)):
-        if path is not None and Path(path).is_dir():
+        if path is not None and os.path.isdir(path):
             try:
                 check_checkpoint(Path(path))
             except UsageError as error:
@@ -99,8 +100,8 @@ def _files(recipe: Recipe) -> Iterator[str]:
             continue
         if Path(path).suffix not in FILE_TYPES:
             yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
-        elif not Path(path).is_file():
-            what = "not a file" if Path(path).exists() else "there is no such file"
+        elif not os.path.isfile(path):  # unlike `Path.is_file`, it is False in a folder that may not be read
+            what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
             yield f"`--{name} {path}`: {what}; check the path"
         elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
             what = "images" if recipe.task.inputs == "images" else "classes"

@@ -29,12 +29,7 @@ DEFAULT_MAX_LENGTH = 512
 def load_processor(recipe: Recipe) -> Processor:
     """The image processor or tokenizer that prepares the inputs of the model, and is saved with it."""
     config = load_config(recipe)  # both classes below read it too, and their errors would not say that it is wrong
-    kind = getattr(config, "stock_model_type", config.model_type)
-    if recipe.model.task == "causal_lm" and is_masked_lm(kind) and not is_causal_config(config, kind):
-        raise UsageError(
-            f"`--task causal_lm`: {recipe.model.model_name_or_path} ({kind}) attends to both sides, so it would see "
-            "the tokens that it has to predict; use `--task masked_lm`, or a decoder"
-        )
+    check_direction(recipe, config, recipe.model.model_name_or_path)
     if recipe.task.inputs != "images":
         tokenizer = load_tokenizer(recipe)
         _check_vocabulary(tokenizer, config)
@@ -42,6 +37,20 @@ def load_processor(recipe: Recipe) -> Processor:
     path = recipe.model.model_name_or_path
     with reading(f"the image processor of {path} (preprocessor_config.json)"):
         return AutoImageProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def check_direction(recipe: Recipe, config: PreTrainedConfig, path: str) -> None:
+    """Refuse a model or teacher that would see the tokens that it has to predict.
+
+    Raises:
+        UsageError: for `--task causal_lm` with an encoder.
+    """
+    kind = getattr(config, "stock_model_type", config.model_type)
+    if recipe.model.task == "causal_lm" and is_masked_lm(kind) and not is_causal_config(config, kind):
+        raise UsageError(
+            f"`--task causal_lm`: {path} ({kind}) attends to both sides, so it would see the tokens that it has to "
+            "predict; use `--task masked_lm`, or a decoder"
+        )
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
