@@ -83,8 +83,6 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
             f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}; "
             "rename those in the data, or choose another label column"
         )
-    if len(unique) == 1:
-        raise DataError(f"every label of the data is {names[0]!r}, so there is nothing to tell apart; check the column")
     return {name: index for index, name in enumerate(sorted(unique, key=int if numeric else None))}
 
 

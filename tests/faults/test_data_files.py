@@ -185,9 +185,9 @@ def test_models_that_do_not_exist(linear_llama, files, tmp_path, role, value):
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_the_files_of_a_folder_are_checked_together(linear_llama, tmp_path, suffix):
     (tmp_path / "data" / f"train{suffix}").write_bytes(BAD[f"more{suffix}"])
-    (tmp_path / "data" / "test.jsonl").write_bytes(BAD["other.jsonl"])
+    (tmp_path / "data" / f"test{suffix}").write_bytes(b"body\na b c\n")
     result = finetune(*_words(linear_llama, tmp_path, dataset_name=tmp_path / "data"))
-    assert_refused(result, "2 problems", f"train{suffix}", "line 3", "test.jsonl", "body")
+    assert_refused(result, "2 problems", f"train{suffix}", "line 3", f"test{suffix}", "body")
     assert_nothing_written(tmp_path, "data")
 
 

@@ -106,7 +106,8 @@ def test_text_of_others_in_cards(text):
 @pytest.mark.parametrize("metadata", [
     "license: &a [x]\nlanguage: [*a, *a]", "license: " + "[" * 3000,
     "license: !!python/object/apply:os.system ['true']",
-    "license: !!set {a}", "license: 2020-01-01", "license: !!binary aGk=", "license: {", "- a", "3", "license: \x07", "license: " + "x" * 2**21, "a: 1\na: 2",
+    "license: !!set {a}", "license: 2020-01-01", "license: !!binary aGk=",
+    "license: {", "- a", "3", "license: \x07", "license: " + "x" * 2**21, "a: 1\na: 2",
 ])  # fmt: skip
 def test_cards_of_others(llama, tmp_path, metadata):
     source = copy_of(llama, tmp_path / "source")

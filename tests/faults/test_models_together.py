@@ -44,7 +44,7 @@ def test_training(linear_llama, llama, others, files, tmp_path, words, said):
 
 @pytest.mark.parametrize(
     ("option", "value", "attention"),
-    [("feature_map", "elu1", "linear"), ("redraw_interval", 3, "performer"), ("input_gate", "softplus", "linear")],
+    [("feature_map", "elu1", "linear"), ("redraw_interval", 3, "performer"), ("features", "favor++", "performer")],
 )
 def test_an_option_of_another_mechanism_is_suggested(llama, tmp_path, option, value, attention):
     result = convert("--model_name_or_path", llama, "--output_dir", tmp_path / "out", f"--{option}", value)
