@@ -23,7 +23,7 @@ from hf_linear_attention.training.data.rows import count_skipped, load_rows, pat
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.data.targets import target_examples
 from hf_linear_attention.training.data.words import usable_words, word_examples
-from hf_linear_attention.training.models import class_mapping, known_classes
+from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
@@ -103,12 +103,11 @@ def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int
     split, first = labelled[0]
     of_words = recipe.model.task == "token_classification"
     names = label_names(first, column, path_of(recipe.data, split), of_words=of_words)
-    entries = {entry for row in names for entry in row} if of_words else set(names)
-    config = load_config(recipe)
-    if len(entries) == 1 and not entries <= set(known_classes(config)):
+    classes = class_mapping(load_config(recipe), [entry for row in names for entry in row] if of_words else names)
+    if len(classes) == 1:
         place = path_of(recipe.data, split) or f"`--dataset_name {recipe.data.dataset_name}`"
-        raise DataError(f"`{column}` is {entries.pop()!r} in every row of {place}, so there is nothing to tell apart")
-    return class_mapping(config, sorted(entries))
+        raise DataError(f"`{column}` is {min(classes)!r} in every row of {place}, so there is nothing to tell apart")
+    return classes
 
 
 def load_data(recipe: Recipe, processor: Processor) -> Splits:
