@@ -1,7 +1,5 @@
-"""torch.compile and torch.export: one node a kernel, no break, no new graph for the same shapes, the numbers of eager.
-
-And what graphs are made of elsewhere: meta tensors, empty batches and empty sequences.
-"""
+"""torch.compile and torch.export: one node a kernel, no break, no new graph for the same shapes, the numbers of eager;
+and what graphs are made of elsewhere: meta tensors, empty batches and empty sequences."""
 
 from __future__ import annotations
 
