@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.reading import reading, require_file
@@ -56,7 +57,7 @@ def folder_files(data: DataArguments, split: str) -> list[str]:
     import datasets
 
     with reading(f"`--dataset_name {name}`", "give a folder or the name of a data set"):
-        found = datasets.load_dataset_builder(name, data.dataset_config_name).config.data_files or {}
+        found: Any = datasets.load_dataset_builder(name, data.dataset_config_name).config.data_files or {}
     if split == "validation" and split not in found:  # as `load_rows` does
         split = "test"
     return sorted(map(str, found.get(split, ())))
