@@ -32,10 +32,12 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention._common.options import unusable_texts
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
 from hf_linear_attention.conversion.calibration_data import check_text_file, real_inputs
 from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
 from hf_linear_attention.conversion.data_recipes import data_recipe
+from hf_linear_attention.conversion.export import check_output
 from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
 from hf_linear_attention.conversion.option_values import parse_tokens
 from hf_linear_attention.conversion.page import PAGE
@@ -115,7 +117,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the checkpoint contains")
     parser.add_argument("--allow_pickle", action="store_true", help="read .bin files if there are no safetensors")
     arguments = parser.parse_args(argv)
-    problems = []
+    problems = list(unusable_texts(vars(arguments)))
     names = [] if arguments.mechanisms is None else [name.strip() for name in arguments.mechanisms.split(",")]
     if unknown := sorted(set(names) - set(MECHANISMS)):
         shown = ", ".join(map(repr, unknown))
@@ -128,6 +130,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         problems.append("`--overwrite` needs `--output_dir`")
     if problems:
         raise UsageError(*problems)
+    if arguments.output_dir is not None and not Path(arguments.output_dir).expanduser().exists():
+        local = Path(arguments.model_name_or_path).expanduser().resolve()
+        check_output(arguments.output_dir, False, local if local.is_dir() else None)
     if arguments.train_file is not None:
         check_text_file("train_file", arguments.train_file)
     return arguments
@@ -148,6 +153,8 @@ def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
     """The content of comparison.json."""
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     config = stock_config(source, arguments.trust_remote_code)
+    if hasattr(config, "linear_attention"):
+        raise UsageError(f"{source.name} is converted already; give the original, with softmax attention")
     direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
     names = (arguments.mechanisms or ",".join(COMPARED[direction])).replace(" ", "").split(",")
     tokens = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 import hf_linear_attention
+from hf_linear_attention._common.checkpoint_files import check_checkpoint
 from hf_linear_attention._common.command_line import Parser, run_command
 from hf_linear_attention._common.errors import RunError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import REPORT
+from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.configuration_linear_attention import can_generate, entries_of, max_length_of
 from hf_linear_attention.conversion.layer_speed import layer_times
 from hf_linear_attention.conversion.source import open_source
@@ -208,16 +210,18 @@ def folder_findings(folder: Path, runs_its_code: bool = False) -> Iterator[Findi
     if not path.is_file():
         raise UsageError(f"{str(folder)!r} has no config.json; name the folder of a converted model")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield Finding(BROKEN, "config.json", f"it cannot be read ({error}); export the model again")
+        content = read_json(path)
+    except UsageError as error:
+        yield Finding(BROKEN, "config.json", str(error))
         return
     if "linear_attention" not in content:
         raise UsageError(f"the model in {str(folder)!r} is not converted; `hf-linear-attention convert` does that")
     try:
-        config = _config(folder)
-    except (ValueError, TypeError, OSError) as error:
-        yield Finding(BROKEN, "config.json", " ".join(str(error).split()))
+        check_checkpoint(folder)
+        with reading(path):
+            config = _config(folder)
+    except UsageError as error:
+        yield Finding(BROKEN, "files", str(error))
         return
     names = ", ".join(sorted(mechanisms_of(config.linear_attention)))
     yield Finding(OK, "model", f"{config.model_type} with {names}; saved by transformers {config.transformers_version}")
@@ -252,6 +256,9 @@ def _code(folder: Path, config: Any, content: dict[str, Any]) -> Iterator[Findin
     if not changed:
         yield Finding(OK, "code", f"all {len(found)} files are there, and equal to those of the installed package")
         return
+    if broken := [name for name in changed if not _is_code(found.get(name) or "")]:
+        yield Finding(BROKEN, "code", f"{', '.join(broken)} empty or no Python; export the model again")
+        return
     shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
     yield Finding(
         NOTE,
@@ -259,6 +266,13 @@ def _code(folder: Path, config: Any, content: dict[str, Any]) -> Iterator[Findin
         f"{len(changed)} of {len(found)} files differ from the installed package: {shown}. They are of another "
         "version, or were edited since the export; `save_pretrained` of the loaded model writes the installed ones",
     )
+
+
+def _is_code(text: str) -> bool:
+    try:
+        return bool(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError):
+        return False
 
 
 def _weights(folder: Path, content: dict[str, Any]) -> Iterator[Finding]:
@@ -305,16 +319,27 @@ def _companions(folder: Path, config: Any) -> Iterator[Finding]:
     if not any((folder / name).is_file() for name in files):
         yield Finding(NOTE, "tokenizer", "there is no tokenizer or image processor; users have to find the original's")
     path = folder / REPORT
-    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    positions = (report.get("quality") or {}).get("positions") or {}
     reads = max_length_of(config)
     text = "its config names no longest input" if reads is None else f"its config names {reads:,} positions"
-    if positions:
-        known = f"measured up to {positions['length']:,} tokens (the trained length is {positions['trained_length']:,})"
+    try:
+        report = read_json(path) if path.is_file() else {}
+        with reading(path):
+            known = _measured(report)
+    except UsageError as error:
+        yield Finding(BROKEN, REPORT, str(error))
+        return
+    if known is not None:
         yield Finding(OK, "length", f"{known}; {text}")
     else:
         advice = "`hf-linear-attention evaluate` measures it" if report else f"there is no {REPORT}"
         yield Finding(NOTE, "length", f"{text}; there are no figures by length: {advice}")
+
+
+def _measured(report: dict[str, Any]) -> str | None:
+    """The lengths in conversion_report.json at which the model was measured, if there are any."""
+    if not (positions := (report.get("quality") or {}).get("positions")):
+        return None
+    return f"measured up to {positions['length']:,} tokens (the trained length is {positions['trained_length']:,})"
 
 
 if __name__ == "__main__":

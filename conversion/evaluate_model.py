@@ -13,7 +13,6 @@ Exit codes: 0 done, 1 failed, 2 the request cannot be met, 130 interrupted, 143 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention._common.options import option
+from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, parse
 
 
@@ -85,8 +85,8 @@ def request_of(argv: Sequence[str]) -> Request:
 
 def _original_of(model: str) -> str:
     path = Path(model).expanduser() / REPORT
-    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "base_model" not in report:
+    report = read_json(path) if path.is_file() else {}
+    if not isinstance(report.get("base_model"), str):
         raise UsageError(
             f"`--model_name_or_path {model}` has no {REPORT} that names its original; give a `--teacher_name_or_path`"
         )

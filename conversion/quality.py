@@ -23,6 +23,8 @@ from hf_linear_attention._common.model_card import (
     training_history,
     write_model_card,
 )
+from hf_linear_attention._common.reading import read_json
+from hf_linear_attention.configuration_linear_attention import PREFIX
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
@@ -105,8 +107,9 @@ def evaluate(request: Request) -> str:
         raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
     check_task_options(arguments, task)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
+    _check_original(source, folder, task)
     if task == "embedding":
-        check_embedding_options(arguments, folder, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        check_embedding_options(arguments, folder, read_json(folder / "config.json"))
     quality = measure(folder, source, task, data)
     record(folder, source, quality, folder.name)
     return describe_quality(quality)
@@ -124,6 +127,16 @@ def _task_of(folder: Path) -> str:
     if task not in MEASURED_TASKS:
         raise UsageError(f"`--evaluate` has figures for {', '.join(MEASURED_TASKS)}, and {name} is none of these")
     return str(task)
+
+
+def _check_original(source: Source, folder: Path, task: str) -> None:
+    original, ours = read_json(source.config_file), read_json(folder / "config.json")
+    kind, own = original.get("model_type"), str(ours.get("model_type")).removeprefix(PREFIX)
+    given = f"`--model_name_or_path` = {source.name!r}"
+    if "linear_attention" in original:
+        raise UsageError(f"{given} is converted itself; give the original, with softmax attention")
+    if task == "causal_lm" and kind != own:  # an embedding model may be compared with another one
+        raise UsageError(f"{given} is a `{kind}`, but the converted model was made from a `{own}`; give its original")
 
 
 def measure(folder: Path, source: Source, task: str, data: HeldOut, healed: Path | None = None) -> dict[str, Any]:

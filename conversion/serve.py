@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_linear_attention._common.checkpoint_files import check_checkpoint
 from hf_linear_attention._common.command_line import run_command, typed_name
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.reading import reading
 
 
 # What a converted decoder cannot do in the server; see `init_continuous_batching` of the model.
@@ -57,10 +59,11 @@ def register_model(name: str) -> type:
     from hf_linear_attention.modeling_linear_attention import linear_model_class
     from hf_linear_attention.transformers_internals import server_namespace
 
-    try:
-        config: Any = AutoConfig.from_pretrained(str(Path(name).expanduser()))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{name!r} is not a model: {' '.join(str(error).split())}") from error
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        check_checkpoint(folder)
+    with reading(f"config.json of {name!r}", "give the folder or name of a converted model"):
+        config: Any = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
     architecture = (config.architectures or [""])[0]
     namespace = server_namespace()
     stock = getattr(namespace, architecture.removeprefix("Linear"), None)

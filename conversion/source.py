@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from safetensors import safe_open
 
 from hf_linear_attention._common.checkpoint_files import check_checkpoint, read_modules, weight_files
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.reading import reading
+from hf_linear_attention._common.reading import reading, require_permission
 
 
 # The files of a hub repository that a conversion may need; other formats of the same weights are not downloaded.
@@ -130,9 +131,10 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
 
 def _root(name: str, allow_pickle: bool) -> Path:
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike `Path.is_dir`, it is False below a folder that this user may not read
+        require_permission(path)
         return path.resolve()
-    if path.exists():
+    if os.path.exists(path):
         raise UsageError(f"`--model_name_or_path` = {name!r} is a file; give the folder that contains config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UsageError(f"`--model_name_or_path` = {name!r}: there is no such folder")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,6 +29,7 @@ AS_SIZED = "as_sized"
 LARGE_HEAD = 64
 # The smallest value of each size; features of `hedgehog` come in pairs.
 LEAST = dict(zip(SIZES, (1, 0, 2)))
+_MEASURED: dict[tuple[Any, ...], tuple[int, int] | None] = {}
 
 
 def split_budget(
@@ -114,15 +117,28 @@ def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | 
 
     Keys and values have this `dtype`. The size is None for an encoder, or a mechanism without a state.
     """
-    state = _state_of_one_token(module, dtype)
-    num_growing = cast(AttentionMechanism, module.linear_attention).num_growing
-    return None if state is None else _size(state[: len(state) - num_growing])
+    sizes = _sizes(module, dtype)
+    return None if sizes is None else sizes[0]
 
 
 def growing_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int:
     """The number of bytes per token and sequence that the heads with softmax attention (`softmax_heads`) keep."""
-    num_growing = cast(AttentionMechanism, module.linear_attention).num_growing
-    return _size((_state_of_one_token(module, dtype) or ())[-num_growing:]) if num_growing else 0
+    return (_sizes(module, dtype) or (0, 0))[1]
+
+
+def _sizes(module: nn.Module, dtype: torch.dtype) -> tuple[int, int] | None:
+    """The bytes of a state that do not grow, and those that grow; measured once for layers that are alike."""
+    mechanism = cast(AttentionMechanism, module.linear_attention)
+    settings, shape, growing = mechanism.settings, mechanism.shape, mechanism.num_growing
+    own = [value for name, value in settings.items() if name not in ("layers", "drop") and isinstance(value, list)]
+    shape = shape if any(own) else replace(shape, layer=0)  # without lists, no setting depends on the layer
+    directions = module.linear_attention_is_causal, isinstance(module, LinearizedCrossAttention)
+    key = (type(mechanism), json.dumps(settings, sort_keys=True, default=str), shape, growing, dtype, *directions)
+    if key not in _MEASURED:
+        state = _state_of_one_token(module, dtype)
+        constant = None if state is None else len(state) - growing
+        _MEASURED[key] = None if state is None else (_size(state[:constant]), _size(state[constant:]))
+    return _MEASURED[key]
 
 
 def _size(tensors: Sequence[Any]) -> int:

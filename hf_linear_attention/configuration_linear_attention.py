@@ -198,17 +198,16 @@ class SettingsError(ValueError):
 def _option_problems(
     given: Mapping[str, Any], filled: Mapping[str, Any], options: Mapping[str, Option], num_layers: int | None
 ) -> list[str]:
+    from .mechanisms import taken_elsewhere
+
+    own = f"`mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
     unknown = [name for name in given if name not in options and name not in ("mechanism", *COMMON_SETTINGS)]
-    problems = [
-        f"`{name}` is not an option of `mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
-        for name in unknown
-    ]
+    problems = [f"`{name}` is not an option of {own}{taken_elsewhere(name, given[name])}" for name in unknown]
     for name, value in filled.items():
+        is_list = options[name].is_per_layer and isinstance(value, (list, tuple))
         if problem := options[name].problem(value):
-            problems.append(f"`{name}` = {value!r} {problem}")
-        elif (
-            options[name].is_per_layer and isinstance(value, (list, tuple)) and len(value) != (num_layers or len(value))
-        ):
+            problems.append(f"`{name}` = {value!r} {problem}{taken_elsewhere(name, value)}")
+        elif is_list and len(value) != (num_layers or len(value)):
             problems.append(
                 f"`{name}` has {len(value)} values, but the model has {num_layers} layers; give one value per layer"
             )

@@ -339,16 +339,20 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
 
     Args:
         layers: the converted layers to which this applies, numbered as in the setting `layers`; by default all.
+
+    Raises:
+        TypeError: if `layers` is no list of numbers.
+        ValueError: if it names layers that are not converted.
     """
     if layers is not None and not all(
         type(layer) is int for layer in (layers if isinstance(layers, Collection) else "x")
     ):
         raise TypeError(f"Got `layers` = {layers!r}; it must be a list of layer numbers, or None for all.")
-    modules = [
-        module
-        for module in linear_attention_modules(model).values()
-        if layers is None or module.linear_attention.shape.layer in layers
-    ]
+    converted = list(linear_attention_modules(model).values())
+    known = {module.linear_attention.shape.layer for module in converted}
+    if layers is not None and not known.issuperset(layers):
+        raise ValueError(f"Got `layers` = {layers!r}; only converted layers are allowed, which are {sorted(known)}.")
+    modules = [module for module in converted if layers is None or module.linear_attention.shape.layer in layers]
     implementations = {id(m.model_config): (m.model_config, attention_implementation(m.model_config)) for m in modules}
     configs = [module.config for module in modules]
     try:

@@ -66,6 +66,8 @@ def save_prompt_state(model: Any, past_key_values: Cache, path: str | os.PathLik
     about = {**identity_of(model), **sizes, "format_version": FORMAT_VERSION}
     metadata = {METADATA: json.dumps({**about, "sha256": _digest(about, tensors)})}
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not a folder; create it before `save_prompt_state` writes into it.")
     # A file in a temporary folder, unlike a temporary file, gets the usual permissions.
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         written = Path(folder) / path.name
@@ -111,8 +113,8 @@ def _damaged(path: str | os.PathLike, problem: str) -> ValueError:
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The metadata of a file, with a `format_version`, and its tensors."""
-    if os.path.isdir(path):
-        raise ValueError(f"Got {str(path)!r}, which is a folder; pass a file from `save_prompt_state`.")
+    if os.path.exists(path) and not os.path.isfile(path):  # a folder, or a pipe, for which one would wait
+        raise ValueError(f"Got {str(path)!r}, which is not a file; pass a file from `save_prompt_state`.")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA)
@@ -302,7 +304,13 @@ def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor | Non
 
 
 def identity_of(model: Any) -> dict[str, Any]:
-    """The properties of the model on which a state depends."""
+    """The properties of the model on which a state depends.
+
+    Raises:
+        TypeError: for what is not a converted model.
+    """
+    if getattr(getattr(model, "config", None), "linear_attention", None) is None:
+        raise TypeError(f"Got a {type(model).__name__}, which is not converted; pass a model that `convert` returns.")
     return {
         "model_type": model.config.model_type,
         "linear_attention": json.loads(json.dumps(model.config.linear_attention)),

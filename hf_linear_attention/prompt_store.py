@@ -58,13 +58,15 @@ class PromptStore:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"Got `{name}` = {value!r}; it must be a whole number above 0.")
         self.model, self.folder, self.boundary, self.max_bytes = model, Path(folder), boundary, max_bytes
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"Got {str(folder)!r}, which is not a folder; give the path of a folder or of a new one.")
         self.folder.mkdir(parents=True, exist_ok=True)
         about = self.folder / ABOUT
         if not about.is_file():
             written = about.with_name(f"{ABOUT}.{os.getpid()}")
             written.write_text(json.dumps(identity_of(model)), encoding="utf-8")
             os.replace(written, about)
-        refuse_others(model, json.loads(about.read_text(encoding="utf-8")), about)
+        refuse_others(model, _read_about(about), about)
 
     @torch.no_grad()
     def read(self, input_ids: torch.Tensor) -> DynamicCache | None:
@@ -99,12 +101,17 @@ class PromptStore:
 
     def _paths(self, input_ids: torch.Tensor) -> Iterator[tuple[int, Path]]:
         """(number of tokens, file) at every boundary before the last token, the shortest first."""
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"Got `input_ids` = {input_ids!r}; pass a tensor of token ids, int64 [1, tokens].")
         if input_ids.ndim != 2 or input_ids.shape[0] != 1:
             raise ValueError(
                 f"Got `input_ids` of shape {list(input_ids.shape)}; pass one prompt at a time, [1, tokens], without "
                 "padding. For a batch with one prompt, call `cache.batch_repeat_interleave` afterwards."
             )
         digest, tokens = hashlib.sha256(), input_ids[0].to("cpu", torch.int64).numpy()
+        size = self.model.get_input_embeddings().weight.shape[0]
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
+            raise ValueError(f"Got `input_ids` from {tokens.min()} to {tokens.max()}; give ids from 0 to {size - 1}.")
         for end in range(self.boundary, len(tokens), self.boundary):
             digest.update(tokens[end - self.boundary : end].tobytes())
             yield end, self.folder / f"{end}-{digest.hexdigest()}{SUFFIX}"
@@ -143,3 +150,13 @@ class PromptStore:
             if other != path:
                 other.unlink(missing_ok=True)
                 total -= size
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove its folder, and prompts are read again.") from error
+    if not isinstance(about, dict):
+        raise ValueError(f"{path} holds no JSON object; remove its folder, and prompts are read again.")
+    return about

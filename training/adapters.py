@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.recipe import ModelArguments
 
@@ -22,7 +22,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
     """Add adapters to `model`, in place. The base weights are frozen; parameters of the mechanisms stay trainable.
 
     Raises:
-        TrainingError: if peft finds no module to adapt.
+        SetupError: if peft finds no module to adapt.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise TrainingError(
+        raise SetupError(
             f"peft could not add adapters ({error}); choose modules with `--lora_target_modules`"
         ) from error
     for name, parameter in model.named_parameters():

@@ -36,9 +36,9 @@ Evaluate a model without training it:
 The command of an installation (`hf-linear-attention finetune`) also writes report.html into OUT, if the model was
 converted before, and with --push_to_hub NAME uploads OUT to the Hub.
 
-Exit codes: 0, the run is done; 1, it failed; 2, the command line is wrong; 130, it was interrupted; 143, it received
-SIGTERM (during training, a checkpoint is written first). With HF_LINEAR_ATTENTION_DEBUG=1, errors are printed with
-their traceback.
+Exit codes: 0, the run is done; 1, it failed; 2, the options, the model or the data do not allow it; 130, it was
+interrupted; 143, it received SIGTERM (during training, a checkpoint is written first). With
+HF_LINEAR_ATTENTION_DEBUG=1, errors are printed with their traceback.
 """
 
 from __future__ import annotations

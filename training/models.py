@@ -15,11 +15,11 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_linear_attention._common.errors import DataError, TrainingError
+from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.adapters import add_adapters
-from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
+from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
 from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import TASKS
@@ -103,16 +103,19 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     """The teacher, with mixed precision in the dtype of its checkpoint, otherwise in float32.
 
     Raises:
-        TrainingError: if the objectives in use cannot compare it with the student.
+        SetupError: if the objectives in use cannot compare it with the student.
     """
     path = str(recipe.model.teacher_name_or_path)
+    with reading(_files(path)):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
+    check_direction(recipe, config, path)
     teacher = _load(recipe, path, is_trained=False, dtype="auto" if mixed_precision else torch.float32)
     if recipe.model.task == "sequence_classification":
         teacher.config.pad_token_id = student.config.pad_token_id
     for name, used in _must_agree(recipe).items():
         mine, yours = getattr(student.config, name, None), getattr(teacher.config, name, None)
         if used and mine != yours:
-            raise TrainingError(
+            raise SetupError(
                 f"`{name}` is {mine} in the model but {yours} in the teacher {path}, and they must agree; choose "
                 "another teacher or other objectives"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.mechanisms import mechanisms_of
 from hf_linear_attention.training.adapters import ADAPTER
 from hf_linear_attention.training.distributed.sharding import load_whole
@@ -45,7 +45,7 @@ def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
     mechanisms = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(settings))) if settings else None
     rate = recipe.optimization.mechanism_learning_rate
     if recipe.model.trainable == "mechanism" or (rate is not None and mechanisms is None):
-        raise TrainingError(
+        raise SetupError(
             f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which `--mechanism_learning_rate` and "
             "`--trainable mechanism` need; convert it (conversion/convert_checkpoint.py) to a mechanism with learned "
             "parameters, or drop the option"
@@ -64,7 +64,7 @@ def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, A
     Parameters that are not trained are frozen. One-dimensional ones (biases, norms) have no weight decay.
 
     Raises:
-        TrainingError: if only the mechanism is to be trained, and it has no parameters.
+        SetupError: if only the mechanism is to be trained, and it has no parameters.
     """
     plan = recipe.optimization
     _check_mechanism(model, recipe)
@@ -85,12 +85,12 @@ def freeze(model: nn.Module, pattern: str) -> None:
     """Freeze the trainable parameters whose names contain a match of `pattern` (`--freeze_pattern`).
 
     Raises:
-        TrainingError: if no name or every name contains a match.
+        SetupError: if no name or every name contains a match.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = {name for name in names if re.search(pattern, name)}
     if not found or len(found) == len(names):
-        raise TrainingError(
+        raise SetupError(
             f"`--freeze_pattern {pattern}` matches {len(found)} of the {len(names)} names of parameters, such as "
             f"{', '.join(names[:3])}; it must match some of them, but not all"
         )
@@ -105,11 +105,11 @@ def untie(model: PreTrainedModel) -> None:
     Training changes the output layer in other ways than the input embeddings (RADLADS 2025, section 8).
 
     Raises:
-        TrainingError: if the model has no tied parameters.
+        SetupError: if the model has no tied parameters.
     """
     ties = list(model.all_tied_weights_keys)
     if not ties:
-        raise TrainingError(f"{type(model).__name__} has no tied embeddings; drop `--untie_embeddings`")
+        raise SetupError(f"{type(model).__name__} has no tied embeddings; drop `--untie_embeddings`")
     for name in ties:
         owner, _, attribute = name.rpartition(".")
         value = nn.Parameter(model.get_parameter(name).detach().clone())
@@ -135,10 +135,10 @@ def checkpoint_gradients(student: PreTrainedModel) -> None:
     """Have the activations of the layers recomputed in the backward pass (`--gradient_checkpointing`).
 
     Raises:
-        TrainingError: if the model does not support it.
+        SetupError: if the model does not support it.
     """
     if not student.supports_gradient_checkpointing:
-        raise TrainingError(f"{type(student).__name__} does not support `--gradient_checkpointing`; drop the option")
+        raise SetupError(f"{type(student).__name__} does not support `--gradient_checkpointing`; drop the option")
     student.gradient_checkpointing_enable({"use_reentrant": False})
     # For the reentrant form, transformers makes the outputs of the embeddings require gradients. Here, that would only
     # recompute frozen layers, and change what observed layers compute.

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import SetupError, TrainingError
 from hf_linear_attention._common.folders import find_damage
 from hf_linear_attention.training.checkpoints.checkpointing import TrainingState, clear_output, newest_intact_checkpoint
 from hf_linear_attention.training.checkpoints.final_model import save_final
@@ -135,7 +135,7 @@ def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | 
     damage = find_damage(Path(wanted))
     if damage is None:
         return Path(wanted)
-    return TrainingError(
+    return SetupError(
         f"`--resume_from_checkpoint {wanted}` is damaged ({damage}); give another checkpoint, or `latest` for the "
         "newest one that is intact"
     )

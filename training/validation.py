@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from hf_linear_attention.training.data.file_checks import (
     check_retrieval_file,
     column_instead,
     file_problems,
+    folder_files,
     wanted_columns,
 )
 from hf_linear_attention.training.objective_arguments import TEACHER_WEIGHTS, TRANSFER_WEIGHTS
@@ -59,6 +61,7 @@ def find_problems(recipe: Recipe) -> list[str]:
         _facts,
         _checkpoints,
         _files,
+        _data_folder,
         _streaming,
         _caching,
         _columns,
@@ -87,7 +90,7 @@ def _checkpoints(recipe: Recipe) -> Iterator[str]:
     """Check the files of the models before anything is written. The stages of a preset write some of them later."""
     model = recipe.model
     for path in dict.fromkeys((model.model_name_or_path, model.teacher_name_or_path, model.tokenizer_name)):
-        if path is not None and Path(path).is_dir():
+        if path is not None and os.path.isdir(path):
             try:
                 check_checkpoint(Path(path))
             except UsageError as error:
@@ -102,8 +105,8 @@ def _files(recipe: Recipe) -> Iterator[str]:
             continue
         if Path(path).suffix not in FILE_TYPES:
             yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
-        elif not Path(path).is_file():
-            what = "not a file" if Path(path).exists() else "there is no such file"
+        elif not os.path.isfile(path):  # unlike `Path.is_file`, it is False in a folder that may not be read
+            what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
             yield f"`--{name} {path}`: {what}; check the path"
         elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
             what = "images" if recipe.task.inputs == "images" else "classes"
@@ -128,6 +131,22 @@ def _files(recipe: Recipe) -> Iterator[str]:
             "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` alone to "
             "evaluate"
         )
+
+
+def _data_folder(recipe: Recipe) -> Iterator[str]:
+    """Check the files of `--dataset_name FOLDER`, which are otherwise read only when the models are."""
+    if recipe.task.inputs == "images":
+        return
+    for split in ("train", "validation"):
+        columns = wanted_columns(recipe, split)
+        try:
+            files = folder_files(recipe.data, split)
+        except UsageError as error:
+            yield str(error)
+            return
+        for path in files:
+            if Path(path).suffix in FILE_TYPES:
+                yield from file_problems(path, columns, recipe.data.on_bad_rows == "skip", column_instead(recipe))
 
 
 def _streaming(recipe: Recipe) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -26,13 +26,13 @@ class WindowDropout:
         """Find the layers of `model` that have a window.
 
         Raises:
-            TrainingError: if `rates` are given and no layer has a window.
+            SetupError: if `rates` are given and no layer has a window.
         """
         mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
         self.mechanisms = [mechanism for mechanism in mechanisms if hasattr(mechanism, "window_size")]
         self.rates, self.total_steps = rates, total_steps
         if rates and not self.mechanisms:
-            raise TrainingError(
+            raise SetupError(
                 "`--window_dropout` needs `hybrid` layers, but no layer of the model has a window; drop the option"
             )
 

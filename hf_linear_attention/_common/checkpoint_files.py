@@ -14,7 +14,14 @@ from typing import Any
 
 from hf_linear_attention._common.config_fields import CHECKS
 from hf_linear_attention._common.errors import UsageError, one_line
-from hf_linear_attention._common.reading import AGAIN, MAX_JSON_BYTES, read_json, require_file, short
+from hf_linear_attention._common.reading import (
+    AGAIN,
+    MAX_JSON_BYTES,
+    read_json,
+    require_file,
+    require_permission,
+    short,
+)
 
 
 # What transformers, tokenizers and sentence-transformers read besides the weights; modules.json alone holds a list.
@@ -36,6 +43,7 @@ def check_checkpoint(folder: Path) -> None:
     Raises:
         UsageError: naming the file, and where it has fields, the field.
     """
+    require_permission(folder)
     for name in READ_FILES:
         path = folder / name
         if path.exists() or path.is_symlink():

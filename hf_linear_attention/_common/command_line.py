@@ -20,6 +20,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_linear_attention._common.errors import RunError, UsageError, one_line
+from hf_linear_attention._common.reading import require_permission
 from hf_linear_attention._common.safe_yaml import load_yaml
 
 
@@ -147,7 +148,7 @@ def _config_path(path: str | None, named: Path | None) -> str | None:
     Raises:
         UsageError: if there is no such file.
     """
-    if path is None or Path(path).is_file():
+    if path is None or os.path.isfile(path):
         return path
     known = {} if named is None else {file.stem: str(file) for file in sorted(named.glob("*.yaml"))}
     if (name := Path(path).name.removesuffix(".yaml")) in known:
@@ -176,6 +177,7 @@ def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> li
 
 def _read_yaml(path: str) -> dict[Any, Any]:
     try:
+        require_permission(Path(path))
         values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error

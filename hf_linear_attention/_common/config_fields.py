@@ -120,10 +120,11 @@ CONFIG: list[Row] = [
         lambda value: not isinstance(value, (list, dict)) and _count_or_list(value),
     ),
     (
-        "tie_word_embeddings|use_cache|is_encoder_decoder|is_decoder|attention_bias",
+        "tie_word_embeddings|use_cache|is_encoder_decoder|is_decoder|attention_bias|output_(attentions|hidden_states)",
         "true or false",
         lambda value: isinstance(value, bool),
     ),
+    ("sliding_window", "a whole number, or a list of them", lambda value: all(type(n) is int for n in _listed(value))),
     (r"\w+_token_id", "the number of a token", _are_tokens),
     (
         r"\w*(_dropout|dropout_prob)",

@@ -36,6 +36,10 @@ class TrainingError(RunError):
     """The data, the model or a checkpoint makes the training impossible."""
 
 
+class SetupError(UsageError, TrainingError):
+    """The model, the options or the launch do not fit together: exit code 2, because the user gave them."""
+
+
 class DataError(UsageError, TrainingError):
     """The data cannot be used as it is: exit code 2, because the user gave it."""
 
@@ -52,6 +56,7 @@ def one_line(error: object) -> str:
     # Errors of the Python API name settings; on a command line these are options.
     dropped = r"set `drop` to a list with ((?:`\w+`(?:, )?)+)"
     text = re.sub(dropped, lambda found: f"give `--drop {re.sub('[` ]', '', found[1])}`", text)
+    text = re.sub(r"set `mechanism` to `(\w+)`", r"give `--attention \1`", text)
     layers = r"set `layers` to `\[?([\w, ]+)\]?`"
     text = re.sub(layers, lambda found: f"give `--layers {found[1].replace(' ', '')}`", text)
     return text or type(error).__name__

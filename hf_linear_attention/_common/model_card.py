@@ -186,7 +186,17 @@ def source_metadata(source: Path) -> dict[str, Any]:
         metadata = load_yaml(parts[1])
     except yaml.YAMLError:  # the card of another author may be broken
         return {}
-    return {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
+    kept = {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
+    return {key: value for key, value in kept.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a report can hold this; YAML also knows sets, dates and bytes."""
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _read_report(folder: Path) -> dict[str, Any]:

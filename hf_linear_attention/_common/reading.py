@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is there, but is no file that can be read: a folder, a pipe, a device or a broken link.
+    """Refuse what is there, but is no file that can be read: a folder, a pipe, a device, a broken link, or forbidden.
 
     Raises:
         UsageError: naming what it is.
@@ -100,6 +101,17 @@ def require_file(path: Path) -> None:
     if not stat.S_ISREG(mode):
         word = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
         raise UsageError(f"{path} is {word}, not a file; {AGAIN}")
+    require_permission(path)
+
+
+def require_permission(path: Path) -> None:
+    """Refuse a file or folder that is there, but that this user may not read.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if os.path.exists(path) and not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+        raise UsageError(f"{path} cannot be read: permission denied; change its permissions, or give another one")
 
 
 def short(value: Any) -> str:

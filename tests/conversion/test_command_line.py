@@ -201,7 +201,6 @@ def test_a_missing_head_is_said_in_our_own_words(tmp_path):
 @pytest.mark.parametrize(
     ("command", "inside"),
     [
-        ([str(SCRIPT)], False),
         ([SCRIPT.name], True),
         (["-m", "hf_linear_attention.conversion.convert_checkpoint"], False),
     ],

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
+import processes
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import files, run
 
-from hf_linear_attention.conversion import healed_control, pipeline
+from hf_linear_attention.conversion import healed_control
 from hf_linear_attention.training.presets.preset import Preset, Stage, fit_to, load_preset
-
-
-SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +75,11 @@ def test_it_has_the_tokens_of_all_stages_and_a_column(whole):
 def test_killed_in_the_training_of_the_control_it_goes_on_there(whole, words, tmp_path):
     out, work = tmp_path / "out", tmp_path / "out.unfinished"
     command = [str(word) for word in [*words, "--output_dir", out]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    while process.poll() is None and not list((work / "control" / "trained").glob("checkpoint-*")):
+    (process,) = processes.start(processes.convert, tmp_path / "cache", command, stderr=tmp_path / "stderr")
+    while process.is_alive() and not list((work / "control" / "trained").glob("checkpoint-*")):
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()
-    process.stderr.close()
+    process.kill()
+    assert processes.finish([process]) == [-signal.SIGKILL], (tmp_path / "stderr-0").read_text()
     before = (work / "control" / "converted" / "model.safetensors").stat().st_mtime_ns
     assert (work / "trained" / "model.safetensors").is_file()
     made = []

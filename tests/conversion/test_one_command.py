@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
+import processes
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -126,16 +126,12 @@ def test_the_page_shows_the_stages_the_heads_and_what_is_written(whole, llama):
 def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
     out = tmp_path / "out"
     command = [str(word) for word in [*words, "--output_dir", out]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    (process,) = processes.start(processes.convert, tmp_path / "cache", command, stderr=tmp_path / "stderr")
     # a checkpoint of the second stage
-    while process.poll() is None and not list((tmp_path / "out.unfinished" / "trained").glob("checkpoint-*")):
+    while process.is_alive() and not list((tmp_path / "out.unfinished" / "trained").glob("checkpoint-*")):
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()
-    process.stderr.close()
+    process.kill()
+    assert processes.finish([process]) == [-signal.SIGKILL], (tmp_path / "stderr-0").read_text()
     assert not out.exists()
     code, _, err = run(*command)
     assert code == 0, err

@@ -105,6 +105,8 @@ LABELS = {
     "null": [None, 1],
     "object": [{"a": 1}, {"a": 2}],
     "all null": [None] * 2,
+    "empty": ["", "x"],
+    "one class": ["x", "x"],
 }
 
 
@@ -177,6 +179,15 @@ def test_the_columns_of_all_files_are_in_one_message(linear_llama, tmp_path):
 def test_models_that_do_not_exist(linear_llama, files, tmp_path, role, value):
     result = finetune(*_words(linear_llama, tmp_path, **({"train_file": files / "good.txt"} | {role: value})))
     assert_refused(result, value[:40])
+    assert_nothing_written(tmp_path, "data")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_the_files_of_a_folder_are_checked_together(linear_llama, tmp_path, suffix):
+    (tmp_path / "data" / f"train{suffix}").write_bytes(BAD[f"more{suffix}"])
+    (tmp_path / "data" / f"test{suffix}").write_bytes(b"body\na b c\n")
+    result = finetune(*_words(linear_llama, tmp_path, dataset_name=tmp_path / "data"))
+    assert_refused(result, "2 problems", f"train{suffix}", "line 3", f"test{suffix}", "body")
     assert_nothing_written(tmp_path, "data")
 
 

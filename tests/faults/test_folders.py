@@ -106,6 +106,7 @@ def test_text_of_others_in_cards(text):
 @pytest.mark.parametrize("metadata", [
     "license: &a [x]\nlanguage: [*a, *a]", "license: " + "[" * 3000,
     "license: !!python/object/apply:os.system ['true']",
+    "license: !!set {a}", "license: 2020-01-01", "license: !!binary aGk=",
     "license: {", "- a", "3", "license: \x07", "license: " + "x" * 2**21, "a: 1\na: 2",
 ])  # fmt: skip
 def test_cards_of_others(llama, tmp_path, metadata):
@@ -211,7 +212,19 @@ def test_other_content_of_the_same_size_is_another_run(linear_llama, files, tmp_
     assert finetune(*words, "--max_train_steps", 1)[0] == 0
     data.write_text(data.read_text().replace("quick", "quack"))
     result = finetune(*words, "--max_train_steps", 2, "--resume_from_checkpoint", "latest")
-    assert_refused(result, "train_content", code=1)
+    assert_refused(result, "train_content")
+
+
+def test_other_content_of_a_folder_is_another_run(linear_llama, files, tmp_path):
+    (tmp_path / "data").mkdir()
+    data = tmp_path / "data" / "train.jsonl"
+    shutil.copy(files / "good.jsonl", data)
+    words = ["--task", "causal_lm", "--model_name_or_path", linear_llama, "--dataset_name", tmp_path / "data",
+             "--output_dir", tmp_path / "out", "--checkpointing_steps", 1]  # fmt: skip
+    assert finetune(*words, "--max_train_steps", 1)[0] == 0
+    data.write_text(data.read_text().replace("quick", "quack"))
+    result = finetune(*words, "--max_train_steps", 2, "--resume_from_checkpoint", "latest")
+    assert_refused(result, "train_content")
 
 
 def test_a_folder_with_a_test_split_is_evaluated_on_it(linear_llama, files, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_linear_attention
-from hf_linear_attention import calibrate, convert, softmax_attention
+from hf_linear_attention import PromptStore, calibrate, convert, softmax_attention
 
 
 HUGE = 10**15
@@ -93,7 +94,7 @@ def test_calibrate(stock, batches):
     _assert_our_own(lambda: calibrate(model, batches))
 
 
-@pytest.mark.parametrize("layers", [3, "x", ["a"], [0.5], [None]])
+@pytest.mark.parametrize("layers", [3, "x", ["a"], [0.5], [None], [99], [0, 99], [-1], {7}, b"0"])
 def test_softmax_attention_in_layers(stock, layers):
     model = convert(stock, num_features=8)
 
@@ -114,6 +115,43 @@ def test_prompt_states(linear_llama, tmp_path, content):
         path.write_bytes(content)
     with limited(), pytest.raises((ValueError, OSError), match=r"prompt\.safetensors"):
         model.load_prompt_state(path)
+
+
+ABOUT = [b"", b"x", b"[]", b"null", b"3", b"\xff", b"[" * 100_000, b"{}"]
+PROMPTS = [None, 3, "x", [1, 2], torch.zeros(1, 9), torch.zeros(1, 9).bool(), torch.zeros(9).long(),
+           torch.zeros(2, 9).long(), torch.full((1, 9), 10**6), torch.full((1, 9), -1)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decoder(stock):
+    return convert(stock, num_features=8)
+
+
+@pytest.mark.parametrize("content", ABOUT, ids=[str(n) for n in range(len(ABOUT))])
+def test_damaged_prompt_stores(decoder, tmp_path, content):
+    (tmp_path / "prompt_store.json").write_bytes(content)
+    _assert_our_own(lambda: PromptStore(decoder, tmp_path), "prompt_store.json")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=[str(n) for n in range(len(PROMPTS))])
+def test_prompts_that_are_none(decoder, tmp_path, prompt):
+    store = PromptStore(decoder, tmp_path, boundary=4)
+    _assert_our_own(lambda: store.read(prompt), "input_ids")
+
+
+@pytest.mark.parametrize("model", [3, None, nn.Linear(2, 2), "stock"])
+def test_prompt_stores_of_other_models(stock, tmp_path, model):
+    _assert_our_own(lambda: PromptStore(stock if model == "stock" else model, tmp_path), "not converted")
+
+
+def test_a_prompt_store_in_place_of_a_file(decoder, tmp_path):
+    (tmp_path / "x").write_text("x")
+    _assert_our_own(lambda: PromptStore(decoder, tmp_path / "x"), "not a folder")
+
+
+def test_a_prompt_state_in_place_of_a_pipe(decoder, tmp_path):
+    os.mkfifo(tmp_path / "x")
+    _assert_our_own(lambda: hf_linear_attention.load_prompt_state(decoder, tmp_path / "x"), "not a file")
 
 
 def test_converting_twice(linear_llama):

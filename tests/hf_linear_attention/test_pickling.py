@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 from matrix import stock_model
@@ -21,17 +20,25 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 
 ROOT = Path(hf_linear_attention.__file__).parents[1]
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
-# A model, and an attention module of it alone.
+# A model, and an attention module of it alone; each folder in a process of its own, forked after slow imports.
 LOADER = """
-import pickle, sys, torch
-folder = sys.argv[1]
-model = torch.load(f"{folder}/model.pt", weights_only=False)
-with torch.no_grad():
-    outputs = model(**torch.load(f"{folder}/inputs.pt"))
-torch.save(outputs[0], f"{folder}/outputs.pt")
-with open(f"{folder}/parts.pkl", "rb") as file:
-    config, module = pickle.load(file)
-print(type(model).__name__, type(config).__name__, type(module).__name__, len(list(module.parameters())))
+import os, pickle, sys, torch, transformers.modeling_utils
+failed = 0
+for folder in sys.argv[1:]:
+    if os.fork():
+        failed += os.wait()[1] != 0
+        continue
+    model = torch.load(f"{folder}/model.pt", weights_only=False)
+    with torch.no_grad():
+        outputs = model(**torch.load(f"{folder}/inputs.pt"))
+    torch.save(outputs[0], f"{folder}/outputs.pt")
+    with open(f"{folder}/parts.pkl", "rb") as file:
+        config, module = pickle.load(file)
+    names = [type(part).__name__ for part in (model, config, module)]
+    with open(f"{folder}/found.txt", "w") as file:
+        print(*names, len(list(module.parameters())), file=file)
+    sys.exit()
+sys.exit(failed)
 """
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -70,32 +77,30 @@ CASES = {
 }
 
 
-def in_a_fresh_process(folder: Path) -> list[str]:
+def test_a_saved_model_loads_where_none_was_made(tmp_path):
+    expected = {}
+    for name, (build, settings) in CASES.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.manual_seed(0)
+        model = convert(build(), **settings)
+        inputs = {"pixel_values": torch.randn(2, 3, 12, 12)} if name == "vit" else {"input_ids": IDS}
+        if name == "bart":
+            inputs["decoder_input_ids"] = IDS[:, :5]
+        module = list(linear_attention_modules(model).values())[-1]
+        torch.save(model, folder / "model.pt")
+        torch.save(inputs, folder / "inputs.pt")
+        (folder / "parts.pkl").write_bytes(pickle.dumps((model.config, module)))
+        parts = [type(part).__name__ for part in (model, model.config, module)]
+        with torch.no_grad():
+            expected[folder] = [*parts, str(len(list(module.parameters())))], model(**inputs)[0]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    process = subprocess.run(
-        [sys.executable, "-c", LOADER, str(folder)], env=environment, capture_output=True, text=True, cwd=folder
-    )
+    command = [sys.executable, "-c", LOADER, *map(str, expected)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    return process.stdout.split()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_saved_model_loads_where_none_was_made(name, tmp_path):
-    build, settings = CASES[name]
-    torch.manual_seed(0)
-    model = convert(build(), **settings)
-    inputs = {"pixel_values": torch.randn(2, 3, 12, 12)} if name == "vit" else {"input_ids": IDS}
-    if name == "bart":
-        inputs["decoder_input_ids"] = IDS[:, :5]
-    module = list(linear_attention_modules(model).values())[-1]
-    torch.save(model, tmp_path / "model.pt")
-    torch.save(inputs, tmp_path / "inputs.pt")
-    (tmp_path / "parts.pkl").write_bytes(pickle.dumps((model.config, module)))
-    printed = in_a_fresh_process(tmp_path)
-    parts = [type(part).__name__ for part in (model, model.config, module)]
-    assert printed == [*parts, str(len(list(module.parameters())))]
-    with torch.no_grad():
-        assert torch.equal(torch.load(tmp_path / "outputs.pt"), model(**inputs)[0])
+    for folder, (parts, outputs) in expected.items():
+        assert (folder / "found.txt").read_text().split() == parts
+        assert torch.equal(torch.load(folder / "outputs.pt"), outputs)
 
 
 def test_every_config_class_is_found_by_its_name():

@@ -101,7 +101,6 @@ def test_every_file_of_the_packages_is_there(wheel):
     "words",
     [
         ["hf_linear_attention.conversion.convert_checkpoint", "--list_architectures"],
-        ["hf_linear_attention.conversion.convert_checkpoint", "--help"],
         ["hf_linear_attention.training.finetune", "--help"],
     ],
 )

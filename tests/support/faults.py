@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import json
+import os
 import re
 import resource
 import shutil
@@ -15,13 +17,14 @@ from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState
 
-from hf_linear_attention.conversion import convert_checkpoint
+from hf_linear_attention.conversion import commands, convert_checkpoint
 from hf_linear_attention.training import finetune as finetuning
 
 
 SECONDS = 30
 BYTES = 8 * 2**30  # more than any refusal may take, and less than what would disturb the machine
 Result = tuple[int, str, str]
+NAME = r"(?:convert_checkpoint|finetune)\.py|hf-linear-attention(?: \w+)?"
 
 
 @contextlib.contextmanager
@@ -65,6 +68,32 @@ def finetune(*words: object) -> Result:
     return _run(finetuning.main, words)
 
 
+def command(*words: object) -> Result:
+    """`hf-linear-attention` in this process; returns exit code, stdout and stderr."""
+    return _run(commands.main, words)
+
+
+def without_privileges(command: Any, *words: object) -> Result:
+    """`command(*words)` in a forked process to which permissions apply, also where the tests run as root."""
+    read, write = os.pipe()
+    if (number := os.fork()) == 0:
+        try:
+            # struct __user_cap_header_struct and two of __user_cap_data_struct (capget(2)), all empty
+            header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+            if ctypes.CDLL(None, use_errno=True).capset(header, data) != 0:
+                raise OSError(ctypes.get_errno(), "capset")
+            os.write(write, json.dumps(command(*words)).encode())
+        except BaseException as error:
+            os.write(write, json.dumps((-1, "", repr(error))).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        code, out, err = json.loads(file.read())
+    os.waitpid(number, 0)
+    return code, out, err
+
+
 def assert_refused(result: Result, *said: str, code: int = 2) -> None:
     """The command ended with `code` and one line of our own that contains `said`; nothing went to stdout."""
     got, out, err = result
@@ -72,8 +101,8 @@ def assert_refused(result: Result, *said: str, code: int = 2) -> None:
     assert "Traceback" not in err, err[-2000:]
     assert got == code, f"exit code {got}: {err[-1500:]}"
     word = {2: "error", 1: "failed"}[code]
-    assert re.match(rf"(convert_checkpoint|finetune)\.py: {word}: \S", line), line
-    assert len(re.findall(r"^(?:convert_checkpoint|finetune)\.py: ", err, flags=re.M)) == 1, err
+    assert re.match(rf"({NAME}): {word}: \S", line), line
+    assert len(re.findall(rf"^(?:{NAME}): ", err, flags=re.M)) == 1, err
     assert "HF_LINEAR_ATTENTION_DEBUG=1" not in line, f"a foreign error: {line}"
     assert out == ""
     assert all(part in line for part in said), f"{said} not in: {line}"

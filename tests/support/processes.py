@@ -14,7 +14,12 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["hf_linear_attention.training.finetune", "accelerate", "transformers.models.llama.modeling_llama"]
+    [
+        "hf_linear_attention.training.finetune",
+        "hf_linear_attention.training.run",
+        "hf_linear_attention.conversion.convert_checkpoint",
+        "transformers.models.llama.modeling_llama",
+    ]
 )
 
 
@@ -57,6 +62,16 @@ def finetune(cache: Path, options: list[Any]) -> int:
     import datasets
 
     from hf_linear_attention.training.finetune import main
+
+    datasets.config.HF_DATASETS_CACHE = cache
+    return main([str(option) for option in options])
+
+
+def convert(cache: Path, options: list[Any]) -> int:
+    """The command line of `convert_checkpoint.py`; for `start`."""
+    import datasets
+
+    from hf_linear_attention.conversion.convert_checkpoint import main
 
     datasets.config.HF_DATASETS_CACHE = cache
     return main([str(option) for option in options])

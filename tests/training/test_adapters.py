@@ -102,7 +102,7 @@ def test_the_best_adapters_are_what_is_saved(
 
 
 def test_adapters_without_a_target_are_refused(finetune, causal: list[Any], capsys) -> None:
-    finetune(*causal, "--lora_target_modules", "nothing", expect=1)
+    finetune(*causal, "--lora_target_modules", "nothing", expect=2)
     assert "`--lora_target_modules`" in capsys.readouterr().err.splitlines()[-1]
 
 

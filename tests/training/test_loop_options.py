@@ -76,7 +76,7 @@ def test_frozen_parameters_stay(finetune, causal: list[Any], converted: str, tmp
     same = {name for name in before if torch.equal(trained[name], before[name])}
     assert same == {name for name in before if "embed_tokens" in name or "layers.0." in name}
     for pattern in ("nothing_like_it", "."):
-        finetune(*causal, "--freeze_pattern", pattern, output_dir=tmp_path / "refused", expect=1)
+        finetune(*causal, "--freeze_pattern", pattern, output_dir=tmp_path / "refused", expect=2)
         error = capsys.readouterr().err.splitlines()[-1]
         assert "match some of them, but not all" in error
         assert not (tmp_path / "refused").exists()
@@ -197,5 +197,5 @@ def test_a_model_that_cannot_recompute_says_so(
 ) -> None:
     monkeypatch.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
     options = ["--task", "sequence_classification", "--train_file", files / "train.tsv", "--gradient_checkpointing"]
-    finetune("--model_name_or_path", named_classifier, *options, expect=1)
+    finetune("--model_name_or_path", named_classifier, *options, expect=2)
     assert "does not support `--gradient_checkpointing`" in capsys.readouterr().err.splitlines()[-1]

@@ -164,7 +164,7 @@ def test_resuming_another_run_is_refused(
     options = dropout_options(named_classifier, files)
     finetune(*options)
     again = [*options, "--resume_from_checkpoint", "latest"]
-    finetune(*again, "--seed", 1, "--per_device_train_batch_size", 3, expect=1)
+    finetune(*again, "--seed", 1, "--per_device_train_batch_size", 3, expect=2)
     error = capsys.readouterr().err.splitlines()[-1]
     assert "seed: 42 -> 1" in error
     assert "sequences_per_step: 4 -> 6" in error
@@ -293,9 +293,9 @@ def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama
 
 
 def test_options_about_a_mechanism_need_one(finetune, causal: list[str], capsys) -> None:
-    finetune(*causal, "--trainable", "mechanism", expect=1)
+    finetune(*causal, "--trainable", "mechanism", expect=2)
     assert "convert it" in capsys.readouterr().err.splitlines()[-1]
-    finetune(*causal, "--mechanism_learning_rate", "1e-2", expect=1)
+    finetune(*causal, "--mechanism_learning_rate", "1e-2", expect=2)
     assert "--mechanism_learning_rate" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -313,7 +313,7 @@ def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, 
     config = LlamaConfig(
         vocab_size=301, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
-    finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=1)
+    finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=2)
     assert "`vocab_size` is 300 in the model but 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common import folders
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import SetupError, TrainingError
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention.training.arguments import DEFAULTS, FACTS
@@ -245,7 +245,7 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSetting
     # A version that did not know an option did what its default does.
     before = {**{name: default for name, default in DEFAULTS.items() if name not in old}, **old}
     changed = {name: f"{name}: {before.get(name)} -> {new[name]}" for name in new if before.get(name) != new[name]}
-    if CONTENT not in old:  # the checkpoint is from a version that did not record it
+    if old.get(CONTENT) is None:  # the checkpoint is from a version that did not record it
         changed.pop(CONTENT, None)
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
     return ChangedSettings(
@@ -260,11 +260,11 @@ def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) 
     """Refuse to resume what would be another run, and warn if the run will continue differently.
 
     Raises:
-        TrainingError: if a difference makes it another run.
+        SetupError: if a difference makes it another run.
     """
     changed = changed_settings(old, new)
     if changed.fixed:
-        raise TrainingError(
+        raise SetupError(
             f"cannot resume from {checkpoint}, because these settings decide the data order or the model: "
             f"{'; '.join(changed.fixed)}; give the old values, or start a new run in another `--output_dir`"
         )

@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_linear_attention._common.errors import UsageError, one_line
-from hf_linear_attention._common.reading import require_file
-from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention._common.reading import reading, require_file
+from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTION_COLUMNS
 
 
@@ -43,6 +44,24 @@ def wanted_columns(recipe: Recipe, split: str) -> dict[str, str | None]:
     is_named = "label_column_name" in recipe.given or len(task.label_columns) == 1
     has_labels = is_named and (has_scores or has_classes)
     return {**wanted, data.label_column_name: "label_column_name"} if has_labels else wanted
+
+
+def folder_files(data: DataArguments, split: str) -> list[str]:
+    """The files of a split ("train" or "validation") of the folder `--dataset_name`; none for a data set of the Hub.
+
+    Raises:
+        UsageError: if `datasets` finds no data in the folder.
+    """
+    name = data.dataset_name
+    if name is None or not Path(name).is_dir():
+        return []
+    import datasets
+
+    with reading(f"`--dataset_name {name}`", "give a folder or the name of a data set"):
+        found: Any = datasets.load_dataset_builder(name, data.dataset_config_name).config.data_files or {}
+    if split == "validation" and split not in found:  # as `load_rows` does
+        split = "test"
+    return sorted(map(str, found.get(split, ())))
 
 
 def check_data_file(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> None:

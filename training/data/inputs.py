@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from hf_linear_attention.training.data.batches import (
     pad,
     steps_for_tokens,
 )
+from hf_linear_attention.training.data.file_checks import folder_files
 from hf_linear_attention.training.data.packing import PackedBlocks
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.losses.outputs import run_model
@@ -33,10 +34,13 @@ DEFAULT_EPOCHS = 3.0
 CONTENT = "train_content"  # the fact that says which rows a run was trained on
 
 
-def content_of(path: str) -> str:
-    """The SHA-256 of a file, which two files share only if they hold the same."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def content_of(paths: Sequence[str]) -> str | None:
+    """The SHA-256 of a file, or of those of several files, which others share only if they hold the same; or None."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if len(digests) > 1 else next(iter(digests), None)
 
 
 def sequences_per_step(recipe: Recipe, accelerator: Accelerator) -> int:
@@ -63,10 +67,11 @@ class TrainInputs:
     def facts(self) -> dict[str, int | str | None]:
         """The facts about the data that must be the same when the run is resumed."""
         streamed = isinstance(self.source, StreamedExamples)
+        file = self.recipe.data.train_file
         return {
             "sequences_per_step": self.sequences_per_step,
             "train_examples": None if isinstance(self.source, StreamedExamples) else len(self.source),
-            CONTENT: None if (path := self.recipe.data.train_file) is None else content_of(path),
+            CONTENT: content_of([file] if file is not None else folder_files(self.recipe.data, "train")),
             "streaming_processes": self.accelerator.num_processes if streamed else None,
         }
 

@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import DataError, TrainingError
+from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.training.data.examples import build_examples, finished, usable_texts
 from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, Tokens
 from hf_linear_attention.training.data.rows import without_bad
@@ -92,13 +92,13 @@ def language_examples(
     """The conversations, or otherwise the texts, of the usable rows of one split.
 
     Raises:
-        TrainingError: if the tokenizer has no chat template or does not tell characters, or the template changes
+        SetupError: if the tokenizer has no chat template or does not tell characters, or the template changes
             earlier messages.
     """
     if not is_conversation(recipe, rows):
         return build_examples(recipe, rows, tokenizer, max_length, classes, split)
     if tokenizer.chat_template is None or not tokenizer.is_fast:
-        raise TrainingError(
+        raise SetupError(
             f"the column `{MESSAGES}` needs a fast tokenizer (tokenizer.json) with a chat template; give one with "
             "`--tokenizer_name`, or train on texts"
         )
@@ -125,7 +125,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
             continue
         before, after = render(number, True), render(number + 1, False)
         if not (text.startswith(after) and after.startswith(before)):
-            raise TrainingError(
+            raise SetupError(
                 "the chat template changes earlier messages when a conversation goes on, so the answers cannot be "
                 "found in it; give each answer as the last message of a row of its own, with `--loss_on all`, or "
                 "another template"

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attention._common.errors import TrainingError, UsageError
+from hf_linear_attention._common.errors import SetupError, UsageError
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.training.recipe import Recipe, parse_dims
@@ -29,12 +29,7 @@ DEFAULT_MAX_LENGTH = 512
 def load_processor(recipe: Recipe) -> Processor:
     """The image processor or tokenizer that prepares the inputs of the model, and is saved with it."""
     config = load_config(recipe)  # both classes below read it too, and their errors would not say that it is wrong
-    kind = getattr(config, "stock_model_type", config.model_type)
-    if recipe.model.task == "causal_lm" and is_masked_lm(kind) and not is_causal_config(config, kind):
-        raise UsageError(
-            f"`--task causal_lm`: {recipe.model.model_name_or_path} ({kind}) attends to both sides, so it would see "
-            "the tokens that it has to predict; use `--task masked_lm`, or a decoder"
-        )
+    check_direction(recipe, config, recipe.model.model_name_or_path)
     if recipe.task.inputs != "images":
         tokenizer = load_tokenizer(recipe)
         _check_vocabulary(tokenizer, config)
@@ -44,11 +39,25 @@ def load_processor(recipe: Recipe) -> Processor:
         return AutoImageProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
+def check_direction(recipe: Recipe, config: PreTrainedConfig, path: str) -> None:
+    """Refuse a model or teacher that would see the tokens that it has to predict.
+
+    Raises:
+        UsageError: for `--task causal_lm` with an encoder.
+    """
+    kind = getattr(config, "stock_model_type", config.model_type)
+    if recipe.model.task == "causal_lm" and is_masked_lm(kind) and not is_causal_config(config, kind):
+        raise UsageError(
+            f"`--task causal_lm`: {path} ({kind}) attends to both sides, so it would see the tokens that it has to "
+            "predict; use `--task masked_lm`, or a decoder"
+        )
+
+
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer of the model, or that of `--tokenizer_name`.
 
     Raises:
-        TrainingError: if the task is masked_lm and the tokenizer has no mask token.
+        SetupError: if the task is masked_lm and the tokenizer has no mask token.
     """
     name = recipe.model.tokenizer_name or recipe.model.model_name_or_path
     options = {"trust_remote_code": recipe.model.trust_remote_code}
@@ -58,7 +67,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             # GPT-2's and RoBERTa's tokenizers take words only with a space before each.
             tokenizer = AutoTokenizer.from_pretrained(name, **options, add_prefix_space=True)
     if recipe.model.task == "masked_lm" and tokenizer.mask_token_id is None:
-        raise TrainingError(
+        raise SetupError(
             f"the tokenizer of {name} has no mask token, which `--task masked_lm` needs; choose another task or "
             "`--tokenizer_name`"
         )

@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import DataError, TrainingError
+from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.packing import Example, Examples, Tokens
 from hf_linear_attention.training.data.rows import bad_text, require_column, without_bad
@@ -140,11 +140,11 @@ def question_examples(
     """The parts of the contexts of one split, each with its question, of at most `max_length` tokens.
 
     Raises:
-        TrainingError: if the tokenizer does not tell characters.
+        SetupError: if the tokenizer does not tell characters.
         DataError: if a question leaves no room for its context.
     """
     if not tokenizer.is_fast:
-        raise TrainingError(
+        raise SetupError(
             f"{type(tokenizer).__name__} does not tell the characters of a token; convert it to a fast tokenizer "
             "(tokenizer.json), or give one with `--tokenizer_name`"
         )

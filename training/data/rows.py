@@ -124,7 +124,7 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
             elif not text.strip():
                 bad.setdefault(number, f"`{name}` is empty" + (", but has a label" if labelled else ""))
     for number, label in enumerate(labels or ()):
-        if label is None:
+        if label is None or label == "":
             bad.setdefault(number, f"`{data.label_column_name}` is missing")
     return without_bad(rows, bad, data, split)
 

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
+from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.batches import Masking, Stream
 from hf_linear_attention.training.data.examples import build_examples, image_examples, usable_texts
 from hf_linear_attention.training.data.file_checks import column_instead
@@ -102,7 +103,11 @@ def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int
     split, first = labelled[0]
     of_words = recipe.model.task == "token_classification"
     names = label_names(first, column, path_of(recipe.data, split), of_words=of_words)
-    return class_mapping(load_config(recipe), [entry for row in names for entry in row] if of_words else names)
+    classes = class_mapping(load_config(recipe), [entry for row in names for entry in row] if of_words else names)
+    if len(classes) == 1:
+        place = path_of(recipe.data, split) or f"`--dataset_name {recipe.data.dataset_name}`"
+        raise DataError(f"`{column}` is {min(classes)!r} in every row of {place}, so there is nothing to tell apart")
+    return classes
 
 
 def load_data(recipe: Recipe, processor: Processor) -> Splits:

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import DataError, TrainingError
+from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import IGNORED, Documents, Examples, Tokens
@@ -48,11 +48,11 @@ def word_examples(
     """One example per row, cut to `max_length` tokens.
 
     Raises:
-        TrainingError: if the tokenizer cannot tell which word a token belongs to.
+        SetupError: if the tokenizer cannot tell which word a token belongs to.
         DataError: if labels are needed and missing, or a class is unknown.
     """
     if not tokenizer.is_fast:
-        raise TrainingError(
+        raise SetupError(
             f"{type(tokenizer).__name__} does not tell which word a token belongs to; convert it to a fast tokenizer "
             "(tokenizer.json), or give one with `--tokenizer_name`"
         )

@@ -11,7 +11,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import is_deepspeed_available
 
 from hf_linear_attention._common.devices import computing_device
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tracking import wanted_trackers
@@ -27,7 +27,7 @@ def start_processes(recipe: Recipe) -> Accelerator:
     """Connect the launched processes, and return the accelerator.
 
     Raises:
-        TrainingError: if the launch would train something other than the launch file or the recipe says.
+        SetupError: if the launch would train something other than the launch file or the recipe says.
     """
     _refuse_before(recipe)
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
@@ -45,13 +45,13 @@ def start_processes(recipe: Recipe) -> Accelerator:
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
-        raise TrainingError(
+        raise SetupError(
             f"WORLD_SIZE is {launched}, but accelerate connected {accelerator.num_processes} process(es), so each "
             f"would train a separate model; launch with `{TWO_PROCESSES}` or `accelerate launch --multi_gpu "
             "--num_processes N training/finetune.py ...` (both also work without a GPU)"
         )
     if launched > 1 and recipe.model.offload_folder is not None:
-        raise TrainingError("`--offload_folder` works with one process only; launch one process, or drop the option")
+        raise SetupError("`--offload_folder` works with one process only; launch one process, or drop the option")
     if zero.uses_deepspeed(accelerator):
         zero.configure(accelerator, recipe)
     logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
@@ -61,18 +61,18 @@ def start_processes(recipe: Recipe) -> Accelerator:
 def _refuse_before(recipe: Recipe) -> None:
     """Refuse launch files with which accelerate would fail without advice, or train something else silently."""
     if _precision(recipe) == "fp8":
-        raise TrainingError(
+        raise SetupError(
             "the launch file asks for mixed precision fp8, which this loop does not support (a linear attention state "
             "in 8 bits would be wrong after a few tokens); allowed are no, fp16 and bf16: set `mixed_precision: bf16` "
             "in the launch file"
         )
     if _is_on(DEEPSPEED):
         if not is_deepspeed_available():
-            raise TrainingError("the launch file asks for DeepSpeed, which is not installed: `pip install deepspeed`")
+            raise SetupError("the launch file asks for DeepSpeed, which is not installed: `pip install deepspeed`")
         _refuse_with_shards(recipe, "DeepSpeed", _wrong_with_deepspeed(recipe))
     if _is_on("ACCELERATE_USE_FSDP"):
         if not torch.cuda.is_available():
-            raise TrainingError(
+            raise SetupError(
                 "the launch file asks for FSDP, but without a GPU accelerate would silently use DDP instead; launch "
                 "with training/launch/cpu2.yaml"
             )
@@ -113,7 +113,7 @@ def _refuse_with_shards(recipe: Recipe, engine: str, wrong: list[str]) -> None:
     """Refuse settings, `wrong` and others, that do not work if no process has a whole model or optimizer.
 
     Raises:
-        TrainingError: if there are any; it names all of them.
+        SetupError: if there are any; it names all of them.
     """
     transfer = any((recipe.objective.attention_transfer_weight, recipe.objective.attention_map_weight))
     wrong = [
@@ -124,7 +124,7 @@ def _refuse_with_shards(recipe: Recipe, engine: str, wrong: list[str]) -> None:
         *(["`--untie_embeddings`"] if recipe.model.untie_embeddings is not None else []),
     ]
     if wrong:
-        raise TrainingError(
+        raise SetupError(
             f"the launch file asks for {engine}, whose shards do not work with {'; '.join(wrong)}; change these "
             "settings, or launch with training/launch/ddp.yaml, which keeps a whole model on every process"
         )

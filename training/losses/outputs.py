@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import IGNORED
@@ -92,7 +92,7 @@ def decoder_inputs(model: Any, labels: Tensor) -> Tensor:
     """The inputs [B, T] of the decoder for which it predicts `labels` [B, T]: its start token, then the labels before.
 
     Raises:
-        TrainingError: if the model names no start token.
+        SetupError: if the model names no start token.
     """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     start = getattr(model.config, "decoder_start_token_id", None)
@@ -100,7 +100,7 @@ def decoder_inputs(model: Any, labels: Tensor) -> Tensor:
         return prepare(labels=labels)  # mBART begins with the token of the target's language instead
     start = start if start is not None else getattr(model.generation_config, "decoder_start_token_id", None)
     if start is None:
-        raise TrainingError(
+        raise SetupError(
             f"{type(model).__name__} names no token that its decoder starts with; set `decoder_start_token_id` in its "
             "config.json"
         )

@@ -102,7 +102,7 @@ def test_latest_goes_back_to_the_newest_intact_checkpoint(
 ) -> None:
     damage(begun / "checkpoint-6" / name)
     explicit = command(options, "--resume_from_checkpoint", begun / "checkpoint-6", folder=begun)
-    assert main(explicit) == 1
+    assert main(explicit) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert name in error
     assert word in error

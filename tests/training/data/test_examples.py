@@ -104,7 +104,10 @@ BAD_FILES = {
         '{"text": "a"}\n{"text": \n{"text": 5}\n{"text": "b"}\n',
         ["line 2: is not a JSON object", "line 3: `text` is 5"],
     ),
-    "t.csv": ('text,label\n"a\nb",x\n,y\nb,\n', ["line 4: `text` is empty, but has a label"]),
+    "t.csv": (
+        'text,label\n"a\nb",x\n,y\nb,\nc,y\n',
+        ["line 4: `text` is empty, but has a label", "line 5: `label` is missing"],
+    ),
 }
 
 
@@ -114,7 +117,7 @@ def test_bad_rows_are_refused_or_left_out(name: str, build, tmp_path: Path, capl
     (tmp_path / name).write_text(content, encoding="utf-8")
     labelled = name.endswith(".csv")
     arguments = {"task": "sequence_classification" if labelled else "causal_lm", "split": "train"}
-    options = {"train_file": str(tmp_path / name), "classes": {"x": 0, "": 1} if labelled else None}
+    options = {"train_file": str(tmp_path / name), "classes": {"x": 0, "y": 1} if labelled else None}
     with pytest.raises(TrainingError, match=r"bad row\(s\) in .*--on_bad_rows skip") as error:
         build(**arguments, **options)
     assert all(place in str(error.value) for place in places)

@@ -142,5 +142,5 @@ def test_what_is_no_conversation_is_refused(
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         if template is None:
             (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
-        finetune(*options, chat["data.jsonl"], "--tokenizer_name", tmp_path / "tokenizer", expect=1)
+        finetune(*options, chat["data.jsonl"], "--tokenizer_name", tmp_path / "tokenizer", expect=2)
         assert problem in capsys.readouterr().err

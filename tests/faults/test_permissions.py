@@ -1,0 +1,75 @@
+"""Folders and files of other users, and those that may only be read, for processes without the privileges of root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+from faults import assert_nothing_written, assert_refused, convert, copy_of, finetune, without_privileges
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="capabilities are those of Linux")
+NOBODY = 65534
+
+
+def _train(model, data, out, *words):
+    given = {"task": "causal_lm", "model_name_or_path": model, "train_file": data, "output_dir": out}
+    options = [word for name, value in given.items() for word in (f"--{name}", value)]
+    return without_privileges(finetune, *options, "--max_train_steps", 1, *words)
+
+
+def _convert(model, out, *words):
+    given = ("--model_name_or_path", model, "--output_dir", out, "--num_features", 8)
+    return without_privileges(convert, *given, *words)
+
+
+def _forbid(path, kind):
+    """Let nobody write to a folder, or give it to another user."""
+    if kind == "read-only":
+        path.chmod(0o555)
+    elif os.getuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+        path.chmod(0o700)
+    else:
+        pytest.skip("only root gives folders away")
+
+
+@pytest.mark.parametrize("kind", ["read-only", "other user"])
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_a_place_where_nothing_may_be_written(llama, linear_llama, files, tmp_path, kind, command):
+    place = tmp_path / "place"
+    place.mkdir()
+    _forbid(place, kind)
+    out = place / "out"
+    result = _convert(llama, out) if command == "convert" else _train(linear_llama, files / "good.jsonl", out)
+    assert_refused(result, str(place), code=1)
+    place.chmod(0o700)
+    assert_nothing_written(place)
+
+
+@pytest.mark.parametrize("part", [".", "config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_a_source_that_may_not_be_read(llama, linear_llama, files, tmp_path, part, command):
+    source = copy_of(llama if command == "convert" else linear_llama, tmp_path / "source")
+    (source / part).chmod(0)
+    out = tmp_path / "out"
+    result = _convert(source, out) if command == "convert" else _train(source, files / "good.jsonl", out)
+    source.chmod(0o700)
+    assert_refused(result, str(source / part))
+    assert_nothing_written(tmp_path, "source")
+
+
+@pytest.mark.parametrize("option", ["train_file", "validation_file", "config"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_file_that_may_not_be_read(linear_llama, files, tmp_path, option, is_folder):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = folder / ("options.yaml" if option == "config" else "rows.jsonl")
+    shutil.copy(files / "good.jsonl", path)
+    (folder if is_folder else path).chmod(0)
+    result = _train(linear_llama, files / "good.jsonl", tmp_path / "out", f"--{option}", path)
+    folder.chmod(0o700)
+    assert_refused(result, str(path))
+    assert_nothing_written(tmp_path, "data")
