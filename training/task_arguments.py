@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hf_linear_attention._common.options import COUNT, NOT_NEGATIVE, OnResume, option
-from hf_linear_attention.training.tasks import TASKS
+from hf_linear_attention.training.tasks import SOUND_TASKS, TASKS
 
 
 EVALUATION_DATA = ("validation_file", "dataset_name")
@@ -28,6 +28,12 @@ class TaskArguments:
         None,
         bounds=NOT_NEGATIVE,
         tasks=("question_answering",),
+        for_evaluation=True,
+    )
+    audio_column_name: str = option(
+        "Column with the recording: a path relative to the folder of the data file, or its samples.",
+        "audio",
+        tasks=SOUND_TASKS,
         for_evaluation=True,
     )
     predict_with_generate: bool = option(

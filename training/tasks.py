@@ -50,6 +50,7 @@ LANGUAGE = ("nats_per_token", "perplexity")
 CLASSES = ("accuracy", "f1")
 EMBEDDINGS = ("cosine", "cosine_min")
 GENERATED_TEXTS = ("exact_match", "f1")
+ERROR_RATES = ("wer", "cer")
 
 TASKS: dict[str, Task] = {
     "causal_lm": Task(
@@ -78,6 +79,14 @@ TASKS: dict[str, Task] = {
         text_column="tokens",
         label_columns=("tags", "ner_tags", "pos_tags", "label"),
     ),
+    "speech_seq2seq": Task(
+        "AutoModelForSpeechSeq2Seq",
+        "sound",
+        "targets",
+        (*LANGUAGE, *ERROR_RATES, "same_text"),
+        generates=True,
+    ),
+    "ctc": Task("AutoModelForCTC", "sound", "frames", ERROR_RATES),
 }
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
 # The columns of question_answering, whose names are fixed.
@@ -85,6 +94,7 @@ QUESTION_COLUMNS = ("question", "context", "answers")
 MESSAGES = "messages"  # the column of conversations, for causal_lm
 COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
 IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
+SOUND_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "sound")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
 
 

@@ -25,6 +25,8 @@ GREATER_IS_BETTER = {
     "cosine_min": True,
     "exact_match": True,
     "same_text": True,
+    "wer": False,
+    "cer": False,
 }
 
 
