@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,7 +20,9 @@ from .kernels_torch import with_dtype
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import OutputParts
 from .mechanism import State
+from .mechanism import mask_chunks
 from .features import FEATURE_MAPS
 from .features import FeatureMap
 from .positions import ROPE_OPTIONS
@@ -153,8 +155,8 @@ class LinearAttention(AttentionMechanism):
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
             return with_dtype(output.transpose(1, 2), query.dtype), (old,)
         size = self._tokens_at_a_time(query, key, attention_mask)
-        chunks = list(zip(key.split(size, dim=2), value.split(size, dim=2), _mask_chunks(attention_mask, size, key)))
-        outputs = _Tokens(query)
+        chunks = list(zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key)))
+        outputs = OutputParts(query)
         if is_causal or len(chunks) == 1:
             for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), chunks):
                 output, old = self._kernel(part, keys, values, mask, scaling, is_causal, old)
@@ -184,7 +186,7 @@ class LinearAttention(AttentionMechanism):
         weight, log_decay = self.gate.split(gates, mask)
         if log_decay is None:
             return self._weighed(query, key, value, weight, mask, scaling, is_causal, state)
-        outputs = _Tokens(query)
+        outputs = OutputParts(query)
         for tokens in (slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)):
             exponents = -log_decay[:, :, tokens].cumsum(dim=2)
             exponents = exponents if weight is None else weight[:, :, tokens] + exponents
@@ -281,35 +283,3 @@ class LinearAttention(AttentionMechanism):
             return max(1, query.shape[2], key.shape[2])
         tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)
-
-
-class _Tokens:
-    """Outputs `[B, C, H, W]` of chunks of tokens, which become one tensor in the dtype of the queries.
-
-    Without gradients, a chunk is written into that tensor at once, so that no second copy of all of them ever exists.
-    """
-
-    def __init__(self, query: torch.Tensor) -> None:
-        self.dtype, self.count, self.parts = query.dtype, query.shape[2], list[torch.Tensor]()
-        self.whole: torch.Tensor | None = None
-        self.written = 0
-
-    def append(self, part: torch.Tensor) -> None:
-        tokens = part.shape[1]
-        if tokens == self.count or part.requires_grad:
-            self.parts.append(part)
-            return
-        if self.whole is None:
-            batch, _, heads, width = part.shape
-            self.whole = part.new_empty(batch, self.count, heads, width, dtype=self.dtype)
-        self.whole[:, self.written : self.written + tokens] = part
-        self.written += tokens
-
-    def joined(self) -> torch.Tensor:
-        if self.whole is not None:
-            return self.whole
-        return with_dtype(torch.cat(self.parts, dim=1) if len(self.parts) > 1 else self.parts[0], self.dtype)
-
-
-def _mask_chunks(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)

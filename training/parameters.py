@@ -26,7 +26,7 @@ IN_CONFIG = ("layerdrop", "apply_spec_augment")
 MECHANISM = ".linear_attention."  # the child module that a conversion adds to every converted attention module
 
 
-def disable_dropout(model: PreTrainedModel) -> None:
+def disable_dropout(model: Any) -> None:
     """Set every probability to drop an activation or a layer to 0, and mask no part of recordings (SpecAugment).
 
     What is saved keeps the values of its config (`with_dropout`).

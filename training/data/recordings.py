@@ -14,7 +14,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import torch
 from transformers import PreTrainedConfig, ProcessorMixin
 
 from hf_linear_attention._common.errors import DataError
@@ -44,7 +43,7 @@ class Recordings:
         recordings: Sequence[Any],
         root: Path,
         processor: Any,
-        frames: Callable[[Sequence[int]], list[int]],
+        frames: Callable[[int], int],
         labels: dict[str, list[Tokens]],
         texts: Sequence[str] | None,
     ) -> None:
@@ -52,7 +51,7 @@ class Recordings:
 
         Args:
             root: the folder to which paths are relative.
-            frames: the frames that the model makes of inputs of these lengths.
+            frames: the number of frames that the model makes of an input of this length.
             labels: the tokens of every text by their name in an example; none if there are no texts.
             texts: the texts.
         """
@@ -78,7 +77,7 @@ class Recordings:
         values = next(iter(example.values()))
         length = values.shape[-1] if longest_of(extractor) is not None else len(values)
         own = {name: rows[index] for name, rows in self.labels.items()}
-        return {**example, "frames": self.frames([length])[0], **own}
+        return {**example, "frames": self.frames(length), **own}
 
     def texts(self, rows: Sequence[tuple[int, Any]]) -> tuple[list[str], list[str]]:
         """The text of the likeliest token of every frame, and the text of the data; `rows` are numbers and tokens."""
@@ -121,7 +120,7 @@ def usable_recordings(recipe: Recipe, rows: datasets.Dataset, split: str) -> dat
         if recipe.task.logits == "frames" and _needs_text(recipe, split):
             strings = [text if isinstance(text, str) else "" for text in texts]
             needed = np.array([max(1, frames_needed(ids)) for ids in processor.tokenizer(strings)["input_ids"]])
-        for number, found in enumerate(_frame_counter(recipe)(counts)):
+        for number, found in enumerate(map(_frame_counter(recipe), counts.tolist())):
             if found < needed[number]:
                 what = f"{max(found, 0)} frames, but {needed[number]} are needed"
                 bad.setdefault(number, f"`{column}` is too short: the model makes {what}")
@@ -184,10 +183,10 @@ def _needs_text(recipe: Recipe, split: str) -> bool:
     return recipe.task.logits == "targets" or split == "validation" or bool(recipe.objective.task_loss_weight)
 
 
-def _frame_counter(recipe: Recipe) -> Callable[[Sequence[int]], list[int]]:
+def _frame_counter(recipe: Recipe) -> Callable[[int], int]:
     path = str(recipe.model.model_name_or_path)
     model = empty_model(recipe.model.task, path, recipe.model.trust_remote_code)
-    return lambda lengths: count_frames(model, torch.tensor(lengths)).tolist()
+    return lambda length: count_frames(model, length)
 
 
 def undecoded(rows: datasets.Dataset, name: str) -> Any:

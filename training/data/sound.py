@@ -56,7 +56,10 @@ def read_samples(value: Any, root: Path, rate: int) -> Samples:
     if (numbers := _numbers(value, rate)) is not None:
         return numbers
     source, soundfile = _source(value, root), _soundfile()
-    channels, found = _read_wav(source) if soundfile is None else soundfile.read(source, None, 0, None, "float32", True)
+    if soundfile is None:
+        channels, found = _read_wav(source)
+    else:
+        channels, found = soundfile.read(source, dtype="float32", always_2d=True)
     _require_rate(found, rate)
     return channels.mean(axis=1, dtype=np.float32)
 
