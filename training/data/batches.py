@@ -230,8 +230,9 @@ def count_units(batch: Batch) -> Tensor:
 
 def _row_units(batch: Batch) -> Tensor:
     """The units in every row [B]: its tokens, with those of its target, or 1 for an image or a recording."""
-    if "pixel_values" in batch or "frame_mask" in batch:
-        return torch.ones_like(batch["index"])
+    for name in ("pixel_values", "frame_mask"):
+        if name in batch:
+            return torch.ones(len(batch[name]), dtype=torch.long, device=batch[name].device)
     tokens = batch["attention_mask"].sum(-1)
     return tokens + batch["decoder_attention_mask"].sum(-1) if "decoder_attention_mask" in batch else tokens
 
