@@ -44,14 +44,14 @@ HELD_OUT = 1000
 LETTERS = string.ascii_lowercase[:10]
 
 
-def strings(folder: Path, longest: int) -> None:
+def strings(folder: Path, longest: int, count: int, held_out: int) -> None:
     """Random strings of 4 to `longest` letters and their reversals; no string of the validation data is in training."""
     generator, seen = random.Random(0), set()
-    while len(seen) < 20_000 + HELD_OUT:
+    while len(seen) < count + held_out:
         seen.add("".join(generator.choices(LETTERS, k=generator.randint(4, longest))))
     rows = sorted(seen)
     generator.shuffle(rows)
-    for name, part in (("train", rows[HELD_OUT:]), ("valid", rows[:HELD_OUT])):
+    for name, part in (("train", rows[held_out:]), ("valid", rows[:held_out])):
         lines = (json.dumps({"source": text, "target": text[::-1]}) + "\n" for text in part)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -177,7 +177,8 @@ def main(argv: list[str] | None = None) -> None:
     work = Path(arguments.output_dir) / f"heal_{arguments.task}"
     work.mkdir(parents=True, exist_ok=True)
     if is_text:
-        strings(work, arguments.longest)
+        count, held_out = (200, 20) if arguments.quick else (20_000, HELD_OUT)
+        strings(work, arguments.longest, count, held_out)
         save_t5(work / "scratch")
     else:
         digits(work, arguments.mnist)

@@ -1,11 +1,13 @@
 """Memory of one bidirectional attention layer beyond its inputs and its output, at 8,192 and at 65,536 tokens.
 
     python benchmarks/memory_length.py
+    HF_LINEAR_ATTENTION_BACKEND=torch python benchmarks/memory_length.py --rows "linear, exp" "performer"
 
 Linear attention of an encoder needs two passes over the tokens, sums and outputs, and none of its intermediate results
 has to be as long as the input. Every row is a process of its own, which reads its peak from the kernel (VmHWM). Beyond
 means that peak, less the memory before the call and the output that the call returns. The last column is the ratio of
-both lengths: 1 for memory that is constant in the length, 8 for memory that grows with it.
+both lengths: 1 for memory that is constant in the length, 8 for memory that grows with it. The second command measures
+some rows in torch instead of the C kernels.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import argument_parser, save_results, table, write
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import argument_parser, save_results, table, write
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanism import LayerShape
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -68,17 +73,18 @@ def measure(name: str, tokens: int) -> int:
     return peak("VmHWM") - before - output.nbytes
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
+    parser.add_argument("--rows", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.case is not None:
         write(str(measure(arguments.case, arguments.tokens)))
         return
     sizes = (512, 4096) if arguments.quick else (8192, 65536)
     figures: dict[str, Any] = {"megabytes": {}}
-    for name in SETTINGS:
+    for name in arguments.rows:
         found = []
         for tokens in sizes:
             command = [sys.executable, __file__, "--case", name, "--tokens", str(tokens)]

@@ -9,7 +9,7 @@ name of what is missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -331,3 +331,39 @@ def refuse_shape(name: str, shape: LayerShape, needed: str, settings: Mapping[st
             + ", ".join(f"`{able}`" for able, other in MECHANISMS.items() if other.supports_alibi)
             + "."
         )
+
+
+class OutputParts:
+    """Outputs `[B, C, H, W]` of chunks of tokens, which become one tensor in the dtype of the queries.
+
+    Without gradients, a chunk is written into that tensor at once, so that no second copy of all of them ever exists.
+    """
+
+    def __init__(self, query: torch.Tensor) -> None:
+        self.dtype, self.count, self.parts = query.dtype, query.shape[2], list[torch.Tensor]()
+        self.whole: torch.Tensor | None = None
+        self.written = 0
+
+    def append(self, part: torch.Tensor) -> None:
+        """Add the next chunk."""
+        tokens = part.shape[1]
+        if tokens == self.count or part.requires_grad:
+            self.parts.append(part)
+            return
+        if self.whole is None:
+            batch, _, heads, width = part.shape
+            self.whole = part.new_empty(batch, self.count, heads, width, dtype=self.dtype)
+        self.whole[:, self.written : self.written + tokens] = part
+        self.written += tokens
+
+    def joined(self) -> torch.Tensor:
+        """All chunks, `[B, N, H, W]`."""
+        if self.whole is not None:
+            return self.whole
+        whole = torch.cat(self.parts, dim=1) if len(self.parts) > 1 else self.parts[0]
+        return whole.to(self.dtype)
+
+
+def mask_chunks(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """The mask `[B, S]` in chunks of `size` tokens, as `key [B, heads, S, D]` is split; without one, None for each."""
+    return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)

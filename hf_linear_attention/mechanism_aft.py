@@ -37,7 +37,9 @@ from .kernels_torch import normalize
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import OutputParts
 from .mechanism import State
+from .mechanism import mask_chunks
 from .segments import real_first
 from .segments import gather_tokens
 from .segments import inverse_order
@@ -48,6 +50,8 @@ from .segments import without_padding
 SAFE_SPREAD = 80.0
 # The largest number of elements of the tensor [B, Hkv, queries, S, D] in the exact form of `full`.
 EXACT_ELEMENTS = 1 << 22
+# The elements of a part of the tokens in `simple`: 4 MB in float32.
+PART_ELEMENTS = 1 << 20
 
 # Sums and their log scale: the sums are to be multiplied by exp(log scale).
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -169,8 +173,12 @@ class AftAttention(AttentionMechanism):
             NotImplementedError: for packed sequences in a traced graph (`local`, `conv` and `full`).
         """
         if self.variant == "simple" and not is_causal:
-            output, state = _mean_by_keys(key, value, attention_mask), None
-        elif self.variant == "simple":
+            mean, tokens = _mean_by_keys(key, value, attention_mask), _tokens_at_a_time(query)
+            outputs, masks = OutputParts(query), mask_chunks(attention_mask, tokens, query)
+            for part, mask in zip(query.split(tokens, dim=2), masks):
+                outputs.append(self._gated(part, mean, mask))
+            return outputs.joined(), None
+        if self.variant == "simple":
             output, state = self._causal_simple(key, value, attention_mask, state)
         else:
             if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -179,11 +187,14 @@ class AftAttention(AttentionMechanism):
                     "a cache inside torch.compile). Pass `past_key_values`, or compile only the decoding step."
                 )
             output, state = self._ordered(key, value, attention_mask, is_causal, state)
+        return self._gated(query, output, attention_mask).to(query.dtype), state if is_causal else None
+
+    def _gated(self, query: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The gate of every query times `output [B, Hkv, N or 1, D]`: `[B, N, H, D]`, with 0 at padding."""
         gate = query.to(output.dtype).sigmoid()
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         output = gate * output.repeat_interleave(groups, dim=1)
-        output = without_padding(output, None if attention_mask is None else attention_mask > 0)
-        return output.transpose(1, 2).to(query.dtype), state if is_causal else None
+        return without_padding(output, None if mask is None else mask > 0).transpose(1, 2)
 
     def _causal_simple(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, state: State | None
@@ -307,11 +318,27 @@ class AftAttention(AttentionMechanism):
 
 
 def _mean_by_keys(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Bidirectional `simple`, `[B, Hkv, 1, D]`: all queries get the same mean, which is arbitrary without keys."""
-    key = key.to(accumulation_dtype(key))
-    if mask is not None:
-        key, value = torch.where(mask[:, None, :, None], key, EMPTY_MAXIMUM), without_padding(value, mask)
-    return (key.softmax(dim=2) * value).sum(dim=2, keepdim=True)
+    """Bidirectional `simple`, `[B, Hkv, 1, D]`: all queries get the same mean, which is arbitrary without keys.
+
+    The keys are taken in parts, each with the mean and the logarithm of the sum of its own weights, so that no copy of
+    all of them exists.
+    """
+    tokens, means, sizes = _tokens_at_a_time(key), [], []
+    parts = list(zip(key.split(tokens, dim=2), value.split(tokens, dim=2), mask_chunks(mask, tokens, key)))
+    for k, v, shown in parts:
+        k = k.to(accumulation_dtype(k))
+        if shown is not None:
+            k, v = torch.where(shown[:, None, :, None], k, EMPTY_MAXIMUM), without_padding(v, shown)
+        means.append((k.softmax(dim=2) * v).sum(dim=2, keepdim=True))
+        if len(parts) == 1:
+            return means[0]
+        sizes.append(k.logsumexp(dim=2, keepdim=True))
+    return (torch.cat(sizes, dim=2).softmax(dim=2) * torch.cat(means, dim=2)).sum(dim=2, keepdim=True)
+
+
+def _tokens_at_a_time(x: torch.Tensor) -> int:
+    """The tokens in a part of `x [B, heads, N, D]`: all of them in a graph, where lengths are not known."""
+    return PART_ELEMENTS // max(1, x.shape[0] * x.shape[1] * x.shape[3]) + 1 if is_eager(x) else max(1, x.shape[2])
 
 
 def _channels(x: torch.Tensor) -> torch.Tensor:

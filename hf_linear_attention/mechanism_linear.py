@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,7 +20,9 @@ from .kernels_torch import with_dtype
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
+from .mechanism import OutputParts
 from .mechanism import State
+from .mechanism import mask_chunks
 from .features import FEATURE_MAPS
 from .features import FeatureMap
 from .positions import ROPE_OPTIONS
@@ -153,22 +155,19 @@ class LinearAttention(AttentionMechanism):
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
             return with_dtype(output.transpose(1, 2), query.dtype), (old,)
         size = self._tokens_at_a_time(query, key, attention_mask)
-        chunks = list(zip(key.split(size, dim=2), value.split(size, dim=2), _mask_chunks(attention_mask, size, key)))
+        chunks = list(zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key)))
+        outputs = OutputParts(query)
         if is_causal or len(chunks) == 1:
-            outputs = []
             for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), chunks):
                 output, old = self._kernel(part, keys, values, mask, scaling, is_causal, old)
                 outputs.append(output.transpose(1, 2))
         else:
             for keys, values, mask in chunks:
                 _, old = self._kernel(query[:, :, :0], keys, values, mask, scaling, False, old)
-            log_features = self.feature_map.log_features
-            outputs = [
-                read_state(self.feature_map.forward_queries(part, scaling), old, log_features).transpose(1, 2)
-                for part in query.split(size, dim=2)
-            ]
-        output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        return with_dtype(output, query.dtype), (old,)
+            for part in query.split(size, dim=2):
+                features = self.feature_map.forward_queries(part, scaling)
+                outputs.append(read_state(features, old, self.feature_map.log_features).transpose(1, 2))
+        return outputs.joined(), (old,)
 
     def _gated(
         self,
@@ -187,7 +186,7 @@ class LinearAttention(AttentionMechanism):
         weight, log_decay = self.gate.split(gates, mask)
         if log_decay is None:
             return self._weighed(query, key, value, weight, mask, scaling, is_causal, state)
-        outputs = []
+        outputs = OutputParts(query)
         for tokens in (slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)):
             exponents = -log_decay[:, :, tokens].cumsum(dim=2)
             exponents = exponents if weight is None else weight[:, :, tokens] + exponents
@@ -196,7 +195,7 @@ class LinearAttention(AttentionMechanism):
             output, new = self._weighed(q, k, v, exponents, part_mask, scaling, is_causal, state)
             state = faded(new, log_decay[:, :, tokens].sum(dim=2))
             outputs.append(output)
-        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], cast(torch.Tensor, state)
+        return outputs.joined(), cast(torch.Tensor, state)
 
     def _weighed(
         self,
@@ -284,7 +283,3 @@ class LinearAttention(AttentionMechanism):
             return max(1, query.shape[2], key.shape[2])
         tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)
-
-
-def _mask_chunks(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)

@@ -25,7 +25,7 @@ from hf_linear_attention._common.options import (
 )
 from hf_linear_attention.training.objective_arguments import TRANSFER_WEIGHTS, ObjectiveArguments
 from hf_linear_attention.training.task_arguments import EVALUATION_DATA, TaskArguments
-from hf_linear_attention.training.tasks import CLASSIFICATION, COLUMN_TASKS, IMAGE_TASKS, TASKS, TEXT_TASKS
+from hf_linear_attention.training.tasks import CLASSIFICATION, COLUMN_TASKS, IMAGE_TASKS, SOUND_TASKS, TASKS, TEXT_TASKS
 
 
 def _where_patience_counts(values: Mapping[str, Any]) -> OnResume:
@@ -154,7 +154,7 @@ class DataArguments:
     text_column_name: str = option(
         "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
         "text",
-        tasks=COLUMN_TASKS,
+        tasks=(*COLUMN_TASKS, *SOUND_TASKS),
         for_evaluation=True,
     )
     image_column_name: str = option(
@@ -179,13 +179,13 @@ class DataArguments:
         for_evaluation=True,
     )
     on_bad_rows: Literal["raise", "skip"] = option(
-        "Stop at rows without text, image or label, or skip them.", "raise", for_evaluation=True
+        "Stop at rows without text, image, recording or label, or skip them.", "raise", for_evaluation=True
     )
     max_length: int | None = option(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
         bounds=Bounds(least=2, below=2**24),
-        tasks=TEXT_TASKS,
+        tasks=(*TEXT_TASKS, "speech_seq2seq"),
         for_evaluation=True,
     )
     mlm_probability: float = option(

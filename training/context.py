@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
-from hf_linear_attention.training.data.processors import Processor
+from hf_linear_attention.training.data.processors import Processor, tokenizer_of
 from hf_linear_attention.training.distributed.zero import uses_deepspeed
 from hf_linear_attention.training.evaluation.embedding_evaluator import EmbeddingEvaluator
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
@@ -84,7 +84,7 @@ class RunContext:
         if not options.predict_with_generate:
             return None
         is_sharded = self.accelerator.is_fsdp2 or uses_deepspeed(self.accelerator)
-        return Generation(self.processor, options.generation_max_length, is_sharded)
+        return Generation(tokenizer_of(self.processor), options.generation_max_length, is_sharded)
 
     def record(self, event: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and send it to the trackers."""

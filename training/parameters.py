@@ -21,17 +21,38 @@ from hf_linear_attention.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
+# What models of speech read from their config while they are trained, so that no module holds it.
+IN_CONFIG = ("layerdrop", "apply_spec_augment")
 MECHANISM = ".linear_attention."  # the child module that a conversion adds to every converted attention module
 
 
-def disable_dropout(model: PreTrainedModel) -> None:
-    """Set every dropout probability of the model to 0. Its config, and so what is saved, stays as it is."""
+def disable_dropout(model: Any) -> None:
+    """Set every probability to drop an activation or a layer to 0, and mask no part of recordings (SpecAugment).
+
+    What is saved keeps the values of its config (`with_dropout`).
+    """
+    off = {name: type(value)(0) for name, value in vars(model.config).items() if name in IN_CONFIG and value}
+    if off:
+        model.values_without_training = {name: getattr(model.config, name) for name in off}
+        model.config.update(off)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+@contextmanager
+def with_dropout(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the config has again what `disable_dropout` set to 0 in it."""
+    values = getattr(model, "values_without_training", {})
+    off = {name: getattr(model.config, name) for name in values}
+    model.config.update(values)
+    try:
+        yield
+    finally:
+        model.config.update(off)
 
 
 def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:

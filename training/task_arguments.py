@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hf_linear_attention._common.options import COUNT, NOT_NEGATIVE, OnResume, option
-from hf_linear_attention.training.tasks import TASKS, TEXT_TASKS
+from hf_linear_attention.training.tasks import SOUND_TASKS, TASKS, TEXT_TASKS
 
 
 EVALUATION_DATA = ("validation_file", "dataset_name")
@@ -71,6 +71,12 @@ class TaskArguments:
         tasks=("embedding",),
         for_evaluation=True,
         on_resume=OnResume.WARNED,
+    )
+    audio_column_name: str = option(
+        "Column with the recording: a path relative to the folder of the data file, or its samples.",
+        "audio",
+        tasks=SOUND_TASKS,
+        for_evaluation=True,
     )
     predict_with_generate: bool = option(
         "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "

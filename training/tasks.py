@@ -51,6 +51,7 @@ CLASSES = ("accuracy", "f1")
 EMBEDDINGS = ("cosine", "cosine_min")
 RETRIEVAL = ("recall_at_1", "recall_at_10", "ndcg_at_10")
 GENERATED_TEXTS = ("exact_match", "f1")
+ERROR_RATES = ("wer", "cer")
 
 TASKS: dict[str, Task] = {
     "causal_lm": Task(
@@ -79,6 +80,14 @@ TASKS: dict[str, Task] = {
         text_column="tokens",
         label_columns=("tags", "ner_tags", "pos_tags", "label"),
     ),
+    "speech_seq2seq": Task(
+        "AutoModelForSpeechSeq2Seq",
+        "sound",
+        "targets",
+        (*LANGUAGE, *ERROR_RATES, "same_text"),
+        generates=True,
+    ),
+    "ctc": Task("AutoModelForCTC", "sound", "frames", ERROR_RATES),
 }
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
 # The columns of question_answering, whose names are fixed.
@@ -88,6 +97,7 @@ MESSAGES = "messages"  # the column of conversations, for causal_lm
 CACHED = ("causal_lm", "embedding")
 COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
 IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
+SOUND_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "sound")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
 
 

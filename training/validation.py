@@ -28,7 +28,7 @@ from hf_linear_attention.training.tracking import tracker_problems
 
 
 FILE_TYPES = SUFFIXES
-GENERATED = ("exact_match", "f1", "same_text")
+GENERATED = ("exact_match", "f1", "same_text", "wer", "cer")
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
@@ -109,7 +109,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
             what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
             yield f"`--{name} {path}`: {what}; check the path"
         elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
-            what = "images" if recipe.task.inputs == "images" else "classes"
+            what = {"text": "classes", "images": "images", "sound": "recordings"}[recipe.task.inputs]
             what = "targets" if recipe.task.pair_column else what
             what = "questions" if recipe.task.logits == "spans" else what
             yield (

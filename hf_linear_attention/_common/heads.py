@@ -28,6 +28,14 @@ class Head:
 
 
 CAUSAL = Head("AutoModelForCausalLM", "text-generation", "causal_lm", "distil_causal_lm.yaml")
+SPEECH = Head(
+    "AutoModelForSpeechSeq2Seq",
+    "automatic-speech-recognition",
+    "speech_seq2seq",
+    "distil_speech_seq2seq.yaml",
+    "RECORDINGS.jsonl",
+    "sound",
+)
 
 # The keys are endings of class names; the first match wins.
 HEADS = {
@@ -61,14 +69,14 @@ HEADS = {
         "images",
     ),
     "ForMaskedImageModeling": Head("AutoModelForMaskedImageModeling", "image-feature-extraction"),
-    "WhisperForConditionalGeneration": Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
-    "Speech2TextForConditionalGeneration": Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
-    "MoonshineForConditionalGeneration": Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+    "WhisperForConditionalGeneration": SPEECH,
+    "Speech2TextForConditionalGeneration": SPEECH,
+    "MoonshineForConditionalGeneration": SPEECH,
     "ForConditionalGeneration": Head(
         "AutoModelForSeq2SeqLM", "text2text-generation", "seq2seq_lm", "distil_seq2seq_lm.yaml", "PAIRS.jsonl"
     ),
     "MTModel": Head("AutoModelForSeq2SeqLM", "translation", "seq2seq_lm", "distil_seq2seq_lm.yaml", "PAIRS.jsonl"),
-    "ForCTC": Head("AutoModelForCTC", "automatic-speech-recognition"),
+    "ForCTC": replace(SPEECH, auto_class="AutoModelForCTC", task="ctc", recipe="distil_ctc.yaml"),
     "ForNextSentencePrediction": Head("AutoModelForNextSentencePrediction", "text-classification"),
     "ForPreTraining": Head("AutoModelForPreTraining", "fill-mask"),
 }
@@ -92,8 +100,8 @@ HEALED_AS = {
         "masked_lm", "embedding", "sequence_classification", "token_classification", "question_answering",
     ),
     "vision": ("image_classification", "image_embedding"),
-    "audio": (),
-    "encoder-decoders": ("seq2seq_lm (not yet moonshine, speech_to_text, whisper)",),
+    "audio": ("ctc",),
+    "encoder-decoders": ("seq2seq_lm", "speech_seq2seq"),
 }  # fmt: skip
 
 
@@ -103,6 +111,7 @@ def head_of(class_name: str, inputs: Inputs = "text", is_encoder_decoder: bool =
     A head that is trained on other inputs than those of the model, or an unknown one, has no task.
     """
     found = next((head for ending, head in HEADS.items() if class_name.endswith(ending)), BASES[inputs])
+    inputs = "sound" if found.inputs == "sound" else inputs  # these heads have no other inputs
     is_unknown = found is BASES[inputs] and (is_encoder_decoder or re.search("For[A-Z]", class_name) is not None)
     is_mistaken = found.task == "seq2seq_lm" and not is_encoder_decoder
     if found.inputs != inputs or is_unknown or is_mistaken:

@@ -69,7 +69,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         else f"`{without_path(base_model).replace('`', '')}`",
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
-        preprocessor=_preprocessor(folder),
+        preprocessor=_preprocessor(folder, config),
         is_sentence_model=is_sentence_model,
         other_weights=_other_weights(facts),
         settings=_rows(_settings(facts.get("settings"))),
@@ -214,7 +214,10 @@ def _auto_class(config: Mapping[str, Any]) -> str:
     return found[0] if found else head_of_config(config).auto_class
 
 
-def _preprocessor(folder: Path) -> str | None:
+def _preprocessor(folder: Path, config: Mapping[str, Any]) -> str | None:
+    has_processor = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
+    if has_processor and (head := head_of_config(config)).inputs == "sound":
+        return "AutoFeatureExtractor" if head.task is None else "AutoProcessor"
     if (folder / "tokenizer_config.json").is_file():
         return "AutoTokenizer"
     return "AutoImageProcessor" if (folder / "preprocessor_config.json").is_file() else None

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from task_twins import TWINS
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from hf_linear_attention import convert
 from hf_linear_attention.training.tasks import TASKS
@@ -50,7 +50,7 @@ def test_every_recipe_trains_on_two_processes(
     converted, out = tmp_path / "converted", tmp_path / "out"
     settings = {"drop": ["position_bias"]} if task == "seq2seq_lm" else {}
     convert(original, mechanism="linear", feature_map="exp", **settings).save_pretrained(converted)
-    processor = AutoImageProcessor if TASKS[task].inputs == "images" else AutoTokenizer
+    processor = {"text": AutoTokenizer, "images": AutoImageProcessor, "sound": AutoProcessor}[TASKS[task].inputs]
     processor.from_pretrained(original).save_pretrained(converted)
     options: list[Any] = ["--config", recipe, "--model_name_or_path", converted, "--teacher_name_or_path", original]
     options += ["--train_file", files / f"train.{suffix}", "--validation_file", files / f"valid.{suffix}"]

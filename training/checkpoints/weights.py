@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.adapters import ADAPTER, merged_state_dict
 from hf_linear_attention.training.distributed.sharding import is_sharded, whole, without_sharding_class
+from hf_linear_attention.training.parameters import with_dropout
 
 
 SHARD_SIZE = "2GB"  # size of a file of an offloaded model; the tensors of one file are in memory together
@@ -21,15 +22,16 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] 
     Args:
         weights: the whole weights of a model that is in shards (`whole_weights`).
     """
-    if weights is not None:
-        with without_sharding_class(model):
-            model.save_pretrained(folder, state_dict=weights)
-    elif any(ADAPTER in name for name, _ in model.named_parameters()):
-        model.save_pretrained(folder, state_dict=merged_state_dict(model))
-    elif is_offloaded(model):
-        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-    else:
-        model.save_pretrained(folder)
+    with with_dropout(model):
+        if weights is not None:
+            with without_sharding_class(model):
+                model.save_pretrained(folder, state_dict=weights)
+        elif any(ADAPTER in name for name, _ in model.named_parameters()):
+            model.save_pretrained(folder, state_dict=merged_state_dict(model))
+        elif is_offloaded(model):
+            model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        else:
+            model.save_pretrained(folder)
 
 
 def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:

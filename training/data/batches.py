@@ -154,6 +154,33 @@ def stack(examples: list[Example]) -> Batch:
     return batch | {name: torch.tensor([example[name] for example in examples]) for name in names}
 
 
+def pad_recordings(examples: list[Example]) -> Batch:
+    """Right-padded recordings: input_values [B, S] or input_features [B, T, F], labels [B, L] if there are, index [B].
+
+    frame_mask [B, N] tells which of the frames that the model makes of them are not padding. attention_mask exists only
+    for models whose feature extractor makes one; for an encoder-decoder, decoder_attention_mask is that of the labels.
+    """
+    main = "input_values" if "input_values" in examples[0] else "input_features"
+    length = max(len(example[main]) for example in examples)
+    frames = torch.tensor([example["frames"] for example in examples])
+    wide = [np.pad(x[main], [(0, length - len(x[main])), *[(0, 0)] * (x[main].ndim - 1)]) for x in examples]
+    batch = {
+        main: torch.from_numpy(np.stack(wide)),
+        "frame_mask": (torch.arange(int(frames.max())) < frames[:, None]).long(),
+        "index": torch.tensor([example["index"] for example in examples]),
+    }
+    if "attention_mask" in examples[0]:
+        batch["attention_mask"] = _rows([example["attention_mask"] for example in examples], length, 0)
+    return batch | _padded_labels(examples)
+
+
+def collate(examples: list[Example], pad_token_id: int) -> Batch:
+    """The batch of some texts, images or recordings."""
+    if "pixel_values" in examples[0]:
+        return stack(examples)
+    return pad_recordings(examples) if "frames" in examples[0] else pad(examples, pad_token_id)
+
+
 def _positions(example: Example, length: int) -> Tensor:
     count = len(example["input_ids"])
     own = example.get("position_ids", np.arange(count))
@@ -204,7 +231,7 @@ def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_
     return DataLoader(
         stream,
         batch_sampler=batches,
-        collate_fn=lambda examples: stack(examples) if "pixel_values" in examples[0] else pad(examples, pad_token_id),
+        collate_fn=lambda examples: collate(examples, pad_token_id),
         generator=torch.Generator().manual_seed(stream.seed),
     )
 
@@ -229,14 +256,15 @@ def aligned_labels(batch: Batch, task: str) -> Tensor:
 
 
 def count_units(batch: Batch) -> Tensor:
-    """The number of tokens in a batch, not counting padding, or of its images, as a long scalar."""
+    """The number of tokens in a batch, not counting padding, or of its images or recordings, as a long scalar."""
     return _row_units(batch).sum()
 
 
 def _row_units(batch: Batch) -> Tensor:
-    """The units in every row [B]: its tokens, with those of its target, or 1 for an image."""
-    if "pixel_values" in batch:
-        return torch.ones(len(batch["pixel_values"]), dtype=torch.long, device=batch["pixel_values"].device)
+    """The units in every row [B]: its tokens, with those of its target, or 1 for an image or a recording."""
+    for name in ("pixel_values", "frame_mask"):
+        if name in batch:
+            return torch.ones(len(batch[name]), dtype=torch.long, device=batch[name].device)
     tokens = batch["attention_mask"].sum(-1)
     return tokens + batch["decoder_attention_mask"].sum(-1) if "decoder_attention_mask" in batch else tokens
 
@@ -246,12 +274,17 @@ def token_weights(batch: Batch, length: int, is_decoder: bool = False) -> Tensor
 
     Padding has the weight 0; the weights of all other positions of a row are equal. They add up to the units of the row
     (`count_units`), so a token has the weight 1, and a position of an image 1 / N. In an encoder-decoder, each side of
-    a row has the weight of both.
+    a row has the weight of both. Where layers see fewer positions than there are frames (SEW), a position counts if the
+    frame at its place does.
     """
     if "pixel_values" in batch:
         images = batch["pixel_values"]
         return torch.full((len(images), length), 1 / length, device=images.device)
-    if "decoder_attention_mask" not in batch:
+    if "frame_mask" in batch and not is_decoder:
+        frames = batch["frame_mask"]
+        mask = frames[:, torch.arange(length, device=frames.device) * frames.shape[1] // length].float()
+    elif "frame_mask" not in batch and "decoder_attention_mask" not in batch:
         return batch["attention_mask"].float()
-    mask = batch["decoder_attention_mask" if is_decoder else "attention_mask"].float()
+    else:
+        mask = batch["decoder_attention_mask" if is_decoder else "attention_mask"].float()
     return mask * (_row_units(batch) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)

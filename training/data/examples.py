@@ -10,6 +10,7 @@
 | token_classification    | refused                                     | a row is words with classes, cut    |
 | image_classification    | refused                                     | a row is an image with class        |
 | image_embedding         | refused                                     | a row is an image                   |
+| speech_seq2seq, ctc     | refused                                     | a row is a recording with text      |
 
 "Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
 to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt

@@ -33,6 +33,10 @@ def wanted_columns(recipe: Recipe, split: str) -> dict[str, str | None]:
     needs_labels = split == "validation" or bool(recipe.objective.task_loss_weight)
     if name == "question_answering":
         return dict.fromkeys(QUESTION_COLUMNS[: 2 + needs_labels])
+    if task.inputs == "sound":
+        text = {data.text_column_name: "text_column_name"}
+        needs_text = task.logits == "targets" or needs_labels or "text_column_name" in recipe.given
+        return {recipe.task_options.audio_column_name: "audio_column_name", **(text if needs_text else {})}
     if task.inputs == "images":
         wanted: dict[str, str | None] = {data.image_column_name: "image_column_name"}
     else:

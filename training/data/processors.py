@@ -1,16 +1,19 @@
-"""Loading of tokenizers, image processors and configs, and the length to which texts are cut."""
+"""Loading of tokenizers, processors of images and speech, and configs, and the length to which texts are cut."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from hf_linear_attention._common.errors import SetupError, UsageError
@@ -22,15 +25,17 @@ from hf_linear_attention.transformers_internals import is_masked_lm
 
 logger = logging.getLogger(__name__)
 
-Processor = PreTrainedTokenizerBase | BaseImageProcessor
+Processor = PreTrainedTokenizerBase | BaseImageProcessor | ProcessorMixin
 DEFAULT_MAX_LENGTH = 512
 
 
 def load_processor(recipe: Recipe) -> Processor:
-    """The image processor or tokenizer that prepares the inputs of the model, and is saved with it."""
+    """What prepares the inputs of the model, and is saved with it: its tokenizer, or processor of images or speech."""
     config = load_config(recipe)  # both classes below read it too, and their errors would not say that it is wrong
     check_direction(recipe, config, recipe.model.model_name_or_path)
-    if recipe.task.inputs != "images":
+    if recipe.task.inputs == "sound":
+        return load_speech_processor(recipe)
+    if recipe.task.inputs == "text":
         tokenizer = load_tokenizer(recipe)
         _check_vocabulary(tokenizer, config)
         return tokenizer
@@ -51,6 +56,29 @@ def check_direction(recipe: Recipe, config: PreTrainedConfig, path: str) -> None
             f"`--task causal_lm`: {path} ({kind}) attends to both sides, so it would see the tokens that it has to "
             "predict; use `--task masked_lm`, or a decoder"
         )
+
+
+def load_speech_processor(recipe: Recipe) -> Any:
+    """The feature extractor and the tokenizer of the model, as one processor.
+
+    Raises:
+        UsageError: if one of the two is missing.
+    """
+    path = recipe.model.model_name_or_path
+    with reading(f"the processor of {path} (processor_config.json or preprocessor_config.json, and the tokenizer)"):
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
+    missing = [name for name in ("feature_extractor", "tokenizer") if getattr(processor, name, None) is None]
+    if missing:
+        raise UsageError(
+            f"{path} has no {missing[0].replace('_', ' ')}, which `--task {recipe.model.task}` needs; copy "
+            "preprocessor_config.json and the files of the tokenizer from the original"
+        )
+    return processor
+
+
+def tokenizer_of(processor: Processor) -> Any:
+    """The tokenizer of a processor of speech; otherwise the tokenizer or image processor itself."""
+    return getattr(processor, "tokenizer", processor)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -86,7 +114,8 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConf
 
 def pad_token_id(processor: Processor) -> int:
     """The token id for padding. Padding is always masked, so any id will do if the tokenizer has none for it."""
-    candidates = (getattr(processor, "pad_token_id", None), getattr(processor, "eos_token_id", None), 0)
+    tokenizer = tokenizer_of(processor)
+    candidates = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
     return int(next(token for token in candidates if token is not None))
 
 
@@ -134,9 +163,11 @@ def fill_dims(recipe: Recipe, config: PreTrainedConfig) -> None:
 
 def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:
     """The length to which texts are cut: `--max_length`, by default 512, or fewer tokens if the model accepts fewer."""
-    positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    positions = next((limit for limit in limits if limit), DEFAULT_MAX_LENGTH)
     if recipe.data.max_length is None:
-        return int(min(DEFAULT_MAX_LENGTH, getattr(processor, "model_max_length", DEFAULT_MAX_LENGTH), positions))
+        longest = getattr(tokenizer_of(processor), "model_max_length", DEFAULT_MAX_LENGTH)
+        return int(min(DEFAULT_MAX_LENGTH, longest, positions))
     if recipe.data.max_length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", recipe.data.max_length, positions)
     return recipe.data.max_length

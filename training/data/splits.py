@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.batches import Masking, Stream
@@ -19,6 +19,7 @@ from hf_linear_attention.training.data.messages import language_examples, usable
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
+from hf_linear_attention.training.data.recordings import recording_examples, usable_recordings
 from hf_linear_attention.training.data.rows import count_skipped, load_rows, path_of
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.data.targets import target_examples
@@ -64,6 +65,8 @@ READERS = {
     "token_classification": Reader(usable_words, word_examples, has_classes=True),
     "image_classification": Reader(usable_images, image_examples, has_classes=True),
     "image_embedding": Reader(usable_images, image_examples),
+    "speech_seq2seq": Reader(usable_recordings, recording_examples),
+    "ctc": Reader(usable_recordings, recording_examples),
 }
 
 
@@ -87,6 +90,8 @@ def _kinds(recipe: Recipe) -> dict[str, Any]:
         return dict(zip(QUESTION_COLUMNS, (str, str, object), strict=True))
     if task.inputs == "images":
         return {data.image_column_name: object, **labels}
+    if task.inputs == "sound":
+        return {recipe.task_options.audio_column_name: object, data.text_column_name: object}
     if (messages := column_instead(recipe)) is not None:  # either of the two columns
         return {data.text_column_name: (str, type(None)), messages: (list, type(None))}
     texts = {data.text_column_name: list if name == "token_classification" else str}
@@ -132,7 +137,7 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
 
 def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
     """The masking of tokens for masked_lm; None for other tasks."""
-    if recipe.model.task != "masked_lm" or isinstance(processor, BaseImageProcessor):
+    if recipe.model.task != "masked_lm" or not isinstance(processor, PreTrainedTokenizerBase):
         return None
     special = tuple(processor.all_special_ids)
     return Masking(recipe.data.mlm_probability, processor.mask_token_id, len(processor), special)

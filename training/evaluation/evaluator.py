@@ -17,7 +17,7 @@ from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
 from hf_linear_attention.training.evaluation.generated import Generated, Generation, generation_figures
 from hf_linear_attention.training.evaluation.metrics import GREATER_IS_BETTER, Classification, TokenLoss
-from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch
+from hf_linear_attention.training.evaluation.text_metrics import ErrorRates, Tagging, TextMatch
 from hf_linear_attention.training.losses.outputs import logits_of, run_model, scored_logits
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
@@ -60,6 +60,13 @@ def _tags(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
     return [[names[a] for a, _ in row] for row in kept], [[names[b] for _, b in row] for row in kept]
 
 
+def _frames(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
+    """The likeliest token of every frame of every recording."""
+    counts = batch["frame_mask"].sum(-1).tolist()
+    rows = outputs.logits.argmax(-1).tolist()
+    return [row[:count] for row, count in zip(rows, counts, strict=True)], [0] * len(rows)
+
+
 # How the predictions of a task are read from a batch and its outputs, and their metric. Other tasks with logits are
 # scored by their nats per token, and tasks without by the similarity to the teacher (`embedding_evaluator.py`).
 SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[evaluate.Metric]]] = {
@@ -67,6 +74,7 @@ SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type
     "image_classification": (_classes, Classification),
     "token_classification": (_tags, Tagging),
     "question_answering": (_answers, TextMatch),
+    "ctc": (_frames, ErrorRates),
 }
 
 
@@ -88,7 +96,7 @@ class Evaluator:
             task: the task of the model.
             teacher: the model to compare with.
             generation: how texts are generated; None if none are.
-            examples: the examples that are evaluated; they turn spans into texts.
+            examples: the examples that are evaluated; they turn spans and frames into texts.
         """
         self.accelerator, self.task, self.teacher, self.generation = accelerator, task, teacher, generation
         self.examples = examples
@@ -130,7 +138,7 @@ class Evaluator:
                 texts += self.generation(model, teacher, batch)
         model.train(was_training)
         result = self._result(each_once(gather_object(rows)))
-        result |= generation_figures(each_once(gather_object(texts)))
+        result |= generation_figures(each_once(gather_object(texts)), TASKS[self.task].inputs == "sound")
         if self.compares:
             counts = [row[1:] for row in each_once(gather_object(agreed))]
             result["agreement"] = sum(hits for hits, _ in counts) / max(sum(count for _, count in counts), 1)
@@ -139,7 +147,7 @@ class Evaluator:
     def _result(self, rows: list[tuple[int, Any, Any]]) -> dict[str, float]:
         metric = SCORES[self.task][1] if self.task in SCORES else TokenLoss
         predictions, references = [row[1] for row in rows], [row[2] for row in rows]
-        if self.logits == "spans":
+        if self.logits in ("spans", "frames"):
             whole: Any = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
             predictions, references = whole.texts([row[:2] for row in rows])
         # By default, a metric would be in a file in the home folder.

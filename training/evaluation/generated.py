@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import IGNORED
-from hf_linear_attention.training.evaluation.text_metrics import TextMatch
+from hf_linear_attention.training.evaluation.text_metrics import ErrorRates, TextMatch
 
 
-MODEL_INPUTS = ("input_ids", "attention_mask", "input_features")
+MODEL_INPUTS = ("input_ids", "attention_mask", "input_features", "input_values")
 # Number of an example, the text of the model, that of the data, and that of the teacher, if there is one; for
 # conversations, which have no text of the data here, whether the answer of each model ended.
 Generated = tuple[int, Any, str | None, Any]
@@ -54,16 +54,16 @@ class Generation:
             mine = self.ends(model, batch)
             others: list[Any] = [None] * len(mine) if teacher is None else self.ends(teacher, batch)
             return list(zip(batch["index"].tolist(), mine, [None] * len(mine), others, strict=True))
-        pad = self.processor.pad_token_id or 0
-        labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, pad)
+        labels = [[token for token in row if token != IGNORED] for row in batch["labels"].tolist()]
         known = self.processor.batch_decode(labels, skip_special_tokens=True)
         theirs = [None] * len(known) if teacher is None else self.texts(teacher, batch)
         return list(zip(batch["index"].tolist(), self.texts(model, batch), known, theirs, strict=True))
 
 
-def generation_figures(rows: list[Generated]) -> dict[str, float]:
+def generation_figures(rows: list[Generated], is_speech: bool = False) -> dict[str, float]:
     """The share of texts that equal those of the data, the F1 score of their words, and the share that equal the
-    teacher's (`same_text`). For conversations, the shares of answers that end, of the model and of the teacher."""
+    teacher's (`same_text`). For conversations, the shares of answers that end, of the model and of the teacher. For
+    speech, error rates instead of the share and the F1 score."""
     if not rows:
         return {}
     if rows[0][2] is None:
@@ -71,8 +71,12 @@ def generation_figures(rows: list[Generated]) -> dict[str, float]:
         if rows[0][3] is not None:
             shares["ending_answers_teacher"] = sum(row[3] for row in rows) / len(rows)
         return shares
-    pairs = {"predictions": [row[1] for row in rows], "references": [[row[2]] for row in rows]}
-    found = TextMatch(keep_in_memory=True).compute(**pairs, ignores_case=False) or {}
+    mine, known = [row[1] for row in rows], [row[2] for row in rows]
+    if is_speech:
+        found = ErrorRates(keep_in_memory=True).compute(predictions=mine, references=known) or {}
+    else:
+        pairs = {"predictions": mine, "references": [[text] for text in known]}
+        found = TextMatch(keep_in_memory=True).compute(**pairs, ignores_case=False) or {}
     if rows[0][3] is not None:
         found["same_text"] = sum(row[1] == row[3] for row in rows) / len(rows)
     return found

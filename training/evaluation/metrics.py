@@ -28,6 +28,8 @@ GREATER_IS_BETTER = {
     "exact_match": True,
     "same_text": True,
     **dict.fromkeys(RETRIEVAL, True),
+    "wer": False,
+    "cer": False,
 }
 
 

@@ -80,6 +80,38 @@ class TextMatch(evaluate.Metric):
         return {"exact_match": exact / count, "f1": f1 / count, "texts": len(pairs)}
 
 
+class ErrorRates(evaluate.Metric):
+    """Word error rate and character error rate. predictions and references: the texts.
+
+    An error is a word (a character) that is replaced, inserted or left out, of which the fewest are counted that make
+    the reference of the prediction (Levenshtein's distance); a rate is their number by that of the reference's words
+    (characters). Case and punctuation count, white space separates words.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        return metric_info(self, {"predictions": text, "references": text})
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        words = [(mine.split(), yours.split()) for mine, yours in zip(predictions, references, strict=True)]
+        letters = [(" ".join(mine), " ".join(yours)) for mine, yours in words]
+        return {"wer": _error_rate(words), "cer": _error_rate(letters), "texts": len(words)}
+
+
+def _error_rate(pairs: Sequence[tuple[Sequence[str], Sequence[str]]]) -> float:
+    return sum(edits(mine, yours) for mine, yours in pairs) / max(sum(len(yours) for _, yours in pairs), 1)
+
+
+def edits(mine: Sequence[str], yours: Sequence[str]) -> int:
+    """Levenshtein's distance: the fewest replacements, insertions and deletions that make `yours` of `mine`."""
+    row = list(range(len(yours) + 1))
+    for number, part in enumerate(mine, 1):
+        before, row = row, [number]
+        for place, other in enumerate(yours):
+            row.append(min(before[place] + (part != other), before[place + 1] + 1, row[place] + 1))
+    return row[-1]
+
+
 def counted_words(text: str) -> list[str]:
     """The words of a text that count."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)

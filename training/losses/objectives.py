@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.data.processors import load_config
 from hf_linear_attention.training.losses.divergence import chunked_kl
 from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, cosines_at, pooled, scored_logits
 from hf_linear_attention.training.recipe import Recipe, parse_dims
@@ -38,12 +39,16 @@ class Objective(Protocol):
 
 
 class TaskLoss(Objective):
-    """Cross-entropy with the labels: the next token, the masked tokens, the target, the class, or the answer's ends."""
+    """Cross-entropy with the labels: the next token, the masked tokens, the target, the class, or the answer's ends.
+
+    For `ctc`, that of the text: -log of the probability of all its alignments (Graves et al. 2006).
+    """
 
     needs_logits, needs_hidden_states, needs_teacher = True, False, False
 
     def __init__(self, recipe: Recipe) -> None:
         self.task = recipe.model.task
+        self.blank = int(load_config(recipe).pad_token_id or 0) if self.task == "ctc" else None
 
     def units(self, batch: Batch) -> Tensor:
         """Number of labels, a long scalar."""
@@ -51,8 +56,18 @@ class TaskLoss(Objective):
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of the cross-entropies, in nats."""
+        if self.blank is not None:
+            return ctc_nats(_logits(student), batch, self.blank)
         logits, labels = _logits(student).flatten(0, -2), aligned_labels(batch, self.task).flatten()
         return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+def ctc_nats(logits: Tensor, batch: Batch, blank: int) -> Tensor:
+    """The sum over the recordings of -log p(text) in nats, given the logits [B, N, V] of their frames."""
+    labels, frames = batch["labels"], batch["frame_mask"].sum(-1)
+    log_p = logits.float().log_softmax(-1).transpose(0, 1)
+    counts = (labels != IGNORED).sum(-1)
+    return F.ctc_loss(log_p, labels.clamp(min=0), frames, counts, blank=blank, reduction="sum")
 
 
 class LogitsKL(Objective):

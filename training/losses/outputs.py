@@ -20,6 +20,9 @@ from hf_linear_attention.training.losses.divergence import LogitRows
 from hf_linear_attention.training.tasks import LogitsOf
 
 
+SOUND = ("input_values", "input_features")  # what models of speech read
+
+
 @dataclass(frozen=True)
 class Outputs:
     """The outputs of one model: logits by row of the flattened batch, and hidden states [B, N, D] by layer.
@@ -77,6 +80,11 @@ def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
     if "pixel_values" in batch:
         return model(pixel_values=batch["pixel_values"], **keywords)
     accepted = inspect.signature(model.forward).parameters
+    if "frame_mask" in batch:
+        keywords |= {name: batch[name] for name in (*SOUND, "attention_mask") if name in batch}
+        if "decoder_attention_mask" in batch:
+            keywords |= {"decoder_input_ids": decoder_inputs(model, batch["labels"]), "use_cache": False}
+        return model(**keywords)
     if "use_cache" in accepted:
         keywords["use_cache"] = False  # a decoder would fill a cache that is not used
     # transformers recognises packed documents (position_ids that restart) only if there is no attention mask.
@@ -121,12 +129,14 @@ def logits_of(outputs: Any, batch: Batch) -> Tensor | None:
 
 
 def scored_logits(batch: Batch, logits: LogitsOf | None) -> Tensor:
-    """Whether each row of the logits counts, which padding does not: [B, N], [B, T], [B, 2] or [B].
+    """Whether each row of the logits counts, which padding does not: [B, N], [B, T], [B, 2] or [B]; N tokens or frames.
 
     In conversations, those may count that predict a token of an answer.
     """
     if logits == "tokens":
         return batch.get("loss_mask", batch["attention_mask"]) > 0
+    if logits == "frames":
+        return batch["frame_mask"] > 0
     if logits == "targets":
         return batch["decoder_attention_mask"] > 0
     index = batch["index"]

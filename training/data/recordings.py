@@ -1,0 +1,201 @@
+"""Recordings of speech (`--task speech_seq2seq`, `--task ctc`), which are read and processed when they are needed.
+
+A row is a recording (`sound.py`) and, where it is needed, the text that is said in it. The model's feature extractor
+prepares the recordings, and its tokenizer the texts; there is no augmentation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import PreTrainedConfig, ProcessorMixin
+
+from hf_linear_attention._common.errors import DataError
+from hf_linear_attention.training.data.examples import finished
+from hf_linear_attention.training.data.packing import Example, Examples, Tokens
+from hf_linear_attention.training.data.processors import load_config, load_speech_processor
+from hf_linear_attention.training.data.rows import bad_text, path_of, require_column, without_bad
+from hf_linear_attention.training.data.sound import ERRORS, count_samples, read_samples
+from hf_linear_attention.training.data.targets import target_tokens
+from hf_linear_attention.training.models import empty_model
+from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.transformers_internals import count_frames
+
+
+logger = logging.getLogger(__name__)
+
+
+class Recordings:
+    """One example per recording: what its model reads, the number of its frames and, if there are texts, their tokens.
+
+    `input_values` are [S] samples, `input_features` [T, F] spectra. An extractor with a window (Whisper's) pads every
+    recording to it, [F, T], and all frames count, because the model attends to all of them.
+    """
+
+    def __init__(
+        self,
+        recordings: Sequence[Any],
+        root: Path,
+        processor: Any,
+        frames: Callable[[int], int],
+        labels: dict[str, list[Tokens]],
+        texts: Sequence[str] | None,
+    ) -> None:
+        """Keep the cells of a column.
+
+        Args:
+            root: the folder to which paths are relative.
+            frames: the number of frames that the model makes of an input of this length.
+            labels: the tokens of every text by their name in an example; none if there are no texts.
+            texts: the texts.
+        """
+        self.recordings, self.root, self.processor, self.frames = recordings, root, processor, frames
+        self.labels, self.references = labels, texts
+
+    @property
+    def lengths(self) -> Tokens:
+        """The length of every example, which is 1: training is counted in recordings."""
+        return np.ones(len(self.recordings), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.recordings)
+
+    def __getitem__(self, index: int) -> Example:
+        extractor = self.processor.feature_extractor
+        try:
+            samples = read_samples(self.recordings[int(index)], self.root, extractor.sampling_rate)
+            found = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="np")
+        except (*ERRORS, AssertionError) as error:  # only the beginning of a file was read before
+            raise DataError(f"recording {index} of the data cannot be read ({error}); replace or remove it") from error
+        example = {name: value[0] for name, value in found.items()}
+        values = next(iter(example.values()))
+        length = values.shape[-1] if longest_of(extractor) is not None else len(values)
+        own = {name: rows[index] for name, rows in self.labels.items()}
+        return {**example, "frames": self.frames(length), **own}
+
+    def texts(self, rows: Sequence[tuple[int, Any]]) -> tuple[list[str], list[str]]:
+        """The text of the likeliest token of every frame, and the text of the data; `rows` are numbers and tokens."""
+        references = self.references or ()
+        tokenizer = self.processor.tokenizer  # which merges repeated tokens and leaves out the blank
+        return [tokenizer.decode(ids) for _, ids in rows], [references[number] for number, _ in rows]
+
+
+def longest_of(extractor: Any) -> int | None:
+    """The samples of the window of an extractor, which all recordings are padded to; None if it has no window."""
+    return getattr(extractor, "n_samples", None)
+
+
+def usable_recordings(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+    """`rows` without the bad ones: recordings that cannot be read or are too long, and texts that are none or too long.
+
+    Raises:
+        DataError: if there are bad rows that may not be skipped, or a column is missing.
+    """
+    column, processor = recipe.task_options.audio_column_name, load_speech_processor(recipe)
+    require_column(rows, "audio_column_name", column)
+    rate, longest = processor.feature_extractor.sampling_rate, longest_of(processor.feature_extractor)
+    counts, bad = np.zeros(len(rows), np.int64), {}
+    for number, value in enumerate(undecoded(rows, column)):
+        try:
+            counts[number] = count_samples(value, _root(recipe, split), rate)
+        except ERRORS as error:
+            bad[number] = f"`{column}` cannot be read ({error})"
+            continue
+        if longest is not None and counts[number] > longest:
+            long = f"{counts[number] / rate:.1f} s long, but the model reads at most {longest / rate:.1f} s"
+            bad[number] = f"`{column}` is {long}; divide it"
+    if _needs_text(recipe, split):
+        name = recipe.data.text_column_name
+        require_column(rows, "text_column_name", name)
+        texts = list(rows[name])
+        bad |= {number: bad_text(name, text) for number, text in enumerate(texts) if not isinstance(text, str)}
+    if longest is None and "input_values" in processor.feature_extractor.model_input_names:
+        needed = np.ones(len(rows), np.int64)
+        if recipe.task.logits == "frames" and _needs_text(recipe, split):
+            strings = [text if isinstance(text, str) else "" for text in texts]
+            needed = np.array([max(1, frames_needed(ids)) for ids in processor.tokenizer(strings)["input_ids"]])
+        for number, found in enumerate(map(_frame_counter(recipe), counts.tolist())):
+            if found < needed[number]:
+                what = f"{max(found, 0)} frames, but {needed[number]} are needed"
+                bad.setdefault(number, f"`{column}` is too short: the model makes {what}")
+    return without_bad(rows, bad, recipe.data, split)
+
+
+def frames_needed(tokens: Sequence[int]) -> int:
+    """The frames that an alignment of these tokens has at least: one each, and a blank between two equal ones."""
+    return len(tokens) + sum(a == b for a, b in itertools.pairwise(tokens))
+
+
+def recording_examples(
+    recipe: Recipe,
+    rows: datasets.Dataset,
+    processor: ProcessorMixin,
+    max_length: int,
+    classes: dict[str, int] | None,
+    split: str,
+) -> Examples:
+    """The recordings of the usable rows of one split; targets of a decoder are cut to `max_length` tokens.
+
+    Raises:
+        DataError: if there are none, or the tokenizer has tokens that the model does not know.
+    """
+    recordings, labels, texts = undecoded(rows, recipe.task_options.audio_column_name), {}, None
+    if _needs_text(recipe, split):
+        texts, config, tokenizer = list(rows[recipe.data.text_column_name]), load_config(recipe), processor.tokenizer
+        if recipe.task.logits == "targets":
+            labels = {"targets": _targets(texts, tokenizer, max_length, config)}
+        else:
+            labels = {"labels": [np.array(ids, np.int64) for ids in tokenizer(texts)["input_ids"]]}
+            _check_labels(labels["labels"], tokenizer, config, split)
+    examples = Recordings(recordings, _root(recipe, split), processor, _frame_counter(recipe), labels, texts)
+    return finished(examples, recipe, split)
+
+
+def _targets(texts: list[str], tokenizer: Any, max_length: int, config: PreTrainedConfig) -> list[Tokens]:
+    """The tokens that the decoder predicts: without the one that it starts with, which Whisper's tokenizer writes."""
+    start, found = getattr(config, "decoder_start_token_id", None), target_tokens(texts, tokenizer, max_length)
+    return [ids[1:] if len(ids) > 1 and ids[0] == start else ids for ids in found]
+
+
+def _check_labels(labels: list[Tokens], tokenizer: Any, config: PreTrainedConfig, split: str) -> None:
+    flat = np.concatenate(labels) if labels else np.zeros(0, np.int64)
+    if flat.max(initial=0) >= config.vocab_size:
+        raise DataError(
+            f"the tokenizer gives token {flat.max()} for the {split} data, but the model has {config.vocab_size} "
+            "(`vocab_size`); give the model its own tokenizer"
+        )
+    unknown = int((flat == tokenizer.unk_token_id).sum())
+    if unknown:
+        logger.warning(
+            "%d of %d characters of the %s data are not in the tokenizer's vocabulary; write the texts as the model "
+            "does (upper case, for example)", unknown, len(flat), split,
+        )  # fmt: skip
+
+
+def _needs_text(recipe: Recipe, split: str) -> bool:
+    """Whether the texts are used: by a decoder, by the task's loss, or by the figures of an evaluation."""
+    return recipe.task.logits == "targets" or split == "validation" or bool(recipe.objective.task_loss_weight)
+
+
+def _frame_counter(recipe: Recipe) -> Callable[[int], int]:
+    path = str(recipe.model.model_name_or_path)
+    model = empty_model(recipe.model.task, path, recipe.model.trust_remote_code)
+    return lambda length: count_frames(model, length)
+
+
+def undecoded(rows: datasets.Dataset, name: str) -> Any:
+    """The column of recordings as paths, bytes or samples; `datasets` would decode it with torchcodec."""
+    if isinstance(rows.features[name], datasets.Audio):
+        rows = rows.cast_column(name, datasets.Audio(decode=False))
+    return rows[name]
+
+
+def _root(recipe: Recipe, split: str) -> Path:
+    path = path_of(recipe.data, split)
+    return Path(path).parent if path is not None else Path()
