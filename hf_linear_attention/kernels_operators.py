@@ -326,6 +326,7 @@ def _arguments(given: Tensors, kv_heads: int) -> list[Tensor | None]:
         *(_per_head(x, batch, kv_heads, kv_heads) for x in key_map),
         *(_per_head(x, batch, kv_heads, heads) for x in (query_weight, None, None)),
         None if state is None else state.contiguous().unsqueeze(2),
+        *(None, None),  # nothing is turned
     ]
 
 
