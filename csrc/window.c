@@ -121,25 +121,41 @@ static void product_with_columns(const window *v, float *out, const float *a, in
         product(out + v->ring, count, sinks_a, row, 1, b + v->ring, count, rows, depth, count - v->ring, 0, FULL);
 }
 
-/* out[BLOCK, columns] = weights[BLOCK, places] b[places, columns], with the sinks added to `sinks_out`. */
+/* out[ROWS, LANES * width] = the sum over `count` runs of weights[ROWS, run] b[run, LANES * width] */
+INLINE void panel_of_runs(float *out, int64_t ldo, const float *weights, int64_t row, const float *b, int64_t ldb,
+                          const run *runs, int count, int width) {
+    vector sum[ROWS][PANEL];
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < width; i++) sum[r][i] = (vector){0};
+    for (int number = 0; number < count; number++)
+        for (int64_t k = runs[number].first; k < runs[number].end; k++)
+            for (int i = 0; i < width; i++) {
+                vector y = *(const vector *)(b + k * ldb + i * LANES);
+                for (int r = 0; r < ROWS; r++) sum[r][i] += weights[r * row + k] * y;
+            }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < width; i++) *(vector *)(out + r * ldo + i * LANES) = sum[r][i];
+}
+
+/* out[BLOCK, columns] = weights[BLOCK, places] b[places, columns], and that of the sinks alone in `sinks_out` */
 static void product_with_places(const window *v, float *out, const float *weights, const float *b, int64_t columns,
                                 float *sinks_out, int64_t rows) {
     int64_t count = v->columns;
+    int is_apart = sinks_out != out;
     for (int64_t t = 0; t < rows; t += ROWS) {
-        run runs[2];
-        int is_second = 0;
+        run runs[3] = {{0, 0}, {0, 0}, {v->ring, v->ring + v->sinks}};
+        const float *a = weights + t * count;
+        float *to = out + t * columns;
+        int64_t j = 0;
         runs_of(v, t, 0, runs);
-        for (int i = 0; i < 2; i++)
-            if (runs[i].first < runs[i].end) {
-                product(out + t * columns, columns, weights + t * count + runs[i].first, count, 1,
-                        b + runs[i].first * columns, columns, ROWS, runs[i].end - runs[i].first, columns, is_second,
-                        FULL);
-                is_second = 1;
-            }
+        prefetch_next();
+        for (; j + PANEL * LANES <= columns; j += PANEL * LANES)
+            panel_of_runs(to + j, columns, a, count, b + j, columns, runs, 3 - is_apart, PANEL);
+        for (; j < columns; j += LANES) panel_of_runs(to + j, columns, a, count, b + j, columns, runs, 3 - is_apart, 1);
     }
-    if (v->sinks)
+    if (is_apart)
         product(sinks_out, columns, weights + v->ring, count, 1, b + v->ring * columns, columns, rows, v->sinks,
-                columns, sinks_out == out, FULL);
+                columns, 0, FULL);
 }
 
 /* out[places, columns] += weights[BLOCK, places]^T b[BLOCK, columns], with other rows for the sinks. */
@@ -202,50 +218,57 @@ static void exponentiate_logits(window *v, const float *less, float *total) {
     row_dot_products(total, by_lane, v->w.ones, 0, LANES);
 }
 
-/* The share of near keys, `near[t]`, in a denominator with far keys; w->output becomes the far keys' part, size[t] the
-   logarithm of the whole. */
-static void join_far_keys(window *v, float *near, float *size, int64_t g, int64_t n) {
+/* What the sums of near keys, `near[t]`, and the output of far keys, `far[t]`, count in the output; `total` of the
+   weights of near keys, in units of exp(largest[t]), becomes the logarithm of the whole. */
+static void join_far_keys(window *v, const float *largest, float *total, float *near, float *far, int64_t g,
+                          int64_t n) {
     work *w = &v->w;
-    float total[BLOCK], scale[BLOCK];
-    load(w, w->output, w->value_row, NEAR_OUTPUT, g, n, w->sizes->width);
-    load_numbers(w, total, FAR_TOTAL, g, n);
+    float far_total[BLOCK], scale[BLOCK], top[BLOCK];
+    load_numbers(w, far_total, FAR_TOTAL, g, n);
     load_numbers(w, scale, FAR_SCALE, g, n);
-    for (int64_t t = 0; t < w->tokens; t++) {
-        float *far = w->output + t * w->value_row;
-        if (total[t] < TINY) { /* there are none, and no output of them either */
-            memset(far, 0, 4 * w->value_row);
-            near[t] = 1, total[t] = __builtin_inff();
-            continue;
-        }
-        float far_size = scale[t] + __builtin_logf(total[t]), more = far_size - size[t];
-        float less = __builtin_expf(more > 0 ? -more : more), share = (more > 0 ? 1 : less) / (1 + less);
-        near[t] = (more > 0 ? less : 1) / (1 + less);
-        size[t] = (more > 0 ? far_size : size[t]) + __builtin_log1pf(less);
-        total[t] = __builtin_expf(size[t] - scale[t]);
-        for (int64_t j = 0; j < w->value_row; j++) far[j] *= share;
+    for (int64_t t = 0; t < BLOCK; t++) {
+        scale[t] = far_total[t] < TINY ? EMPTY : scale[t];
+        top[t] = scale[t] > largest[t] ? scale[t] : largest[t];
     }
-    store_numbers(w, total, FAR_TOTAL, g, n);
+    for (int64_t t = 0; t < BLOCK; t += LANES) {
+        *(vector *)(near + t) = exp_of_negative(*(vector *)(largest + t) - *(vector *)(top + t));
+        *(vector *)(far + t) = exp_of_negative(*(vector *)(scale + t) - *(vector *)(top + t));
+    }
+    for (int64_t t = 0; t < w->tokens; t++) {
+        float sum = near[t] * total[t] + far[t] * far_total[t];
+        int is_near = far_total[t] < TINY;
+        total[t] = sum ? top[t] + __builtin_logf(sum) : EMPTY;
+        near[t] = sum ? near[t] / sum : 0;
+        float units = sum / far[t];
+        far[t] = is_near ? 0 : far[t] * far_total[t] / sum;
+        far_total[t] = is_near ? __builtin_inff() : units;
+    }
+    store_numbers(w, far_total, FAR_TOTAL, g, n);
 }
 
 static void attend_window(window *v, int64_t g, int64_t n) {
     work *w = &v->w;
-    float largest[BLOCK], less[BLOCK], total[BLOCK], size[BLOCK], near[BLOCK];
+    float largest[BLOCK], less[BLOCK], total[BLOCK], near[BLOCK], far[BLOCK] = {0};
+    prefetch_rows(w, 3, NEAR_OUTPUT, g, n, n + w->tokens);
     int64_t rows = block_logits(v, g, n, largest), d = w->value_row;
     for (int64_t t = 0; t < BLOCK; t++) less[t] = largest[t] < EMPTY / 2 ? 0 : largest[t]; /* then all weights are 0 */
     exponentiate_logits(v, less, total);
     product_with_places(v, w->out, v->scores, v->value, d, w->out, rows);
+    if (v->is_joint)
+        join_far_keys(v, largest, total, near, far, g, n);
+    else
+        for (int64_t t = 0; t < w->tokens; t++) {
+            int is_empty = largest[t] < EMPTY / 2;
+            near[t] = is_empty ? 0 : 1 / total[t];
+            total[t] = is_empty ? EMPTY : largest[t] + __builtin_logf(total[t]);
+        }
     for (int64_t t = 0; t < w->tokens; t++) {
-        int is_empty = largest[t] < EMPTY / 2;
-        total[t] = is_empty ? 0 : 1 / total[t], near[t] = 1;
-        size[t] = is_empty ? EMPTY : largest[t] - __builtin_logf(total[t]);
+        float *to = (float *)address_of(w, NEAR_OUTPUT, g, n + t);
+        const float *row = w->out + t * d;
+        for (int64_t j = 0; j < w->sizes->width && far[t]; j++) to[j] = near[t] * row[j] + far[t] * to[j];
+        for (int64_t j = 0; j < w->sizes->width && !far[t]; j++) to[j] = near[t] * row[j];
     }
-    if (v->is_joint) join_far_keys(v, near, size, g, n);
-    for (int64_t t = 0; t < w->tokens; t++) {
-        float scale = near[t] * total[t], *row = w->out + t * d;
-        for (int64_t j = 0; j < d; j++) row[j] = row[j] * scale + (v->is_joint ? w->output[t * d + j] : 0);
-    }
-    store(w, w->out, d, w->ones, NEAR_OUTPUT, g, n, w->sizes->width);
-    store_numbers(w, size, LOG_SIZE, g, n);
+    store_numbers(w, total, LOG_SIZE, g, n);
     store_numbers(w, largest, LARGEST, g, n);
 }
 

@@ -71,7 +71,8 @@ class Given(NamedTuple):
     `key` has N rows, one for each query, or `window` rows more, of tokens before the first query; only then can there
     be a `state` of still older tokens. `visible` is False where a key belongs neither to the window nor to the far
     keys. A turn `[B or 1, N or L, 2 R]` (float32) holds the cosines and then the sines of the angles by which the
-    pairs of columns of queries or keys are turned before the feature map (or, of queries, before the sinks) sees them.
+    pairs of columns of queries or keys are turned before the feature map (or, of queries, before the sinks) sees them;
+    they are constants without gradient.
     A far key weighs exp(log_scale - norm_weight scaling |q|^2 / 2) phi(q)·phi(k), a near one exp(scaling q·k).
     """
 
@@ -143,8 +144,8 @@ def joint_attention(given: Given) -> tuple[Tensor, Tensor]:
 def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = Given(*arguments)
     features = check_joint(given)
-    refuse_without_library(given.query, given.key, given.value, given.sink_key, given.sink_value)
-    output, size, total, state = _fake_joint(*arguments)
+    refuse_without_library(*given[:3], *given[4:6], given.key_weight)
+    output, size, total, state = _new_results(given, features)
     kv_heads, first = given.key.shape[1], given.first
     in_large_pages(output)
     scale = torch.empty_like(total)
@@ -167,7 +168,10 @@ def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _fake_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = Given(*arguments)
-    features = check_joint(given)
+    return _new_results(given, check_joint(given))
+
+
+def _new_results(given: Given, features: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (batch, heads, length, _), kv_heads, width = given.query.shape, given.key.shape[1], given.value.shape[3]
     output = given.query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(given.query))
     size, total = (output.new_empty(batch, kv_heads, heads // kv_heads, length, 1) for _ in range(2))
@@ -179,7 +183,7 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
     given = Given(*arguments)
     features = check_joint(given)
     check_joint_results(given, features, grad_output, grad_state, output, size, total, needed)
-    refuse_without_library(given.query, given.key, given.value, given.sink_key, given.sink_value)
+    refuse_without_library(*given[:3], *given[4:6], given.key_weight)
     kv_heads, first, num_far = given.key.shape[1], given.first, given.num_far
     grads = [in_large_pages(gradient_like(x)) for x in (given.query, given.key, given.value)]
     sink_grads = [x.new_empty(x.shape) for x in (given.sink_key, given.sink_value)]
@@ -189,7 +193,7 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
     grad_rows = None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), kv_heads)
     rows = grouped(output.transpose(1, 2), kv_heads)
     maps: list[Tensor | None] = [None] * 8
-    if not num_far and needed[11] and grad_state is not None:  # the state leaves as it came
+    if not num_far and needed[11] and given.state is not None and grad_state is not None:  # the state leaves as it came
         maps[7] = grad_state.clone().unsqueeze(2)
     if num_far:
         described = _far_arguments(given)
@@ -255,9 +259,14 @@ def check_joint(given: Given) -> int:
     query, key, value, window = given.query, given.key, given.value, given.window
     batch, heads, kv_heads = check_heads(query, key, value)
     length, rows, sinks = query.shape[2], key.shape[2], given.sink_key.shape[2] if given.sink_key.ndim == 4 else None
-    if window < 1 or not length or given.before not in (0, window) or (given.state is not None and not given.before):
+    if (
+        window < 1
+        or not length * key.numel()
+        or given.before not in (0, window)
+        or (given.state is not None and not given.before)
+    ):
         raise ValueError(
-            f"Got {length} queries, {rows} keys, a window of {window} and {'no' if given.state is None else 'a'} state; "
+            f"Got {length} queries, {rows} keys, a window of {window}, {'no' if given.state is None else 'a'} state; "
             "there must be a key for every query, and with a state `window` keys before them."
         )
     check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
@@ -366,8 +375,11 @@ def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
         far_query, far_key = (
             _turn(x, turn, given.pairs) for x, turn in ((query, given.query_turn), (far_key, given.key_turn))
         )
-    far_key, far_value = (F.pad(x, (0, 0, window - before, -window)) for x in (far_key, accumulated(given.value)))
-    mask = F.pad(given.visible, (window - before, -window))
+    length = query.shape[2]
+    far_key, far_value = (
+        F.pad(x, (0, 0, window - before, 0))[:, :, :length] for x in (far_key, accumulated(given.value))
+    )
+    mask = F.pad(given.visible, (window - before, 0))[:, :length]
     _, _, _, _, decay, state, *how = given.far()
     far, total, scale, state = in_torch(far_query, far_key, far_value, mask, decay, state, *how, plain=True)
     half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
@@ -378,7 +390,7 @@ def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
 
 def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:
     """`x [B, heads, rows, D]` with its pairs of columns turned by `turn [B or 1, rows, 2 R]`."""
-    cosine, sine = turn.to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
+    cosine, sine = turn.detach().to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
     start, step, distance = pairs
     a = start + step * torch.arange(cosine.shape[-1], device=x.device)
     first, second = x[..., a], x[..., a + distance]
@@ -405,9 +417,7 @@ def _near_arguments(given: Given) -> list[Tensor | None]:
     numbers = given.visible[:, None, None, :, None], given.seen[:, None, None], query.new_full((1,) * 5, given.scaling,
         dtype=torch.float32)  # fmt: skip
     visible, seen, scaling = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
-    key, value, *sinks = (
-        with_rows(x).unsqueeze(2) for x in (given.key, given.value, given.sink_key, given.sink_value)
-    )
+    key, value, *sinks = (with_rows(x).unsqueeze(2) for x in (given.key, given.value, given.sink_key, given.sink_value))
     turn = None if given.sink_turn is None else _table(given.sink_turn, query, kv_heads)
     return [grouped(with_rows(query), kv_heads), key, value, visible, *sinks, seen, None, scaling, turn]
 

@@ -314,8 +314,8 @@ def _differentiate_attention(
 def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, None)) -> list[Tensor | None]:
     """Queries, keys, values, mask, decay, the affine maps of keys and queries, the state and two tables of angles.
 
-    They have five axes each; a missing tensor is None. `constants` are those of queries, `[H, 1, 1]` each: what is added
-    to the exponents of a query, and the weight of its norm.
+    They have five axes each; a missing tensor is None. `constants` are those of queries, `[H, 1, 1]` each: what is
+    added to the exponents of a query, and the weight of its norm.
     """
     query, key, value, mask, log_decay, state, *key_map, query_weight = given
     if query is None or key is None or value is None:
