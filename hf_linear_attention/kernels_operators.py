@@ -312,11 +312,7 @@ def _differentiate_attention(
 
 
 def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, None)) -> list[Tensor | None]:
-    """Queries, keys, values, mask, decay, the affine maps of keys and queries, the state and two tables of angles.
-
-    They have five axes each; a missing tensor is None. `constants` are those of queries, `[H, 1, 1]` each: what is
-    added to the exponents of a query, and the weight of its norm.
-    """
+    """The arguments of C up to the tables of angles, with five axes each; `constants` are bias and norm of queries."""
     query, key, value, mask, log_decay, state, *key_map, query_weight = given
     if query is None or key is None or value is None:
         raise ValueError("Queries, keys and values are required; got None.")
@@ -330,7 +326,7 @@ def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, 
         *(_per_head(x, batch, kv_heads, kv_heads) for x in key_map),
         *(_per_head(x, batch, kv_heads, heads) for x in (query_weight, *constants)),
         None if state is None else state.contiguous().unsqueeze(2),
-        *(None, None),
+        *[None] * 2,
     ]
 
 
