@@ -6,9 +6,9 @@ B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel 
 the same without it, `sdpa` torch's fused causal softmax, `performer-pytorch` and `fast-transformers` their
 own causal kernels for CPUs (if installed; the latter asks for CUDA, unless only its CPU source is built), `exp`,
 `decay` and `hybrid` the other forms of the same kernel, `default` hybrid with the settings of the preset. All take
-turns in every round; ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's floor of 4 F D per
-token and head (forward) or 14 F D (with backward) reaches, and the peak of new memory in units of a `[B, H, N, D]`
-tensor, without the incoming gradient, in a process of its own. About ten minutes.
+turns in every round; ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same
+run that the kernel's floor of 4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new
+memory in units of a `[B, H, N, D]` tensor, without the incoming gradient, in a process of its own. About ten minutes.
 """
 
 from __future__ import annotations
