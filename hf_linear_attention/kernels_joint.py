@@ -232,7 +232,7 @@ def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, 
     needed = arguments[-1]
     given = Given(*arguments[:-4])
     check_joint(given)
-    tensors = [given[place] for place in DIFFERENTIABLE]
+    tensors: Any = [given[place] for place in DIFFERENTIABLE]
     dense = [gradient_like(x) for x in tensors[:3]] + [x.new_empty(x.shape) for x in tensors[3:5]]
     others = [
         x.new_empty(x.shape)

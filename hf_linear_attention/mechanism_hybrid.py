@@ -358,7 +358,8 @@ class HybridAttention(WindowAttention):
         constants, kernel_map = self.mix.kernel_parameters(), self.feature_map.kernel_map(scaling)
         if constants is None or kernel_map is None:
             return None
-        turns, pairs, move = (None, None), NO_PAIRS, self._move_to_sinks(query, positions)
+        turns: Any = (None, None)
+        pairs, move = NO_PAIRS, self._move_to_sinks(query, positions)
         if self.shift is not None:
             turns = self.shift.table(-positions), self.shift.table(-cast(Tensor, line.position))
             pairs = self.shift.pairs
@@ -368,7 +369,7 @@ class HybridAttention(WindowAttention):
         maps = *cast(Any, kernel_map.key), cast(Any, kernel_map.query).weight
         log_decay = None if self.decay is None else self.decay()
         how = kernel_map.function, self.window_size, scaling, pairs, sink_pairs
-        tensors = query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums
+        tensors: Any = query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums
         output, sums = joint_attention(Given(*tensors, *maps, *constants, *how))
         return output.transpose(1, 2), sums
 
