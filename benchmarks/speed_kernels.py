@@ -5,10 +5,10 @@
 B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that the installation built, `torch`
 the same without it, `sdpa` torch's fused causal softmax, `performer-pytorch` and `fast-transformers` their
 own causal kernels for CPUs (if installed; the latter asks for CUDA, unless only its CPU source is built), `exp`,
-`decay` and `hybrid` the other forms of the same kernel. All take turns in every round; ratios are medians over
-rounds. Also the share of the rate of a 1024^2 matrix product in the same run that the kernel's floor of 4 F D per
-token and head (forward) or 14 F D (with backward) reaches, and the peak of new memory in units of a `[B, H, N, D]`
-tensor, without the incoming gradient, in a process of its own. About ten minutes.
+`decay` and `hybrid` the other forms of the same kernel, `default` hybrid with the settings of the preset. All take
+turns in every round; ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same
+run that the kernel's floor of 4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new
+memory in units of a `[B, H, N, D]` tensor, without the incoming gradient, in a process of its own. About ten minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from hf_linear_attention import kernels_cpu
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism import AttentionMechanism, LayerShape
+from hf_linear_attention.mechanism import AttentionMechanism, LayerShape, Rotary
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -42,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exp": {"mechanism": "linear", "feature_map": "exp", "num_features": DIM},
     "decay": {"mechanism": "linear", "feature_map": "elu1", "decay": "learned"},
     "hybrid": {"mechanism": "hybrid", "num_features": DIM},
+    "default": {"mechanism": "hybrid", "num_features": DIM, "decay": "learned", "rope": "partial"}
+    | {"trained_length": 2048, "rope_frequencies": 21},
 }
 Call = Callable[..., torch.Tensor]
 # Beyond these lengths one round takes too long.
@@ -51,7 +53,8 @@ LONGEST = {SDPA: 16384, "sdpa, backward": 4096, "performer-pytorch": 4096, "fast
 def mechanism_of(is_causal: bool = True, max_length: int | None = None, **settings) -> AttentionMechanism:
     """As in a freshly converted model."""
     checked = LinearAttentionSettings(settings, is_causal=is_causal, model_type="benchmark", max_length=max_length)
-    shape = LayerShape(HEADS, HEADS, DIM, 0, max_length, hidden_size=HEADS * DIM)
+    rotary = Rotary(tuple(10000 ** (-2 * i / DIM) for i in range(DIM // 2))) if "rope" in settings else None
+    shape = LayerShape(HEADS, HEADS, DIM, 0, max_length, hidden_size=HEADS * DIM, rotary=rotary)
     mechanism = MECHANISMS[settings["mechanism"]](checked, shape).eval()
     mechanism.reset_parameters()
     return mechanism
@@ -65,6 +68,8 @@ def mechanism_call(is_causal: bool = True, max_length: int | None = None, **sett
         options = {"attention_mask": None, "scaling": DIM**-0.5, "is_causal": is_causal, "state": None}
         if mechanism.needs_gates:
             options["gates"] = mechanism.gates(key.transpose(1, 2).flatten(2))
+        if mechanism.needs_positions:
+            options["positions"] = torch.arange(query.shape[2], dtype=torch.int32)[None]
         return mechanism(query, key, value, **options)[0].transpose(1, 2)
 
     return call

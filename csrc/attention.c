@@ -135,14 +135,16 @@ static void gradient_through_map(work *w, const float *features, const float *in
     memset(grad + w->tokens * i, 0, 4 * i * (BLOCK - w->tokens));
     if (w->tensors[is_query ? GRAD_QUERY_MAP : GRAD_KEY_MAP].data)
         product(m->grad_weight, i, input, 1, p, grad, i, p, BLOCK, i, 1, FULL);
-    add_rows(m->grad_bias, grad, w->tokens, i);
+    if (!is_query) add_rows(m->grad_bias, grad, w->tokens, i);
     product(w->grad_input, p, grad, i, 1, m->weight_t, p, BLOCK, i, p, 0, FULL);
-    row_dot_products(total, grad, w->ones, 0, i);
+    row_dot_products(total, w->grad, w->ones, 0, f);
     row_dot_products(half, input, input, p, p);
     for (int64_t t = 0; t < w->tokens; t++) {
+        m->grad_constant += total[t];
         m->grad_norm -= (double)total[t] * half[t] / 2;
-        for (int64_t j = 0; j < p; j++) w->grad_input[t * p + j] -= m->norm * total[t] * input[t * p + j];
+        for (int64_t j = 0; j < p && m->norm; j++) w->grad_input[t * p + j] -= m->norm * total[t] * input[t * p + j];
     }
+    turn_rows(w, w->grad_input, p, is_query ? QUERY_TURN : KEY_TURN, n, -1);
     store(w, w->grad_input, p, w->ones, to, g, n, w->sizes->inputs);
 }
 
@@ -250,7 +252,10 @@ static void store_map_gradients(const work *w, int which, int64_t g, const affin
     const tensor *x = w->tensors + which;
     for (int64_t i = 0; i < w->sizes->inputs && x->data; i++)
         memcpy(address_of(w, which, g, i), m->grad_weight + i * w->image_row, 4 * image_columns(w->sizes));
-    if (x[1].data) memcpy(address_of(w, which + 1, g, 0), m->grad_bias, 4 * w->sizes->features);
+    if (x[1].data && which == GRAD_KEY_MAP)
+        memcpy(address_of(w, which + 1, g, 0), m->grad_bias, 4 * w->sizes->features);
+    else if (x[1].data)
+        *(float *)address_of(w, which + 1, g, 0) = m->grad_constant;
     if (x[2].data) *(float *)address_of(w, which + 2, g, 0) = m->grad_norm;
 }
 

@@ -8,10 +8,10 @@
 #define EMPTY -1e30f /* the running maximum before the first key */
 #define LIMIT 60.0f  /* nats that the features of one block may differ by */
 
-/* x W + b - norm |x|^2 / 2, and the gradients of the three */
+/* x W + b - norm |x|^2 / 2, and the gradients of the three; `b` of queries is the number `constant` */
 typedef struct {
-    float *weight, *copy, *weight_t, *bias, norm, *grad_weight, *grad_bias;
-    double grad_norm;
+    float *weight, *copy, *weight_t, *bias, norm, constant, *grad_weight, *grad_bias;
+    double grad_norm, grad_constant;
 } affine;
 
 typedef struct work {
@@ -115,6 +115,29 @@ static inline void store(const work *w, const float *rows, int64_t ld, const flo
                 uint32_t nearest = (x.bits + 0x7fff + (x.bits >> 16 & 1)) >> 16;
                 ((uint16_t *)row)[j] = x.value == x.value ? nearest : 0x7fc0;
             }
+    }
+}
+
+INLINE void turn_row(float *restrict a, float *restrict b, const float *cosine, const float *sine, int64_t pairs,
+                     int64_t step, float direction) {
+    for (int64_t i = 0; i < pairs; i++) {
+        float x = a[i * step], y = b[i * step], turn = direction * sine[i];
+        a[i * step] = x * cosine[i] - y * turn;
+        b[i * step] = x * turn + y * cosine[i];
+    }
+}
+
+/* c rows[C, ld] from token n on are turned by their angles in the tensor `table`, or back by direction = -1. */
+static inline void turn_rows(const work *w, float *rows, int64_t ld, int table, int64_t n, float direction) {
+    const sizes *s = w->sizes;
+    if (!w->tensors[table].data) return;
+    for (int64_t t = 0; t < w->tokens; t++) {
+        const float *cosine = (const float *)address_of(w, table, 0, n + t), *sine = cosine + s->pairs;
+        float *a = rows + t * ld + s->pair_start, *b = a + s->pair_distance;
+        if (s->pair_step == 1)
+            turn_row(a, b, cosine, sine, s->pairs, 1, direction);
+        else
+            turn_row(a, b, cosine, sine, s->pairs, s->pair_step, direction);
     }
 }
 

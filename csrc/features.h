@@ -59,11 +59,13 @@ static inline void load_inputs(work *w, float *out, float *input, int which, int
     }
     float half[BLOCK];
     load(w, input, w->input_row, which, g, n, w->sizes->inputs);
+    turn_rows(w, input, w->input_row, which == KEY ? KEY_TURN : QUERY_TURN, n, 1);
     product(w->image ? w->image : out, w->image_row, input, w->input_row, 1, m->weight, w->image_row, BLOCK,
             w->sizes->inputs, w->image_row, 0, FULL);
     if (w->image) log_softmaxes(w, out, which == QUERY ? w->query_softmax : w->key_softmax);
-    if (m->bias || m->norm) row_dot_products(half, input, input, w->input_row, w->input_row);
-    for (int64_t t = 0; t < BLOCK && (m->bias || m->norm); t++)
+    int is_added = which == KEY && (m->bias || m->norm);
+    if (is_added) row_dot_products(half, input, input, w->input_row, w->input_row);
+    for (int64_t t = 0; t < BLOCK && is_added; t++)
         for (int64_t j = 0; j < w->feature_row; j++)
             out[t * w->feature_row + j] += (m->bias ? m->bias[j] : 0) - half[t] * m->norm / 2;
     for (int64_t t = 0; t < w->tokens && w->sizes->map < EXP; t++)
@@ -181,6 +183,10 @@ static inline void load_queries(work *w, int64_t g, int64_t n, float *scale) {
     reduce_rows(scale, w->query, NULL, 0, f, 1);
     exponentiate(w, w->query, scale);
     memset(w->query + w->tokens * f, 0, 4 * f * (BLOCK - w->tokens));
+    const affine *m = w->maps + 1 + g;
+    float half[BLOCK];
+    if (m->norm) row_dot_products(half, w->query_input, w->query_input, w->input_row, w->input_row);
+    for (int64_t t = 0; t < BLOCK; t++) scale[t] += m->constant - (m->norm ? half[t] * m->norm / 2 : 0);
 }
 
 /* Before a block the sums fade by one token, or move to the new maximum. `by_rows`: features are rows of `sums`. */
@@ -277,8 +283,7 @@ static inline void allocate_head(work *w, char **memory, int64_t blocks, int is_
         affine *a = w->maps + g;
         a->weight = a->copy = allocate(memory, p * i);
         if (is_backward) a->weight_t = allocate(memory, p * i), a->grad_weight = allocate(memory, p * i);
-        a->bias = w->tensors[(g ? QUERY_MAP : KEY_MAP) + 1].data ? allocate(memory, f) : NULL,
-        a->grad_bias = allocate(memory, f);
+        a->bias = !g && w->tensors[KEY_MAP + 1].data ? allocate(memory, f) : NULL, a->grad_bias = allocate(memory, f);
     }
     if (w->aged) w->aged_sums = allocate(memory, f * d), w->aged_z = allocate(memory, f);
     w->starts = (int64_t *)allocate(memory, 2 * blocks);
@@ -349,12 +354,13 @@ static inline void enter_head(work *w, int64_t number) {
             memset(m->grad_weight, 0, 4 * w->input_row * w->image_row);
             memset(m->grad_bias, 0, 4 * w->feature_row);
         }
+        m->constant = g && w->tensors[which + 1].data ? *(float *)address_of(w, which + 1, group, 0) : 0;
         if (m->bias) {
             memset(m->bias, 0, 4 * w->feature_row);
             memcpy(m->bias, address_of(w, which + 1, group, 0), 4 * s->features);
         }
         m->norm = w->tensors[which + 2].data ? *(float *)address_of(w, which + 2, group, 0) : 0;
-        m->grad_norm = 0;
+        m->grad_norm = m->grad_constant = 0;
     }
 }
 

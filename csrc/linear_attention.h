@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 /* Raised by every change to what stands in this file; kernels_cpu.py computes in torch where it expects another one. */
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -25,16 +25,21 @@ typedef struct {
     int64_t batch, head, group, token, bytes; /* strides, and the size of a number, in bytes */
 } tensor;
 
-/* One call: the sizes of its tensors, and which (batch, head) pairs are computed: numbers start .. stop - 1. */
+/* One call: the sizes of its tensors, and which (batch, head) pairs are computed: numbers start .. stop - 1. Rotary
+   tables turn `pairs` pairs of columns: number i has the columns pair_start + i pair_step and pair_distance after it.
+ */
 typedef struct {
-    int64_t heads, groups, queries, keys, inputs, features, width, map, causal, start, stop;
+    int64_t heads, groups, queries, keys, inputs, features, width, map, causal, pairs, pair_start, pair_step,
+        pair_distance, start, stop;
 } sizes;
 
 /* What the feature map does to numbers: nothing, elu(x) + 1, exp (numbers are exponents), and the exponents
    [log softmax(u), log softmax(-u)] of Hedgehog. From EXP on, states have a running maximum. */
 enum { PLAIN, ELU, EXP, HEDGEHOG };
 
-/* Tensors of attention_forward (up to NEW_STATE) and attention_backward. A map has weight, bias and norm weight. */
+/* Tensors of attention_forward (up to NEW_STATE) and attention_backward. A map has weight, bias and norm weight; the
+   bias of queries is one number, a constant of the query like their norm. QUERY_TURN and KEY_TURN are float32 rows of
+   the cosines and then the sines by which a map's input is turned. */
 enum {
     QUERY,
     KEY,
@@ -44,6 +49,8 @@ enum {
     KEY_MAP,
     QUERY_MAP = KEY_MAP + 3,
     STATE = QUERY_MAP + 3,
+    QUERY_TURN,
+    KEY_TURN,
     OUTPUT,
     DENOMINATOR,
     SCALE,
@@ -62,13 +69,20 @@ enum {
 };
 
 /* Tensors of window_forward (up to LARGEST) and window_backward; `sizes.features` is how many places a query sees,
-   `sizes.map` how many sinks. SINK_QUERY is what sinks are compared with, the query itself where it is missing. */
+   `sizes.map` how many sinks; the last key is that of the last query. SINK_QUERY is what sinks are compared with, or
+   the query turned by SINK_TURN, or else the query itself. With FAR_TOTAL and FAR_SCALE, the denominators and scales
+   that attention_forward wrote (0 where a query has no far keys), NEAR_OUTPUT holds its output: near and far keys then
+   share a denominator. NEAR_OUTPUT and LOG_SIZE become those of both, FAR_TOTAL the denominator in units of the scale,
+   with which attention_backward is right, and window_backward adds to the gradients that this one wrote. */
 enum {
     SINK_KEY = MASK + 1,
     SINK_VALUE,
     SINK_SEEN,
     SINK_QUERY,
     SCALING,
+    SINK_TURN,
+    FAR_TOTAL,
+    FAR_SCALE,
     NEAR_OUTPUT,
     LOG_SIZE,
     LARGEST,

@@ -46,7 +46,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (2, 48, 88, 96, 30, 20, 5, 31, 16)
+ABI = (3, 48, 120, 96, 32, 23, 5, 31, 16)
 INSTALL = "install the package on a machine with a C compiler (gcc or clang): `pip install hf-linear-attention`"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.
@@ -55,12 +55,17 @@ MOST_COLUMNS = 1 << 16
 SHORTEST_PART = 4096
 # Indices into the tensor lists of csrc/linear_attention.h.
 QUERY, KEY, VALUE, MASK, DECAY = range(5)
-QUERY_MAP, STATE, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = 8, *range(11, 16)
-GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(16, 20)
-GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 20, 21, 22, 23, 26, 29
+QUERY_MAP, STATE, QUERY_TURN, KEY_TURN, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = 8, *range(11, 18)
+GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(18, 22)
+GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 22, 23, 24, 25, 28, 31
 # The tensors that are per query head, and the gradients to which every query head of a group adds.
-OF_QUERIES = (QUERY, QUERY_MAP, OUTPUT, DENOMINATOR, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY, GRAD_QUERY_MAP)
+OF_QUERIES = (
+    *(QUERY, OUTPUT, DENOMINATOR, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY),
+    *(place for start in (QUERY_MAP, GRAD_QUERY_MAP) for place in range(start, start + 3)),
+)
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
+# The columns that rotary tables turn, in a call without tables; see `run_attention`.
+NOT_TURNED = (0, 0, 0, 0)
 # In bytes: glibc requests allocations of this size from the system at every call.
 LARGE = 1 << 22
 
@@ -176,16 +181,16 @@ def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_
     return library() is not None
 
 
-def attend(function: Sequence[int], tensors: Sequence[Any]) -> None:
+def attend(function: Sequence[int], tensors: Sequence[Any], turned: Sequence[int] = NOT_TURNED) -> None:
     """`run_attention("attention_forward", ...)`, in parts if that uses more cores."""
     query, key, is_causal = tensors[QUERY], tensors[KEY], function[2]
     length, pairs = key.shape[3], query.shape[0] * query.shape[1]
     count = min(torch.get_num_threads() // max(1, pairs), length // SHORTEST_PART)
     if count < 2:
-        run_attention("attention_forward", function, tensors)
+        run_attention("attention_forward", function, tensors, turned=turned)
         return
     keys = _ranges(length, count)
-    states = _states(function, tensors, keys)
+    states = _states(function, tensors, keys, turned)
     if is_causal:
         parts = [_part(tensors, part, part, before) for part, before in zip(keys, states)]
         unused = parts[:-1]
@@ -195,15 +200,15 @@ def attend(function: Sequence[int], tensors: Sequence[Any]) -> None:
         tensors[NEW_STATE].squeeze(2).copy_(states[-1])
     for part in unused:
         part[NEW_STATE] = torch.empty_like(tensors[NEW_STATE])
-    run_attention("attention_forward", function, *parts)
+    run_attention("attention_forward", function, *parts, turned=turned)
 
 
-def differentiate(function: Sequence[int], tensors: Sequence[Any]) -> None:
+def differentiate(function: Sequence[int], tensors: Sequence[Any], turned: Sequence[int] = NOT_TURNED) -> None:
     """`run_attention("attention_backward", ...)`, in parts if that uses more cores."""
     pairs, groups = tensors[QUERY].shape[0] * tensors[QUERY].shape[1], tensors[QUERY].shape[2]
     count = min(torch.get_num_threads() // max(1, pairs), groups)
     if count < 2:
-        run_attention("attention_backward", function, tensors)
+        run_attention("attention_backward", function, tensors, turned=turned)
         return
     parts: list[list[Any]] = []
     for heads in _ranges(groups, count):
@@ -214,7 +219,7 @@ def differentiate(function: Sequence[int], tensors: Sequence[Any]) -> None:
             part[place] = None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32)
         part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # all query heads share it, so it counts once
         parts.append(part)
-    run_attention("attention_backward", function, *parts)
+    run_attention("attention_backward", function, *parts, turned=turned)
     for place in SHARED:
         if tensors[place] is not None:
             tensors[place].copy_(sum(part[place] for part in parts))
@@ -225,7 +230,9 @@ def _ranges(length: int, count: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _states(function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slice]) -> list[torch.Tensor]:
+def _states(
+    function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slice], turned: Sequence[int]
+) -> list[torch.Tensor]:
     """The state before each part; in the bidirectional form also the state after the last part."""
     is_exp, is_causal = function[1] >= EXP, function[2]
     mask, decay, first = (tensors[place] for place in (MASK, DECAY, STATE))
@@ -235,7 +242,7 @@ def _states(function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slic
         part[NEW_STATE] = torch.empty_like(tensors[NEW_STATE])
         if is_causal:  # C needs as many queries as keys; an empty group axis leaves only the keys to compute
             part[QUERY] = tensors[QUERY][:, :, :0]
-    run_attention("attention_forward", function, *parts)
+    run_attention("attention_forward", function, *parts, turned=turned)
     if first is None:
         first = torch.zeros_like(tensors[NEW_STATE])
         first[..., first.shape[-1] - is_exp :] = EMPTY_MAXIMUM
@@ -252,28 +259,34 @@ def _states(function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slic
 def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tensor | None) -> list[Any]:
     """Views of the tensors for these queries and keys."""
     part = list(tensors)
-    for places, tokens in (((QUERY, OUTPUT, DENOMINATOR, SCALE), queries), ((KEY, VALUE, MASK), keys)):
+    for places, tokens in (
+        ((QUERY, QUERY_TURN, OUTPUT, DENOMINATOR, SCALE), queries),
+        ((KEY, KEY_TURN, VALUE, MASK), keys),
+    ):
         for place in places:
             part[place] = None if part[place] is None else part[place][:, :, :, tokens]
     part[STATE] = None if state is None else state.contiguous().unsqueeze(2)
     return part
 
 
-def run_attention(name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None]) -> None:
+def run_attention(
+    name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None], turned: Sequence[int] = NOT_TURNED
+) -> None:
     """Call `attention_forward`, `window_forward`, `slots_forward`, `delta_forward` or a `_backward` of these.
 
     All `calls`, and the heads of each, run at once in several threads. `function` holds the number of features, the
     feature map and whether attention is causal (for a window: its keys per query, sinks, True; for the delta rule: the
-    numbers of a log decay, whether it erases, True). The first tensors of a
-    call are `query [B, Hkv, G, N, D]`, `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the
-    order of csrc/linear_attention.h, with None for a missing tensor.
+    numbers of a log decay, whether it erases, True). The first tensors of a call are `query [B, Hkv, G, N, D]`,
+    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the order of csrc/linear_attention.h,
+    with None for a missing tensor. `turned` describes the columns that rotary tables turn: the number of pairs, the
+    first column, the step from pair to pair, and the distance within a pair.
 
     Raises:
         MemoryError: if the kernel finds no memory for its working space.
     """
     tasks: list[Callable[[], None]] = []
     for tensors in calls:
-        call, count = _call(name, function, tensors)
+        call, count = _call(name, function, tensors, turned)
         threads = max(1, min(torch.get_num_threads() // len(calls), count))
         bounds = [count * number // threads for number in range(threads + 1)]
         tasks += [functools.partial(call, *pair) for pair in itertools.pairwise(bounds)]
@@ -288,7 +301,7 @@ def _run(task: Callable[[], None]) -> None:
 
 
 def _call(
-    name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None]
+    name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None], turned: Sequence[int]
 ) -> tuple[Callable[[int, int], None], int]:
     """`call(start, stop)`, which computes these (batch, head) pairs, and the number of pairs."""
     query, key, value, *_ = tensors
@@ -296,7 +309,7 @@ def _call(
         raise ValueError("Queries, keys and values are required; got None.")
     batch, heads, groups, length, inputs = query.shape
     features, *how = function
-    shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how)
+    shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how, *turned)
     described, compute = _described(tensors), getattr(library(), name)
 
     def call(start: int, stop: int) -> None:

@@ -204,7 +204,20 @@ def _window_arguments(
     visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
     key, value, sink_key, sink_value = (with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
     sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)
-    return [grouped(with_rows(query), kv_heads), key, value, visible, sink_key, sink_value, seen, sink_query, scale]
+    return [
+        grouped(with_rows(query), kv_heads),
+        key,
+        value,
+        visible,
+        sink_key,
+        sink_value,
+        seen,
+        sink_query,
+        scale,
+        None,
+        None,
+        None,
+    ]
 
 
 def _hybrid_step(

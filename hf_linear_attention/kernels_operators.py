@@ -146,7 +146,7 @@ def _attention(
         return tuple(x.contiguous() for x in _laid_out(query, output, denominator, scale, state))
     output, denominator, scale, new_state = _new_outputs(query, key, value, features, function)
     output = in_large_pages(output)
-    arguments = _arguments(given, key.shape[1])
+    arguments = arguments_of_map(given, key.shape[1])
     results = (
         grouped(output.transpose(1, 2), key.shape[1]),
         denominator,
@@ -208,9 +208,9 @@ def _attention_backward(
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
         return in_a_thread(_gradients_in_torch, (grad_output, grad_denominator, grad_state), arguments, needed)
     kv_heads = key.shape[1]
-    described = _arguments(inputs, kv_heads)
+    described = arguments_of_map(inputs, kv_heads)
     # The C code always computes these three.
-    grads = [in_large_pages(_gradient_like(tensor)) for tensor in (query, key, value)]
+    grads = [in_large_pages(gradient_like(tensor)) for tensor in (query, key, value)]
     made = [grouped(grads[0], kv_heads), *(grad.unsqueeze(2) for grad in grads[1:])]
     # It computes these per batch member and head.
     wanted = (needed[4], *needed[6:10], False, False, needed[5])
@@ -227,7 +227,7 @@ def _attention_backward(
     results = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
     differentiate((features, *given[10:12]), (*described, *results, *incoming, *made, *others))
     grad_decay, *grad_affine, _, _, grad_first = others
-    grad_affine = [None if grad is None else _shared(grad, x) for grad, x in zip(grad_affine, affine)]
+    grad_affine = [None if grad is None else gradient_of_map(grad, x) for grad, x in zip(grad_affine, affine)]
     grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)
     grad_first = None if grad_first is None else grad_first.squeeze(2)
     return [or_nothing(grad, query) for grad in (*grads, None, grad_decay, grad_first, *grad_affine)]
@@ -239,7 +239,7 @@ def _fake_attention_backward(
     *inputs, _, _, _, _, needed = given
     check_attention(*given[:12])
     others = [x.new_empty(x.shape) if need and x is not None else None for x, need in zip(inputs[3:], needed[3:])]
-    return [*(_gradient_like(x) for x in inputs[:3]), *(or_nothing(grad, inputs[0]) for grad in others)]
+    return [*(gradient_like(x) for x in inputs[:3]), *(or_nothing(grad, inputs[0]) for grad in others)]
 
 
 def or_nothing(grad: Tensor | None, like: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> 
     found = [next(grads, None) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
     made = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
     return [
-        (_gradient_like(x).zero_() if grad is None else _gradient_like(x).copy_(grad))
+        (gradient_like(x).zero_() if grad is None else gradient_like(x).copy_(grad))
         if need
         else or_nothing(None, inputs[0])
         for x, grad, need in zip(inputs, found, made)
@@ -314,8 +314,8 @@ def _differentiate_attention(
     return *grads, None, None
 
 
-def _arguments(given: Tensors, kv_heads: int) -> list[Tensor | None]:
-    """Queries, keys, values, mask, decay, the affine maps of keys and queries, and the state, with five axes each."""
+def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, None)) -> list[Tensor | None]:
+    """The arguments of C up to the tables of angles, with five axes each; `constants` are bias and norm of queries."""
     query, key, value, mask, log_decay, state, *key_map, query_weight = given
     if query is None or key is None or value is None:
         raise ValueError("Queries, keys and values are required; got None.")
@@ -327,12 +327,13 @@ def _arguments(given: Tensors, kv_heads: int) -> list[Tensor | None]:
         None if mask is None else mask[:, None, None, :, None].expand(-1, kv_heads, -1, -1, -1),
         None if log_decay is None else log_decay.float()[None, :, None, None, None].expand(batch, -1, -1, -1, -1),
         *(_per_head(x, batch, kv_heads, kv_heads) for x in key_map),
-        *(_per_head(x, batch, kv_heads, heads) for x in (query_weight, None, None)),
+        *(_per_head(x, batch, kv_heads, heads) for x in (query_weight, *constants)),
         None if state is None else state.contiguous().unsqueeze(2),
+        *[None] * 2,
     ]
 
 
-def _gradient_like(x: Tensor) -> Tensor:
+def gradient_like(x: Tensor) -> Tensor:
     """New memory for the gradient of `x`, in its layout if its rows are dense, because C writes dense rows."""
     grad = torch.empty_like(x)
     return grad if grad.stride(-1) == 1 else x.new_empty(x.shape)
@@ -348,7 +349,7 @@ def _per_head(x: Tensor | None, batch: int, kv_heads: int, heads: int) -> Tensor
     return None if x is None else grouped(with_rows(x.float()).expand(batch, heads, -1, -1), kv_heads)
 
 
-def _shared(grad: Tensor, x: Tensor) -> Tensor:
+def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of `x`, summed over the batch, and over the heads if all of them share `x`."""
     return grad.flatten(1, 2).sum(0).sum_to_size(x.shape).to(x.dtype)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ from .kernels import map_attention
 from .kernels import takes_step
 from .kernels_hybrid import hybrid_step
 from .kernels_hybrid import step_parts
+from .kernels_joint import NO_PAIRS
+from .kernels_joint import Given
+from .kernels_joint import joint_attention
+from .kernels_joint import takes_joint
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
@@ -335,6 +339,39 @@ class HybridAttention(WindowAttention):
         if self.alibi is not None:  # the sums count the decay from the end of the window
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return [(output, log_size(denominator, scale))], sums
+
+    def _at_once(
+        self,
+        query: Tensor,
+        line: Line,
+        visible: Tensor,
+        sinks: Any,
+        seen: Tensor,
+        scaling: float,
+        positions: Any,
+        sums: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        if self.feature_map is None or self.alibi is not None or not self.uses_far:
+            return None
+        if not takes_joint(query, line.key, line.value, visible, self.feature_map.num_features):
+            return None
+        constants, kernel_map = self.mix.kernel_parameters(), self.feature_map.kernel_map(scaling)
+        if constants is None or kernel_map is None:
+            return None
+        turns: Any = (None, None)
+        pairs, move = NO_PAIRS, self._move_to_sinks(query, positions)
+        if self.shift is not None:
+            turns = self.shift.table(-positions), self.shift.table(-cast(Tensor, line.position))
+            pairs = self.shift.pairs
+        to_sinks, sink_pairs = None, NO_PAIRS
+        if move is not None and self.to_sinks is not None:
+            to_sinks, sink_pairs = self.to_sinks.table(move), self.to_sinks.pairs
+        maps = *cast(Any, kernel_map.key), cast(Any, kernel_map.query).weight
+        log_decay = None if self.decay is None else self.decay()
+        how = kernel_map.function, self.window_size, scaling, pairs, sink_pairs
+        tensors: Any = query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums
+        output, sums = joint_attention(Given(*tensors, *maps, *constants, *how))
+        return output.transpose(1, 2), sums
 
     def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
         if not self.uses_far or self.feature_map is None:

@@ -205,12 +205,35 @@ class WindowAttention(AttentionMechanism):
 
     def _sink_query(self, query: Tensor, positions: Any) -> Tensor | None:
         """The queries for the sinks, moved to within the trained length of the start; None if none has to move."""
+        move = self._move_to_sinks(query, positions)
+        return None if move is None or self.to_sinks is None else self.to_sinks(query, move)
+
+    def _move_to_sinks(self, query: Tensor, positions: Any) -> Tensor | None:
+        """By how many positions each query moves for the sinks, `[B, N]`; None if none has to."""
         if self.to_sinks is None:
             return None
         last = self.trained_length - 1
         if query.device.type == "cpu" and is_eager(query) and not (positions > last).any():
             return None
-        return self.to_sinks(query, positions.clamp(max=last) - positions)
+        return positions.clamp(max=last) - positions
+
+    def _at_once(
+        self,
+        query: Tensor,
+        line: Line,
+        visible: Tensor,
+        sinks: Any,
+        seen: Tensor,
+        scaling: float,
+        positions: Any,
+        sums: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The output `[B, H, N, D]` and the sums, if one kernel computes both parts, or None.
+
+        The slot of query t is the slot t of `line`, or the slot w + t if there are `sums`; `visible` is false where a
+        slot holds no ordinary token.
+        """
+        return None
 
     def _attend_from_start(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, positions: Any
@@ -219,20 +242,10 @@ class WindowAttention(AttentionMechanism):
         batch, _, length, _ = key.shape
         w, s = self.window_size, self.num_sinks
         leaving, first = min(w, length), min(s, length)
-        (far_key, near_key), (far_value, near_value) = (far_and_near(x, w) for x in (key, value))
-        far_position = F.pad(positions, (leaving, -leaving)) if self.keeps_positions else None
-        far_mask = self._later(batch, length, leaving + first, key.device)
-        far = Line(far_key, far_value, far_mask, far_position)
-        behind, sums = self._behind(query, far, far_mask, scaling, positions)
-        visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
-        near = NearKeys(near_key, near_value, visible, w - 1)
         # Padding by a negative number crops and copies a tensor, so that the state does not keep the whole input alive.
         sinks: Any = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (key, value))
         window = tuple(F.pad(x, (0, 0, w - length, 0)) for x in (key, value))
         seen = torch.ones(batch, length, s, dtype=torch.bool, device=key.device).tril()
-        position = torch.arange(1, length + 1, device=key.device)[None] if self.alibi is not None else None
-        to_sinks = self._sink_query(query, positions)
-        output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
         kind = key.new_full((batch, w), ORDINARY, dtype=torch.int8)
         if length < w + s:  # some slots of the window hold a sink or are empty
             kind[:, : max(0, w - length + first)] = SINK
@@ -240,7 +253,32 @@ class WindowAttention(AttentionMechanism):
         num_seen = torch.full((batch, 1), length, dtype=torch.long, device=key.device)
         window_position = F.pad(positions, (w - length, 0)).contiguous() if self.keeps_positions else None
         state = WindowState(window[0], window[1], kind, sinks[0], sinks[1], num_seen, window_position)
+        visible = self._later(batch, length, first, key.device)
+        line = Line(key, value, visible, positions if self.keeps_positions else None)
+        found = self._at_once(query, line, visible, sinks, seen, scaling, positions)
+        if found is None:
+            found = self._in_parts(query, line, sinks, seen, scaling, positions)
+        output, sums = found
         return with_dtype(output, query.dtype), self._packed(sums, state)
+
+    def _in_parts(
+        self, query: Tensor, line: Line, sinks: Any, seen: Tensor, scaling: float, positions: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `_at_once` computes, for a line without earlier slots."""
+        key, value = line.key, line.value
+        batch, _, length, _ = key.shape
+        w = self.window_size
+        leaving, first = min(w, length), min(self.num_sinks, length)
+        (far_key, near_key), (far_value, near_value) = (far_and_near(x, w) for x in (key, value))
+        far_position = F.pad(positions, (leaving, -leaving)) if self.keeps_positions else None
+        far_mask = self._later(batch, length, leaving + first, key.device)
+        far = Line(far_key, far_value, far_mask, far_position)
+        behind, sums = self._behind(query, far, far_mask, scaling, positions)
+        visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
+        near = NearKeys(near_key, near_value, visible, w - 1)
+        position = torch.arange(1, length + 1, device=key.device)[None] if self.alibi is not None else None
+        to_sinks = self._sink_query(query, positions)
+        return self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks), sums
 
     def _later(self, batch: int, length: int, start: int, device: torch.device) -> Tensor:
         """bool `[B, length]`, True from `start` on."""
@@ -271,14 +309,17 @@ class WindowAttention(AttentionMechanism):
         )
         line = line.aligned_right() if is_padded else line
         sinks = self._collect_sinks(key, value, position, kind, old)
+        seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
+        last = line.last(w)
+        kept = WindowState(*last[:3], *sinks, position[:, -1:], last.position)
+        found = self._at_once(query, line, line.kind == ORDINARY, sinks, seen, scaling, positions, sums)
+        if found is not None:
+            return found[0], self._packed(found[1], kept)
         to_far, to_near = line.ranges(query.shape[2], slice(1, None))
         behind, sums = self._behind(query, to_far, to_far.kind == ORDINARY, scaling, positions, sums)
-        seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
         near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
         to_sinks = self._sink_query(query, positions)
         output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
-        last = line.last(w)
-        kept = WindowState(*last[:3], *sinks, position[:, -1:], last.position)
         return output, self._packed(sums, kept)
 
     def _attend_packed(

@@ -94,6 +94,20 @@ class RotaryShift:
         moved, moved_too = (y.to(x.dtype) for y in (a * cos - b * sin, a * sin + b * cos))
         return torch.cat((kept, moved, kept_too, moved_too, rest), dim=-1)
 
+    @property
+    def pairs(self) -> tuple[int, int, int]:
+        """The columns of the pairs that move: the first one, the step from pair to pair, the distance in a pair."""
+        half = len(self.rotary.inverse_frequencies)
+        return (2 * self.first, 2, 1) if self.rotary.is_interleaved else (self.first, 1, half)
+
+    def table(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """The cosines and then the sines `[B, N, 2 R]` that move R pairs by `tokens [B, N]`; None if no pair moves."""
+        slow = self.rotary.inverse_frequencies[self.first :]
+        if not slow:
+            return None
+        angle = tokens.unsqueeze(-1).float() * _frequencies(slow, tokens.device)
+        return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
 
 @functools.lru_cache(maxsize=64)
 def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:

@@ -55,6 +55,25 @@ def window_samples():
         yield query, key, value, torch.rand(2, 9) > 0.2, *sink, torch.rand(2, 7, sinks) > 0.5, sink_query, 0.3
 
 
+def joint_samples():
+    """From the start and with a state; float32 and bfloat16; some queries, or none, have far keys."""
+    for dtype, before, window, is_turned in (
+        (torch.float32, 0, 4, True),
+        (torch.bfloat16, 4, 4, False),
+        (torch.float32, 0, 9, False),
+    ):
+        query, key, value = sample(dtype=dtype, keys=7 + before)
+        sink = [x.detach()[:, :, :2].clone().requires_grad_() for x in (key, value)]
+        turns = [torch.randn(1, n, 3).repeat(1, 1, 2) if is_turned else None for n in (7, 7 + before, 7)]
+        decay = torch.tensor([-0.1, -2.0]).requires_grad_() if before else None
+        state = torch.rand(2, 2, 6, 14).requires_grad_() if before else None
+        shapes = ((2, 8, 6), (2, 1, 6), (2, 1, 1), (4, 8, 6), (4,), (4,))
+        maps = [torch.randn(shape).requires_grad_() for shape in shapes]
+        masks = torch.rand(2, 7 + before) > 0.2, torch.rand(2, 7, 2) > 0.5
+        how = EXP, window, 0.3, (0, 1, 4), (1, 1, 4)
+        yield query, key, value, masks[0], *sink, masks[1], *turns, decay, state, *maps, *how
+
+
 def step_samples():
     query, key, value = (x.detach().abs() for x in sample(1))
     yield query, key, value, torch.rand(2, 2, 8, 13), None, False
@@ -108,6 +127,7 @@ def elu_samples():
 SAMPLES = {
     "attention": attention_samples,
     "window_attention": window_samples,
+    "joint_attention": joint_samples,
     "attention_step": step_samples,
     "hybrid_step": hybrid_samples,
     "slot_attention": slot_samples,
@@ -115,7 +135,7 @@ SAMPLES = {
     "gated_delta": delta_samples,
     "gated_delta_step": delta_step_samples,
 }
-HAVE_GRADIENTS = ("attention", "window_attention", "gated_delta")
+HAVE_GRADIENTS = ("attention", "window_attention", "joint_attention", "gated_delta")
 
 
 def backward_samples(name: str):
@@ -125,6 +145,10 @@ def backward_samples(name: str):
         if name == "gated_delta":
             grads = [torch.randn_like(x) for x in OPERATORS.gated_delta(*given)]
             yield *grads, *given, [x is not None for x in given[:6]]
+            continue
+        if name == "joint_attention":
+            output, *others, state = OPERATORS.joint_attention(*given)
+            yield torch.randn_like(output), torch.randn_like(state), *given, output, *others, [True] * 18
             continue
         output, second, _, *state = getattr(OPERATORS, name)(*given)
         grads = [torch.randn_like(x) for x in (output, second, *state)]

@@ -65,7 +65,9 @@ def test_many_heads_stay_whole(parts):
 def test_gradients_in_parts_of_the_query_heads_agree_with_the_whole(monkeypatch, function, is_causal):
     calls = []
     run = kernels_cpu.run_attention
-    monkeypatch.setattr(kernels_cpu, "run_attention", lambda *given: calls.append(len(given) - 2) or run(*given))
+    monkeypatch.setattr(
+        kernels_cpu, "run_attention", lambda *given, **how: calls.append(len(given) - 2) or run(*given, **how)
+    )
     query, key, value = torch.randn(1, 6, 70, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 6)
     query_map, key_map = (
         Affine(torch.randn(6, 8, 12)),

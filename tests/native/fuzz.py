@@ -28,7 +28,7 @@ from kernel_calls import HYBRID_STATE, Call, Maker, widened
 from operators import OPERATORS
 from poison import poisoned_allocations
 
-from hf_linear_attention import kernels, kernels_cpu, kernels_delta, kernels_hybrid, kernels_slots
+from hf_linear_attention import kernels, kernels_cpu, kernels_delta, kernels_hybrid, kernels_joint, kernels_slots
 from hf_linear_attention.kernels_cpu import KernelBackend
 from hf_linear_attention.kernels_hybrid import step_parts
 from hf_linear_attention.kernels_operators import takes_attention
@@ -42,6 +42,7 @@ ATTENTION = (
     *("query", "key", "value", "key_mask", "log_decay", "state"),
     *("key_weight", "key_bias", "key_norm", "query_weight"),
 )
+JOINT = kernels_joint.Given._fields[: kernels_joint.TENSORS]
 WINDOW = ("query", "key", "value", "visible", "sink_key", "sink_value", "seen", "sink_query")
 
 
@@ -126,6 +127,16 @@ def window_operator(t, options, constants):
         return window(t, options, constants)
     output, size, largest = OPERATORS.window_attention(*(t.get(name) for name in WINDOW), options["scaling"])
     return seen_part(output.transpose(1, 2).unflatten(1, size.shape[1:3]), size, largest)
+
+
+def joint(t, options, constants):
+    """The operator, or in float64 what it stands for."""
+    how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
+    given = kernels_joint.Given(*(t.get(name) for name in JOINT), *how)
+    output, *_, state = (
+        kernels_joint.plain_joint(given) if "is_exact" in constants else OPERATORS.joint_attention(*given)
+    )
+    return [output, *comparable(constants, options["function"], None, None, None, state)]
 
 
 def slots(t, options, constants):
@@ -224,10 +235,10 @@ ENTRIES = {"map": map_attention, "operator": operator, "features": features, "st
 ENTRIES |= {"step_operator": step_operator, "window": window, "window_operator": window_operator, "slots": slots}
 ENTRIES |= {"slots_operator": slots_operator, "hybrid": hybrid, "elu": elu}
 ENTRIES |= {"delta": delta, "delta_by_feature": delta, "delta_operator": delta_operator, "delta_step": delta}
-ENTRIES |= {"delta_step_by_feature": delta}
-HAVE_GRADIENTS = ("map", "operator", "features", "window", "window_operator")
+ENTRIES |= {"delta_step_by_feature": delta, "joint": joint}
+HAVE_GRADIENTS = ("map", "operator", "features", "window", "window_operator", "joint")
 HAVE_GRADIENTS += ("delta", "delta_by_feature", "delta_operator")
-ONLY_IN_C = ("step_operator", "slots_operator", "hybrid", "elu")
+ONLY_IN_C = ("step_operator", "slots_operator", "hybrid", "joint", "elu")
 
 
 class Fuzzer:

@@ -1,7 +1,8 @@
 """Random calls of the kernels, those that fit and those that do not, as `tests/native/fuzz.py` makes them.
 
 Axes as letters, see SPECIFICATIONS: B batch, H and K query and key/value heads, N queries, S keys, D and E head
-dimensions, W that of the values, C columns of an affine map, F features, P places of a window, w of a state, s sinks.
+dimensions, W that of the values, C columns of an affine map, F features, P places of a window, w of a state, s sinks,
+L rows of keys with those before the first query, T columns of a table of angles.
 """
 
 from __future__ import annotations
@@ -40,6 +41,26 @@ SPECIFICATIONS = {
         "sink_value": "BKsW",
         "seen": "BNs",
         "sink_query": "BHND",
+    },
+    "joint": {
+        "query": "BHND",
+        "key": "BKLD",
+        "value": "BKLW",
+        "visible": "BL",
+        "sink_key": "BKsD",
+        "sink_value": "BKsW",
+        "seen": "BNs",
+        "query_turn": "bNT",
+        "key_turn": "bLT",
+        "sink_turn": "bNT",
+        "log_decay": "K",
+        "state": "BKFV",
+        "key_weight": "kDC",
+        "key_bias": "k1C",
+        "key_norm": "k11",
+        "query_weight": "hDC",
+        "log_scale": "H",
+        "norm_weight": "H",
     },
     "slots": {"query": "BHND", "key": "BKSD", "value": "BKSW", "visible": "bkS"},
     "hybrid": {
@@ -85,7 +106,7 @@ SPECIFICATIONS |= {  # a decay per feature
     "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},
     "delta_step_by_feature": SPECIFICATIONS["delta_step"] | {"log_decay": "BK1F"},
 }
-OPTIONAL = ("key_mask", "log_decay", "state", "sink_query")
+OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "query_turn", "sink_turn")
 MASKS = ("key_mask", "visible", "seen")
 HYBRID_STATE = ("sums", "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen", "window_position")
 LENGTHS = (1, 2, 3, 5, 7, 8, 13, 17, 31, 32, 33, 40, 63, 64, 65, 97, 130, 200)
@@ -133,6 +154,12 @@ def rows_of(x: torch.Tensor, kind: str, function: int, std: float) -> torch.Tens
     return x * (min(std, 4) if function == ELU_PLUS_ONE else std)  # float32 and so elu1 end at exp(-87)
 
 
+def angles(x: torch.Tensor) -> torch.Tensor:
+    """The cosines and then the sines of the first half of the columns."""
+    first = 3 * x.chunk(2, dim=-1)[0]
+    return torch.cat((first.cos(), first.sin()), dim=-1)
+
+
 class Maker:
     """Makes calls from one seed."""
 
@@ -173,34 +200,54 @@ class Maker:
         entry = self.random.choices(
             ("map", "operator", "features", "step", "step_operator", "window", "window_operator", "slots",
              "slots_operator", "hybrid", "elu", "delta", "delta_by_feature", "delta_operator", "delta_step",
-             "delta_step_by_feature"), (5, 4, 3, 2, 1, 3, 2, 3, 1, 3, 1, 3, 3, 2, 1, 1)
+             "delta_step_by_feature", "joint"), (5, 4, 3, 2, 1, 3, 2, 3, 1, 3, 1, 3, 3, 2, 1, 1, 5)
         )[0]  # fmt: skip
         kind = {"map": "attention", "operator": "attention"}.get(entry, entry.removesuffix("_operator"))
-        is_causal = kind in ("step", "hybrid") or kind.startswith("delta") or self.chance(0.6)
+        is_causal = kind in ("step", "hybrid", "joint") or kind.startswith("delta") or self.chance(0.6)
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
+        if kind == "joint":
+            options["function"] = self.random.choice((EXP, EXP, HEDGEHOG))
         if kind.startswith("delta"):
             options |= {"function": PLAIN, "erases": self.chance(0.7)}
         options["scaling"], sizes = self.random.choice((0.1, 0.3, 1.0)), self.sizes(kind, is_causal)
         self.is_packed = is_causal and self.chance(0.07)
         names = self.given(kind, is_causal, options["function"])
+        if kind == "joint":
+            self.arrange_joint(names, sizes, options)
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
-        if kind == "attention":
+        if kind in ("attention", "joint"):
             sizes["F"] = columns * (1 + (function == HEDGEHOG))
         sizes["V"] = sizes["W"] + 1 + (kind == "hybrid" or function >= EXP)
         options["key_dim"] = self.random.randint(1, max(1, sizes["E"]))
         shapes = {name: self.shape(SPECIFICATIONS[kind][name], sizes) for name in names}
-        dtypes = self.random.choice(DTYPES[: -1 if kind == "hybrid" else None])  # no float64, C alone computes it
+        dtypes = self.random.choice(
+            DTYPES[: -1 if kind in ("hybrid", "joint") else None]
+        )  # no float64, C alone computes it
         tensors = self.contents(kind, shapes, dtypes, options, is_affine)
+        tensors = {name: angles(x) if name.endswith("_turn") else x for name, x in tensors.items()}
         misfit = self.spoil(kind, tensors, options, sizes) if self.chance(1 / 3) else ""
         expanded = {} if misfit else self.expand(tensors)
         clean = dict(tensors)
         if not misfit and not {"key", "value"} & set(expanded):
             self.hide(tensors, kind)
         wanted = [name for name, x in tensors.items() if x is not None and x.is_floating_point() and self.chance(0.7)]
+        wanted = [name for name in wanted if not name.endswith("_turn")]  # constants
         return Call(entry, tensors, clean, options, wanted, misfit, expanded)
+
+    def arrange_joint(self, names: list[str], sizes: dict[str, int], options: dict[str, Any]) -> None:
+        """A window, the keys before the first query, and which pairs of columns are turned."""
+        window, pairs = self.pick((1, 2, 5, 8, 20, 32, 33, 34, 64, 65)), sizes["D"] // 2
+        sizes |= {"B": max(1, sizes["B"]), "N": max(1, sizes["N"])}
+        sizes["L"] = sizes["N"] + window * ("state" in names or self.chance(0.3))
+        if "query_turn" not in names or not pairs:
+            names[:] = [name for name in names if name not in ("query_turn", "key_turn", "sink_turn")]
+        count = self.random.randint(1, max(1, pairs))
+        start, sizes["T"] = self.random.randint(0, max(0, pairs - count)), 2 * count
+        options["pairs"] = (start, 1, pairs) if self.chance(0.6) else (2 * start, 2, 1)
+        options["window"] = window
 
     def given(self, kind: str, is_causal: bool, function: int) -> list[str]:
         is_delta = kind.startswith("delta")
@@ -287,6 +334,7 @@ class Maker:
     def expand(self, tensors) -> dict[str, int]:
         expanded = {name: self.random.randrange(x.ndim) for name, x in tensors.items() if self.chance(0.04)}
         expanded = {name: axis for name, axis in expanded.items() if name not in ("state", "sums") or axis < 3}
+        expanded = {name: axis for name, axis in expanded.items() if not name.endswith("_turn") or axis < 2}
         for name, axis in expanded.items():
             x = tensors[name]
             tensors[name] = x.narrow(axis, 0, min(1, x.shape[axis])).expand(x.shape).clone()
@@ -308,7 +356,7 @@ class Maker:
 
     def spoil_size(self, kind: str, tensors, options, sizes) -> str:
         base = {"V": "W", "F": "C" if "key_weight" in tensors else "D", "b": "B", "k": "K", "h": "H"}
-        base = base if kind == "attention" else base | {"F": "F"}
+        base = base if kind in ("attention", "joint") else base | {"F": "F"}
         base |= {"S": "N"} if options["is_causal"] and kind in ("attention", "features") else {}
         specification = {name: SPECIFICATIONS[kind][name] for name in tensors}
         letters = [base.get(letter, letter) for text in specification.values() for letter in text if letter != "h"]
@@ -318,7 +366,7 @@ class Maker:
         for name, text in specification.items():
             for axis, letter in enumerate(text):
                 of = base.get(letter, letter)
-                if letter in "1V" or letters.count(of) > 1 - (letter == "H" and sizes["K"] > 1):
+                if letter in "1VT" or letters.count(of) > 1 - (letter == "H" and sizes["K"] > 1):
                     found.append((name, axis, letter))
         name, axis, letter = self.random.choice(found)
         x = tensors[name]
