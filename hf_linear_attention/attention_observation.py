@@ -11,7 +11,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -41,34 +41,37 @@ class ObservedAttention:
     value: Tensor
     softmax_output: Tensor
     softmax_weights: Tensor | None = None
-    _log_odds: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def output(self) -> Tensor:
         """The output of the mechanism, `[B, N, H, D]`, with gradients for whatever requires them."""
-        mix, hook = getattr(self.module.linear_attention, "mix", None), None
-        if hasattr(mix, "log_odds"):
-            hook = mix.register_forward_pre_hook(lambda mix, parts: self._log_odds.append(mix.log_odds(*parts)))
-        try:
-            with torch.autocast(device_type=self.value.device.type, enabled=False):
-                return self.module._attend(self.inputs, self.value, None)
-        finally:
-            if hook is not None:
-                hook.remove()
+        with torch.autocast(device_type=self.value.device.type, enabled=False):
+            return self.module._attend(self.inputs, self.value, None)
 
-    @property
+    @cached_property
     def far_log_odds(self) -> Tensor | None:
         """Logarithm of the far keys' share over that of the near keys, `[B, H, N]`; None if no denominator has both.
 
-        Real tokens are at the right end, in order.
+        Real tokens are at the right end, in order. It is computed with the output, so ask for it before that.
 
         Raises:
             NotImplementedError: if the input is packed.
         """
         if self.inputs.segments is not None:
             raise NotImplementedError("The shares of far keys are not known for packed input; join the documents.")
-        _ = self.output  # computed with it
-        return self._log_odds[0].flatten(1, 2).squeeze(-1) if self._log_odds else None
+        mechanism: Any = self.module.linear_attention
+        mix: Any = getattr(mechanism, "mix", None)
+        found: list[Tensor] = []
+        if not hasattr(mix, "log_odds"):
+            return None
+        hook = mix.register_forward_pre_hook(lambda mix, parts: found.append(mix.log_odds(*parts)))
+        try:
+            mechanism.joins_at_once = False
+            self.__dict__["output"] = type(self).output.func(self)
+        finally:
+            mechanism.joins_at_once = True
+            hook.remove()
+        return found[0].flatten(1, 2).squeeze(-1)
 
     def weights(self) -> Tensor:
         """The attention weights of the mechanism, `[B, H, N, S]`, with gradients like `output`.

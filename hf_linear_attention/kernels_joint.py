@@ -179,8 +179,8 @@ def _new_results(given: Given, features: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
-    *arguments, output, size, total, needed = arguments
-    given = Given(*arguments)
+    *tensors, output, size, total, needed = arguments
+    given = Given(*tensors)
     features = check_joint(given)
     check_joint_results(given, features, grad_output, grad_state, output, size, total, needed)
     refuse_without_library(*given[:3], *given[4:6], given.key_weight)
@@ -283,9 +283,8 @@ def check_joint(given: Given) -> int:
     _check_turn("sink_turn", given.sink_turn, length, given.sink_pairs, query)
     _check_turn("query_turn", given.query_turn, length, given.pairs, query)
     _check_turn("key_turn", given.key_turn, rows, given.pairs, query)
-    if (given.query_turn is None) != (given.key_turn is None) or (
-        given.query_turn is not None and given.query_turn.shape[-1] != given.key_turn.shape[-1]
-    ):
+    widths = {None if turn is None else turn.shape[-1] for turn in (given.query_turn, given.key_turn)}
+    if len(widths) > 1:
         raise ValueError("`query_turn` and `key_turn` must turn the same pairs; pass both or neither.")
     return check_attention(*given.far())
 
@@ -381,6 +380,7 @@ def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
     )
     mask = F.pad(given.visible, (window - before, 0))[:, :length]
     _, _, _, _, decay, state, *how = given.far()
+    scale: Any  # not None, because the features are given as logarithms
     far, total, scale, state = in_torch(far_query, far_key, far_value, mask, decay, state, *how, plain=True)
     half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
     log_scale, norm = (x.to(query.dtype)[:, None, None] for x in (given.log_scale, given.norm_weight))

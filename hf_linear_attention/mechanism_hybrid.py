@@ -126,6 +126,7 @@ class HybridAttention(WindowAttention):
         self.rule: Any = None
         if settings["far"] != LINEAR:
             self._add_rule(settings, shape)
+        self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
     def _add_linear(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
@@ -276,8 +277,8 @@ class HybridAttention(WindowAttention):
         if old.position is not None:
             position = old.position[:, :1]
         return (
-            self.feature_map.forward_queries(self._without_slow(query, positions), scaling),
-            self.feature_map.forward_keys(self._without_slow(leaving, position), scaling),
+            self.feature_map.forward_queries(self._without_slow(accumulated(query), positions), scaling),
+            self.feature_map.forward_keys(self._without_slow(accumulated(leaving), position), scaling),
         )
 
     def _step_in_torch(
@@ -324,7 +325,7 @@ class HybridAttention(WindowAttention):
         query, key, value = accumulated(query), line.key, line.value
         if self.shift is not None:
             place: Any = line.position
-            query, key = self.shift(query, -positions), self.shift(key, -place)
+            query, key = self.shift(query, -positions), self.shift(accumulated(key), -place)
         options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
@@ -351,7 +352,7 @@ class HybridAttention(WindowAttention):
         positions: Any,
         sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | None:
-        if self.feature_map is None or self.alibi is not None or not self.uses_far:
+        if self.feature_map is None or self.alibi is not None or not self.uses_far or not self.joins_at_once:
             return None
         if not takes_joint(query, line.key, line.value, visible, self.feature_map.num_features):
             return None
@@ -366,11 +367,12 @@ class HybridAttention(WindowAttention):
         to_sinks, sink_pairs = None, NO_PAIRS
         if move is not None and self.to_sinks is not None:
             to_sinks, sink_pairs = self.to_sinks.table(move), self.to_sinks.pairs
-        maps = *cast(Any, kernel_map.key), cast(Any, kernel_map.query).weight
+        maps: Any = (*cast(Any, kernel_map.key), cast(Any, kernel_map.query).weight)
         log_decay = None if self.decay is None else self.decay()
-        how = kernel_map.function, self.window_size, scaling, pairs, sink_pairs
-        tensors: Any = query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums
-        output, sums = joint_attention(Given(*tensors, *maps, *constants, *how))
+        how: Any = (kernel_map.function, self.window_size, scaling, pairs, sink_pairs)
+        tensors: Any = (query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums)
+        given: list[Any] = [*tensors, *maps, *constants, *how]
+        output, sums = joint_attention(Given(*given))
         return output.transpose(1, 2), sums
 
     def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:

@@ -44,9 +44,9 @@ LOSS = "loss"  # the name of the weighted sum among the figures of a step
 Term = TypeVar("Term", Tensor, float)
 
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
+    "far_share": FarShare,  # before those that only need the output, which is computed with the shares
     "attention_transfer": AttentionTransfer,
     "attention_map": AttentionMap,
-    "far_share": FarShare,
     "task_loss": TaskLoss,
     "logits_kl": LogitsKL,
     "hidden_state": HiddenState,
