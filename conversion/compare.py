@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -130,7 +131,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         problems.append("`--overwrite` needs `--output_dir`")
     if problems:
         raise UsageError(*problems)
-    if arguments.output_dir is not None and not Path(arguments.output_dir).expanduser().exists():
+    if arguments.output_dir is not None and not os.path.exists(os.path.expanduser(arguments.output_dir)):
         local = Path(arguments.model_name_or_path).expanduser().resolve()
         check_output(arguments.output_dir, False, local if local.is_dir() else None)
     if arguments.train_file is not None:
@@ -141,7 +142,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _problems_of_output(name: str, overwrite: bool) -> list[str]:
     """Why the comparison cannot be written there: only another comparison may be replaced."""
     folder = Path(name).expanduser()
-    if not folder.exists():
+    if not os.path.exists(folder):  # which is False for a name that is too long
         return []
     if not overwrite:
         return [f"`--output_dir` = {name!r} exists; give `--overwrite` to replace it, or another name"]

@@ -17,6 +17,7 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.page_plots import bytes_text
 from hf_linear_attention.conversion.page_sections import Section, percent, sections
+from hf_linear_attention.training.tasks import UNITS
 
 
 PAGE = "report.html"
@@ -133,7 +134,7 @@ def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: 
     text = f"{base} with linear attention ({mechanisms})"
     if "num_layers" in report:
         text += f" in {layers} of {report['num_layers']} layers"
-    units = [unit for unit in ("tokens", "images", "recordings") if any(run["training"].get(unit) for run in runs)]
+    units = [unit for unit in UNITS.values() if any(run["training"].get(unit) for run in runs)]
     amounts = [f"{sum(run['training'].get(unit) or 0 for run in runs):,} {unit}" for unit in units]
     weights = {name for run in runs for name, value in run["training"].items() if name.endswith("_weight") and value}
     trained = f", trained on {' and '.join(amounts)}" if amounts else ", trained" if runs else ", not trained yet"

@@ -283,8 +283,8 @@ def check_joint(given: Given) -> int:
     _check_turn("sink_turn", given.sink_turn, length, given.sink_pairs, query)
     _check_turn("query_turn", given.query_turn, length, given.pairs, query)
     _check_turn("key_turn", given.key_turn, rows, given.pairs, query)
-    widths = {None if turn is None else turn.shape[-1] for turn in (given.query_turn, given.key_turn)}
-    if len(widths) > 1:
+    widths = [None if turn is None else turn.shape[-1] for turn in (given.query_turn, given.key_turn)]
+    if widths[0] != widths[1]:
         raise ValueError("`query_turn` and `key_turn` must turn the same pairs; pass both or neither.")
     return check_attention(*given.far())
 

@@ -116,12 +116,11 @@ def without_dispatcher(registered: Callable[..., Any], function: Callable[..., A
 
 def takes_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, features: int) -> bool:
     """Whether C computes: on a CPU, without packed sequences, empty tensors, narrow heads or very wide rows."""
-    if not query.ndim == key.ndim == value.ndim == 4:
+    is_packed = key_mask is not None and key_mask.dtype != torch.bool
+    if is_packed or not query.ndim == key.ndim == value.ndim == 4:
         return False
-    if key_mask is not None and key_mask.dtype != torch.bool:
-        return False
-    thinnest, widest = min(query.shape[-1], value.shape[-1]), max(query.shape[-1], value.shape[-1], features)
-    if thinnest < NARROWEST or widest > MOST_COLUMNS or not key.numel():
+    widths = query.shape[-1], value.shape[-1]
+    if min(widths) < NARROWEST or max(*widths, features) > MOST_COLUMNS or not key.numel():
         return False
     return takes(query, key, value, dtypes=NATIVE_DTYPES)
 

@@ -340,7 +340,8 @@ class OutputParts:
     """
 
     def __init__(self, query: torch.Tensor) -> None:
-        self.dtype, self.count, self.parts = query.dtype, query.shape[2], list[torch.Tensor]()
+        self.dtype, self.count = query.dtype, query.shape[2]
+        self.parts: list[torch.Tensor] = []
         self.whole: torch.Tensor | None = None
         self.written = 0
 

@@ -266,16 +266,14 @@ class WindowAttention(AttentionMechanism):
     ) -> tuple[Tensor, Tensor | None]:
         """What `_at_once` computes, for a line without earlier slots."""
         key, value = line.key, line.value
-        batch, _, length, _ = key.shape
-        w = self.window_size
-        leaving, first = min(w, length), min(self.num_sinks, length)
+        length, w = key.shape[2], self.window_size
+        leaving = min(w, length)
         (far_key, near_key), (far_value, near_value) = (far_and_near(x, w) for x in (key, value))
         far_position = F.pad(positions, (leaving, -leaving)) if self.keeps_positions else None
-        far_mask = self._later(batch, length, leaving + first, key.device)
+        far_mask = F.pad(line.kind, (leaving, -leaving))
         far = Line(far_key, far_value, far_mask, far_position)
         behind, sums = self._behind(query, far, far_mask, scaling, positions)
-        visible = self._later(batch, length + w - 1, w - 1 + first, key.device)
-        near = NearKeys(near_key, near_value, visible, w - 1)
+        near = NearKeys(near_key, near_value, F.pad(line.kind, (w - 1, 0)), w - 1)
         position = torch.arange(1, length + 1, device=key.device)[None] if self.alibi is not None else None
         to_sinks = self._sink_query(query, positions)
         return self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks), sums

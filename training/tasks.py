@@ -98,9 +98,11 @@ CACHED = ("causal_lm", "embedding")
 COLUMN_TASKS = tuple(name for name in TEXT_TASKS if name != "question_answering")
 IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
 SOUND_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "sound")
+# What is counted of each kind of inputs.
+UNITS = {"text": "tokens", "images": "images", "sound": "recordings"}
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
 
 
 def unit_of(task: str) -> str:
     """The unit in which the amount of training for a task is counted."""
-    return {"text": "tokens", "images": "images", "sound": "recordings"}[TASKS[task].inputs]
+    return UNITS[TASKS[task].inputs]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_linear_attention._common.model_card import PLOT
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.tasks import UNITS
 
 
 if TYPE_CHECKING:
@@ -51,13 +52,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def loss_curve(path: Path) -> dict[str, Any]:
-    """The losses in a `metrics.jsonl` for a report: at most about 100 `points` of (tokens or images, loss), the
+    """The losses in a `metrics.jsonl` for a report: at most about 100 `points` of (amount in its unit, loss), the
     `evaluated` nats per token of held-out text, and the median `per_second` of what was trained on.
 
     It is empty if no loss was logged.
     """
     events = read_metrics(path) if path.is_file() else []
-    unit = "images" if any("images" in event for event in events) else "tokens"
+    unit = _unit(events)
     points = [[event[unit], event["loss"]] for event in events if "loss" in event]
     if not points:
         return {}
@@ -69,6 +70,11 @@ def loss_curve(path: Path) -> dict[str, Any]:
         "evaluated": [[event[unit], event[NATS]] for event in events if NATS in event],
         "per_second": speeds[len(speeds) // 2] if speeds else None,
     }
+
+
+def _unit(events: list[dict[str, Any]]) -> str:
+    """What these runs counted."""
+    return next((unit for unit in UNITS.values() if any(unit in event for event in events)), UNITS["text"])
 
 
 def plot_metrics(output_dir: Path, folder: Path) -> None:
@@ -83,7 +89,7 @@ def plot_metrics(output_dir: Path, folder: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    unit = "images" if "images" in events[0] else "tokens"
+    unit = _unit(events)
     for name, marker in (("loss", None), ("eval_nats_per_token", ".")):
         if points := [(event[unit], event[name]) for event in events if name in event]:
             axes.plot(*zip(*points, strict=True), label=name, marker=marker)

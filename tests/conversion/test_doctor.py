@@ -80,7 +80,9 @@ def test_edited_code_is_told_from_the_installed_one(folder):
     (folder / "features.py").unlink()  # a file that only `kernels` of another version would need
     finding = found(folder, "code")
     assert finding.kind == BROKEN
-    (folder / "features.py").write_text("# other\n")
+    (folder / "features.py").write_text("# empty\n")
+    assert found(folder, "code").kind == BROKEN
+    (folder / "features.py").write_text("other = True\n")
     finding = found(folder, "code")
     assert finding.kind == NOTE
     assert "2 of" in finding.text
@@ -104,7 +106,7 @@ def test_damaged_weights(folder):
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
-    assert found(folder, "weights").kind == BROKEN
+    assert found(folder, "files").kind == BROKEN
     path.unlink()
     assert found(folder, "weights").kind == BROKEN
     path.write_bytes(whole)
@@ -125,7 +127,7 @@ def test_a_damaged_config(folder):
     path = folder / "config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "linear_attention": {"mechanism": "none such"}}))
-    assert found(folder, "config.json").kind == BROKEN
+    assert found(folder, "files").kind == BROKEN
     path.write_text("{")
     assert found(folder, "config.json").kind == BROKEN
 

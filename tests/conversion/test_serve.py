@@ -53,7 +53,7 @@ def test_the_command_hands_the_words_on(linear_llama, monkeypatch, capsys):
         ([], "there is no model; give the folder"),
         (["--port", "9"], "`--port` is not an option here; give the folder"),
         (["OUT", "--continuous-batching"], "leave it out"),
-        (["./such-a-model"], "'./such-a-model' is not a model"),
+        (["./such-a-model"], "config.json of './such-a-model' cannot be used"),
     ],
 )
 def test_what_cannot_be_served(words, said, capsys):

@@ -21,7 +21,7 @@ from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_c
 MOST_FILES = {
     "aft": (21, 23),
     "gated_delta": (None, 29),
-    "hybrid": (26, 33),
+    "hybrid": (27, 34),
     "latent": (21, None),
     "linear": (22, 24),
     "linformer": (22, None),

@@ -39,7 +39,7 @@ def ragged_batch(task: str, extra: int, fill: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("task", ["masked_lm", "causal_lm"])
-@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "far_share"])  # test_far_share.py
 def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -> None:
     model_class, fixtures = {
         "masked_lm": (BertForMaskedLM, ("masked", "masked_teacher")),
