@@ -29,7 +29,7 @@ demo: $(VENV)/.installed ## Convert the real MiniLM, heal it for two minutes, co
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite, the sanitizers included (about 7 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite, the sanitizers included (about 12 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Everything whose oldest version is not stated comes from $(VENV).
