@@ -7,9 +7,9 @@
 A stock GPT-2 of random weights (softmax), and the same weights with each linear mechanism, trained on the same batches
 in turn. Copying needs attention at a distance that the position embeddings have to learn; the answer "every symbol
 alike" has a loss of ln 10 = 2.30 nats. A mechanism has reached the loss of softmax if its final loss, on new batches,
-is within 0.001 nats of it. A symbol is copied from n tokens back, 6 at least, and the hybrid's window reaches 2 tokens
-back in a layer, 4 in two: what it copies comes through its linear part. A curve takes
-three to nine minutes on one core.
+is within 0.001 nats of it. A symbol is copied from n tokens back, at least 6. The hybrid's window reaches 2 tokens
+back in one layer and 4 in two layers, so whatever the hybrid copies comes through its linear part. A curve takes three
+to nine minutes on one core.
 """
 
 from __future__ import annotations

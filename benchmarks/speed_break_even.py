@@ -2,7 +2,7 @@
 
     python benchmarks/speed_break_even.py --output_dir outputs/benchmarks
 
-B = 1, 12 heads of 64, float32, forward: everything that a layer does between its projections. The mechanism and
+B = 1, 12 heads of 64, float32, forward pass: all that a layer computes between its projections. The mechanism and
 softmax take turns, and a cell is the median over rounds of softmax's time over the mechanism's. About five minutes.
 With `--update` convert_checkpoint.py and model cards quote the lengths.
 """

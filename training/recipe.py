@@ -102,8 +102,7 @@ class Recipe:
     @property
     def text_prompt(self) -> str:
         """What stands before every text of an embedding model that is neither a query nor a document."""
-        files = self.sentence_files
-        return files.prompt("prompt_name", self.task_options.prompt_name, (files.default_prompt_name,))
+        return self.sentence_files.text_prompt(self.task_options)
 
     @property
     def output_dir(self) -> Path:

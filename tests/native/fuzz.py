@@ -285,9 +285,6 @@ class Fuzzer:
         del constants["is_exact"]
         self.counts["computed"] += 1
         for library in (self.library, None) if maker.chance(0.15) else (self.library,):
-            if is_beyond_torch(call, library):
-                self.counts["beyond torch"] += 1
-                continue
             self.choose(library)
             try:
                 with poisoned_allocations(maker.random.choice((0, 24))) as memory:
@@ -304,6 +301,9 @@ class Fuzzer:
                 return ""
             finally:
                 self.choose(self.library)
+            if is_beyond_torch(call, library):
+                self.counts["beyond torch"] += 1
+                continue
             if problem := difference(call, actual, exact):
                 return f"{'C' if library else 'torch'}: {problem}"
         return ""

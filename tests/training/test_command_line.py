@@ -182,8 +182,6 @@ def test_no_option_is_accepted_and_ignored() -> None:
     sources = [p for p in (ROOT / "training").rglob("*.py") if p.name not in ("recipe.py", "validation.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for name in (name for group in GROUPS for name in group.__dataclass_fields__):
-        if name == "prompt_name":  # by the recipe itself, for all texts
-            continue
         read = rf"\.{name}\b" if not name.endswith("_weight") else r'f"\{name\}_weight"'
         assert re.search(read, code), name
 

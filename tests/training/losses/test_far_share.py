@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import stock_model
-from recipes import recipe_of
+from recipes import padded_batch, recipe_of
 from torch import Tensor
 
 from hf_linear_attention import convert
@@ -23,16 +23,6 @@ WINDOW, SINKS = 5, 2
 HYBRID = {"mechanism": "hybrid", "window_size": WINDOW, "num_sinks": SINKS, "num_features": 8}
 SCALE = {"far_share": torch.tensor(1.0)}
 ONLY = {f"{name}_weight": 0.0 for name in OBJECTIVES} | {"far_share_weight": 1.0, "attention_transfer_weight": 1.0}
-
-
-def batch_of(lengths: list[int]) -> dict[str, Tensor]:
-    """Texts with padding after them, before them and inside them in turn."""
-    longest = max(lengths)
-    mask = torch.zeros(len(lengths), longest, dtype=torch.long)
-    for number, (row, length) in enumerate(zip(mask, lengths)):
-        places = [range(length), range(longest - length, longest), torch.randperm(longest)[:length].tolist()]
-        row[list(places[number % 3])] = 1
-    return {"input_ids": torch.randint(3, 60, mask.shape), "attention_mask": mask}
 
 
 def observed(model: Any, batch: dict[str, Tensor]) -> list[ObservedAttention]:
@@ -68,7 +58,7 @@ def test_the_share_is_that_of_the_weights(
     monkeypatch.setattr(far_share, "TOLERANCE", tolerance)
     torch.manual_seed(0)
     model = convert(stock_model("llama"), **HYBRID, **settings).eval()
-    batch = batch_of(lengths)
+    batch = padded_batch(lengths)
     objective = far_share.FarShare(recipe_of(task="causal_lm"))
     total = 0.0
     for seen in observed(model, batch):
@@ -84,7 +74,7 @@ def test_the_share_is_that_of_the_weights(
 def test_some_queries_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one query of two, the mean over these counts for every token of the row."""
     model = convert(stock_model("llama"), **HYBRID).eval()
-    batch = batch_of([40])
+    batch = padded_batch([40])
     seen = observed(model, batch)[0]
     weights = batch["attention_mask"].float()
     monkeypatch.setattr(far_share, "MOST_QUERIES", 20)
@@ -118,7 +108,7 @@ def test_far_keys_of_large_logits_learn() -> None:
         objectives = build_objectives(recipe_of(task="causal_lm", **ONLY))
         torch.manual_seed(0)
         module = StudentWithObjectives(student, {name: objectives[name]}, None)
-        module({**batch_of([40, 40]), "index": torch.arange(2)}, None, {name: torch.tensor(1.0)})[0].backward()
+        module({**padded_batch([40, 40]), "index": torch.arange(2)}, None, {name: torch.tensor(1.0)})[0].backward()
         found = [p.grad.norm() for path, p in student.named_parameters() if "far_log_scale" in path]
         gradients[name] = torch.stack(found).min().item()
     assert gradients["attention_transfer"] < 1e-3 < 1e-1 < gradients["far_share"]
@@ -137,7 +127,7 @@ def test_a_preset_leaves_it_out_where_there_is_no_share() -> None:
 
 def test_layers_of_other_mechanisms_contribute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = convert(stock_model("llama"), **HYBRID | {"mechanism": {"0": "linear", "1-": "hybrid"}}).eval()
-    batch = batch_of([40])
+    batch = padded_batch([40])
     monkeypatch.setattr(far_share, "TOLERANCE", 0.0)
     totals = [far_share._layer_total(seen, batch["attention_mask"].float()) for seen in observed(model, batch)]
     assert totals[0] == 0 < totals[1]

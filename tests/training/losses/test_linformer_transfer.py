@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 from matrix import stock_model
-from recipes import recipe_of
+from recipes import padded_batch, recipe_of
 from torch import Tensor
 
 from hf_linear_attention import convert
@@ -30,16 +30,6 @@ def student(**settings: object):
             if "_projection" in name:
                 parameter += 0.01 * torch.randn_like(parameter)  # more would empty every slot of a row of one token
     return model
-
-
-def batch_of(lengths: list[int]) -> dict[str, Tensor]:
-    """Texts with padding after them, before them and inside them in turn."""
-    longest = max(lengths)
-    mask = torch.zeros(len(lengths), longest, dtype=torch.long)
-    for number, (row, length) in enumerate(zip(mask, lengths)):
-        places = [range(length), range(longest - length, longest), torch.randperm(longest)[:length].tolist()]
-        row[list(places[number % 3])] = 1
-    return {"input_ids": torch.randint(3, 60, mask.shape), "attention_mask": mask}
 
 
 def matrix(kind: str, parameter: Tensor, length: int) -> tuple[Tensor, dict[str, object]]:
@@ -68,7 +58,7 @@ def oracle(kind: str, seen: ObservedAttention, leaves: list[Tensor], mask: Tenso
 @pytest.mark.parametrize("kind", ["learned", "stretched"])
 def test_gradients_of_e_and_f_are_those_of_the_formula(kind: str, sharing: str) -> None:
     model = student(projection=kind, projection_sharing=sharing)
-    batch = batch_of(LENGTHS)
+    batch = padded_batch(LENGTHS)
     weights = {f"{name}_weight": float(name == "attention_transfer") for name in OBJECTIVES}
     module = StudentWithObjectives(model, build_objectives(recipe_of("masked_lm", **weights)), None)
     loss, _ = module(batch, None, {"attention_transfer": torch.tensor(1.0)})
@@ -106,7 +96,7 @@ def test_rows_that_fit_in_the_slots_have_no_error_and_teach_nothing(length: int)
     for kind in ("learned", "stretched"):
         model, seen = student(projection=kind), []
         with observe_attention(model, seen.append):
-            model(**batch_of([length]))
+            model(**padded_batch([length]))
         errors[kind] = torch.stack([relative_head_error(call, torch.ones(1, length).bool()) for call in seen])
     assert errors["stretched"].max() < 1e-10  # squares of float32 roundings
     if length > 1:
@@ -117,7 +107,7 @@ def test_rows_that_fit_in_the_slots_have_no_error_and_teach_nothing(length: int)
 
 def test_a_step_of_transfer_lowers_the_error_of_a_long_row() -> None:
     model = convert(stock_model("bert"), mechanism="linformer", projection_size=SLOTS, projection="stretched").eval()
-    batch, errors = batch_of([61]), []
+    batch, errors = padded_batch([61]), []
     parameters = [value for name, value in model.named_parameters() if "_projection" in name]
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     for _ in range(3):
