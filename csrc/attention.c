@@ -29,11 +29,11 @@ static void attend_block(work *w, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row;
     float total[BLOCK], inverse[BLOCK], scale[BLOCK], zeros[BLOCK] = {0};
     for (int64_t g = 0; g < w->sizes->groups; g++) {
-        load_queries(w, g, n, scale);
         prefetch_rows(w, 3, OUTPUT, g, n, n + w->tokens);
         if (w->is_packed)
-            attend_packed_block(w, total);
+            attend_packed_block(w, total, g, n);
         else {
+            load_queries(w, g, n, scale);
             product(w->out, d, w->query, f, 1, w->sums, d, BLOCK, f, d, 0, FULL);
             row_dot_products(total, w->query, w->z, 0, f);
         }
@@ -45,7 +45,7 @@ static void attend_block(work *w, int64_t n) {
             for (int64_t t = 0; t < BLOCK; t++) total[t] += inverse[t];
         }
         for (int64_t t = 0; t < BLOCK; t++) inverse[t] = inverse_of(total[t]);
-        if (w->is_packed && w->tensors[OUTPUT].bytes == 2)
+        if (w->is_packed)
             store_packed(w, inverse, g, n);
         else
             store(w, w->out, d, inverse, OUTPUT, g, n, w->sizes->width);

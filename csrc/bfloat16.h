@@ -2,8 +2,9 @@
 /* Products of bfloat16 numbers, added in float32, on processors with AVX512-BF16: twice the rate of float32.
 
    Two numbers share 32 bits, the first in the lower half: of a left factor two columns, of a right factor two rows.
-   They are multiplied with the two of the other factor at once. Features are never negative, so rounding them changes
-   each weight by 2^-8 of itself at most, as much as two roundings of an output. All sums stay float32. */
+   They are multiplied with the two of the other factor at once. All sums stay float32. This is for elu + 1 of inputs,
+   and outputs, in bfloat16: such features are never negative, so rounding them changes each weight by 2^-8 of itself at
+   most, as much as two roundings of an output. */
 #ifndef BFLOAT16_H
 #define BFLOAT16_H
 
@@ -13,10 +14,9 @@
 #define WITH_BFLOAT16 __attribute__((target("avx512bf16")))
 #define ONES 0x3f803f80
 
-/* Features of either sign may cancel one another, which rounding does not survive. */
 static inline int takes_packed(const sizes *s, const tensor *x) {
-    return s->map != PLAIN && x[QUERY].bytes == 2 && x[KEY].bytes == 2 && x[VALUE].bytes == 2 &&
-           __builtin_cpu_supports("avx512bf16");
+    return s->map == ELU && !x[KEY_MAP].data && x[QUERY].bytes == 2 && x[KEY].bytes == 2 && x[VALUE].bytes == 2 &&
+           x[OUTPUT].bytes == 2 && __builtin_cpu_supports("avx512bf16");
 }
 
 /* b in the upper half of the vector, a in the lower one */
@@ -41,8 +41,6 @@ static inline void allocate_packed(work *w, char **memory) {
     w->packed_scores = (uint32_t *)allocate(memory, BLOCK / 2 * BLOCK);
     w->packed_sums = (uint32_t *)allocate(memory, f / 2 * d);
     w->packed_z = (uint32_t *)allocate(memory, packed);
-    w->key = w->query;
-    if (d <= f) w->out = w->query;
 }
 
 /* out[rows, packed_columns(columns)] = x[rows, columns], 0 beyond */
@@ -124,34 +122,66 @@ WITH_BFLOAT16 static void score_packed(float *out, const packed_factors *x) {
     }
 }
 
-/* The values of a block from token n on, which are no longer than bfloat16. */
-static void pack_values(work *w, int64_t n) {
+/* Pairs of the numbers of two rows; `width` of them are wanted, at most two vectors. */
+INLINE void store_pairs(uint32_t *out, __m512i first, __m512i second, int64_t width) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
-    int64_t width = w->sizes->width, d = w->value_row;
-    prefetch_following(w, VALUE, 0, n);
-    for (int64_t t = 0; t < BLOCK; t += 2)
-        for (int64_t j = 0; j < d; j += 2 * LANES) {
-            uint32_t *out = w->packed_value + t / 2 * d + j;
-            __mmask32 there = width - j < 2 * LANES ? (1u << (width - j)) - 1 : ~0u;
-            __m512i x[2];
-            for (int i = 0; i < 2; i++) {
-                int is_seen = t + i < w->tokens && w->key_factor[t + i];
-                x[i] = _mm512_maskz_loadu_epi16(is_seen ? there : 0, address_of(w, VALUE, 0, n + t + i) + 2 * j);
-            }
-            _mm512_storeu_si512(out, _mm512_permutex2var_epi16(x[0], low, x[1]));
-            if (j + LANES < d) _mm512_storeu_si512(out + LANES, _mm512_permutex2var_epi16(x[0], high, x[1]));
-        }
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(first, low, second));
+    if (width > LANES) _mm512_storeu_si512(out + LANES, _mm512_permutex2var_epi16(first, high, second));
 }
 
-static void pack_keys(work *w, int64_t n) {
-    int64_t f = w->feature_row, packed = packed_columns(f);
-    pack_values(w, n);
-    pack_rows(w->packed_key, w->key, BLOCK, f);
-    if (!w->sizes->causal) return;
-    pack_columns(w->packed_query, w->key, BLOCK, f);
-    transpose((float *)w->packed_key_t, BLOCK, (const float *)w->packed_query, packed, BLOCK, packed);
+INLINE __mmask32 first_of(int64_t left) {
+    return left < 2 * LANES ? (1u << left) - 1 : ~0u;
+}
+
+/* As many of `left` numbers as there is room for, 0 beyond. */
+INLINE __m512i load_first(const char *x, int64_t left) {
+    return _mm512_maskz_loadu_epi16(first_of(left), x);
+}
+
+/* factor[t] (elu + 1) of the rows of a block of queries or keys, 0 where the factor is 0 and beyond the columns */
+WITH_BFLOAT16 static void load_packed(const work *w, uint32_t *out, int which, int64_t g, int64_t n,
+                                      const float *factor) {
+    int64_t columns = w->sizes->inputs, packed = packed_columns(columns);
+    prefetch_following(w, which, g, n);
+    memset(out + w->tokens * packed, 0, 4 * packed * (BLOCK - w->tokens));
+    for (int64_t t = 0; t < w->tokens; t++, out += packed) {
+        const char *row = address_of(w, which, g, n + t);
+        if (!factor[t]) {
+            memset(out, 0, 4 * packed);
+            continue;
+        }
+        for (int64_t j = 0; j < columns; j += 2 * LANES) {
+            __m512i x = load_first(row + 2 * j, columns - j);
+            vector low = (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16);
+            vector high = (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)), 16);
+            __m512i both = round_two(elu_of(low) * factor[t], elu_of(high) * factor[t]);
+            _mm512_storeu_si512(out + j / 2, _mm512_maskz_mov_epi16(first_of(columns - j), both));
+        }
+    }
+}
+
+/* Features and values of a block of keys from token n on. */
+static void load_packed_keys(work *w, int64_t n) {
+    int64_t f = w->feature_row, d = w->value_row, width = w->sizes->width, packed = packed_columns(f);
+    load_packed(w, w->packed_query, KEY, 0, n, w->key_factor);
+    if (w->sizes->causal)
+        transpose((float *)w->packed_key_t, BLOCK, (const float *)w->packed_query, packed, BLOCK, packed);
+    prefetch_following(w, VALUE, 0, n);
+    for (int64_t t = 0; t < BLOCK; t += 2) {
+        const uint32_t *key = w->packed_query + t * packed;
+        for (int64_t j = 0; j < f; j += 2 * LANES)
+            store_pairs(w->packed_key + t / 2 * f + j, _mm512_loadu_si512(key + j / 2),
+                        _mm512_loadu_si512(key + packed + j / 2), f - j);
+        for (int64_t j = 0; j < d; j += 2 * LANES) {
+            __m512i x[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+            for (int i = 0; i < 2; i++)
+                if (t + i < w->tokens && w->key_factor[t + i])
+                    x[i] = load_first(address_of(w, VALUE, 0, n + t + i) + 2 * j, width - j);
+            store_pairs(w->packed_value + t / 2 * d + j, x[0], x[1], d - j);
+        }
+    }
 }
 
 static void pack_sums(work *w) {
@@ -171,11 +201,11 @@ WITH_BFLOAT16 static void add_packed_block(work *w) {
     }
 }
 
-/* w->out and `total`, numerator and denominator of the output of a block of queries */
-WITH_BFLOAT16 static void attend_packed_block(work *w, float *total) {
+/* w->out and `total`, numerator and denominator of the output of a block of queries from token n on */
+WITH_BFLOAT16 static void attend_packed_block(work *w, float *total, int64_t g, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row, packed = packed_columns(f), pairs = BLOCK / 2;
     float zeros[BLOCK] = {0};
-    pack_columns(w->packed_query, w->query, BLOCK, f);
+    load_packed(w, w->packed_query, QUERY, g, n, w->query_factor);
     packed_factors x[] = {{w->packed_query, w->packed_sums, packed, 1, d, f / 2},
                           {w->packed_scores, w->packed_value, pairs, 1, d, pairs}};
     if (w->sizes->causal) {
@@ -211,9 +241,8 @@ WITH_BFLOAT16 static void store_packed(const work *w, const float *scale, int64_
         for (int64_t j = 0; j < width; j += 2 * LANES) {
             const float *x = w->out + t * d + j;
             vector second = j + LANES < d ? *(const vector *)(x + LANES) : (vector){0};
-            __mmask32 there = width - j < 2 * LANES ? (1u << (width - j)) - 1 : ~0u;
             __m512i both = round_two(*(const vector *)x * scale[t], second * scale[t]);
-            _mm512_mask_storeu_epi16(row + 2 * j, there, both);
+            _mm512_mask_storeu_epi16(row + 2 * j, first_of(width - j), both);
         }
     }
 }
@@ -229,7 +258,7 @@ static inline int takes_packed(const sizes *s, const tensor *x) {
 static inline void allocate_packed(work *w, char **memory) {
     (void)w, (void)memory;
 }
-static void pack_keys(work *w, int64_t n) {
+static void load_packed_keys(work *w, int64_t n) {
     (void)w, (void)n;
 }
 static void pack_sums(work *w) {
@@ -238,8 +267,8 @@ static void pack_sums(work *w) {
 static void add_packed_block(work *w) {
     (void)w;
 }
-static void attend_packed_block(work *w, float *total) {
-    (void)w, (void)total;
+static void attend_packed_block(work *w, float *total, int64_t g, int64_t n) {
+    (void)w, (void)total, (void)g, (void)n;
 }
 #endif
 

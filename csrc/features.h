@@ -154,6 +154,10 @@ static inline void exponentiate_keys(work *w, int64_t known) {
    largest. `known` are its tokens, when the maximum is known too. */
 static inline void load_keys(work *w, int64_t n, int64_t known) {
     count_steps(w, n, known ? known : BLOCK);
+    if (w->is_packed) {
+        load_packed_keys(w, n);
+        return;
+    }
     load_inputs(w, w->key, w->key_input, KEY, 0, n, w->maps);
     if (w->sizes->map >= EXP) exponentiate_keys(w, known);
     for (int64_t t = 0; t < w->tokens; t++)
@@ -162,11 +166,7 @@ static inline void load_keys(work *w, int64_t n, int64_t known) {
         else if (w->feature_row > w->sizes->features)
             memset(w->key + t * w->feature_row + w->sizes->features, 0, 4 * (w->feature_row - w->sizes->features));
     memset(w->key + w->tokens * w->feature_row, 0, 4 * w->feature_row * (BLOCK - w->tokens));
-    if (w->sizes->causal && !w->is_packed) transpose(w->key_t, BLOCK, w->key, w->feature_row, BLOCK, w->feature_row);
-    if (w->is_packed) {
-        pack_keys(w, n);
-        return;
-    }
+    if (w->sizes->causal) transpose(w->key_t, BLOCK, w->key, w->feature_row, BLOCK, w->feature_row);
     load(w, w->value, w->value_row, VALUE, 0, n, w->sizes->width);
     for (int64_t t = 0; t < w->tokens; t++)
         if (!w->key_factor[t]) {
