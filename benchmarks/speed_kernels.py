@@ -1,6 +1,8 @@
 """Time and memory of the causal kernel against N, beside what users would take instead (one thread, CPU time).
 
     python benchmarks/speed_kernels.py --output_dir outputs/benchmarks
+    python benchmarks/speed_kernels.py --sgemm --lengths 4096 --rounds 15
+    python benchmarks/speed_kernels.py --threads 2 --lengths 4096 --rounds 15
 
 B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that the installation built, `torch`
 the same without it, `sdpa` torch's fused causal softmax, `performer-pytorch` and `fast-transformers` their
@@ -9,11 +11,16 @@ own causal kernels for CPUs (if installed; the latter asks for CUDA, unless only
 turns in every round; ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same
 run that the kernel's floor of 4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new
 memory in units of a `[B, H, N, D]` tensor, without the incoming gradient, in a process of its own. About ten minutes.
+
+`--sgemm` measures only that share, product and kernel in turns, and how much faster bfloat16 is than float32.
+`--threads` measures only how much faster several threads are than one, by the clock, so on an idle machine.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 import statistics
 import subprocess
 import sys
@@ -29,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import argument_parser, median_ratio, save_results, table, write
+from benchmarks.common import argument_parser, interleaved_times, median_ratio, save_results, table, write
 from hf_linear_attention import kernels_cpu
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanism import AttentionMechanism, LayerShape, Rotary
@@ -172,6 +179,41 @@ def measure(
     return {"seconds": seconds, **over, "share of sgemm": shares, "sgemm": rate}
 
 
+def shares_of_sgemm(lengths: list[int], rounds: int) -> str:
+    """Per length and direction: share of a matrix product's rate in float32, and float32's time over bfloat16's."""
+    call, matrix, rows = mechanism_call(mechanism="linear", feature_map="elu1"), torch.randn(1024, 1024), []
+    for length in lengths:
+        tensors = {dtype: inputs(length, dtype) for dtype in (torch.float32, torch.bfloat16)}
+        for mode, floor in (("forward", 4), ("forward and backward", 14)):
+            functions: dict[str, Callable[[], Any]] = {"sgemm": lambda: matrix @ matrix}
+            for dtype, given in tensors.items():
+                gradient = None if mode == "forward" else torch.ones_like(given[0])
+                functions[str(dtype)] = lambda given=given, gradient=gradient: attend(call, given, gradient)
+            product, single, half = cpu_times(functions, rounds).values()
+            share = median_ratio(product, single) * floor * DIM * DIM * HEADS * length / (2 * 1024**3)
+            rate = 2 * 1024**3 / statistics.median(product) / 1e9
+            rows.append([length, mode, f"{rate:.0f}", f"{100 * share:.0f} %", ratio_text(median_ratio(single, half))])
+    return table(["N", "", "sgemm, GFLOP/s", "of sgemm", "float32 / bfloat16"], rows)
+
+
+def speedups_of_threads(threads: int, lengths: list[int], rounds: int) -> str:
+    """Seconds by the clock of one thread over those of `threads`, for a batch of 1 and of 8."""
+    call, rows = mechanism_call(mechanism="linear", feature_map="elu1"), []
+
+    def run(count: int, tensors: list[torch.Tensor], gradient: torch.Tensor | None) -> None:
+        torch.set_num_threads(count)
+        attend(call, tensors, gradient)
+
+    for length, batch in itertools.product(lengths, (1, 8)):
+        tensors = [x.expand(batch, -1, -1, -1).clone() for x in inputs(length)]
+        for mode in ("forward", "forward and backward"):
+            gradient = None if mode == "forward" else torch.ones_like(tensors[0])
+            functions = {str(count): functools.partial(run, count, tensors, gradient) for count in (1, threads)}
+            one, many = interleaved_times(functions, rounds).values()
+            rows.append([length, batch, mode, ratio_text(median_ratio(one, many))])
+    return table(["N", "batch", "", f"1 thread / {threads}"], rows)
+
+
 def peak_tensors(name: str, length: int, with_backward: bool) -> float:
     """New memory of one call at its peak, outputs included, in tensors `[B, H, N, D]`; in a process of its own."""
     command = [sys.executable, __file__, "--peak_of", name, "--lengths", str(length)]
@@ -260,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--peak_lengths", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--peak_of", choices=tuple(calls()), help="print the peak memory of this one and nothing else")
     parser.add_argument("--with_backward", action="store_true", help="of --peak_of")
+    parser.add_argument("--sgemm", action="store_true", help="measure only the share of a matrix product's rate")
+    parser.add_argument("--threads", type=int, help="measure only what so many threads are faster than one")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     if arguments.peak_of:
@@ -267,6 +311,12 @@ def main(argv: list[str] | None = None) -> None:
         return
     if arguments.quick:
         arguments.lengths, arguments.peak_lengths, arguments.rounds = [64, 128], [], 1
+    if arguments.sgemm:
+        write(shares_of_sgemm(arguments.lengths, arguments.rounds))
+        return
+    if arguments.threads:
+        write(speedups_of_threads(arguments.threads, arguments.lengths, arguments.rounds))
+        return
     methods, figures = calls(), {"lengths": arguments.lengths, "peak lengths": arguments.peak_lengths}
     for mode in ("forward", "forward and backward"):
         figures[mode] = {

@@ -12,6 +12,10 @@ INLINE float inverse_of(float x) {
 }
 
 static void add_block_to_sums(work *w) {
+    if (w->is_packed) {
+        add_packed_block(w);
+        return;
+    }
     int64_t f = w->feature_row, d = w->value_row;
     if (w->sizes->causal)
         product(w->sums, d, w->key_t, BLOCK, 1, w->value, d, f, BLOCK, d, 1, FULL);
@@ -25,11 +29,15 @@ static void attend_block(work *w, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row;
     float total[BLOCK], inverse[BLOCK], scale[BLOCK], zeros[BLOCK] = {0};
     for (int64_t g = 0; g < w->sizes->groups; g++) {
-        load_queries(w, g, n, scale);
         prefetch_rows(w, 3, OUTPUT, g, n, n + w->tokens);
-        product(w->out, d, w->query, f, 1, w->sums, d, BLOCK, f, d, 0, FULL);
-        row_dot_products(total, w->query, w->z, 0, f);
-        if (w->sizes->causal) {
+        if (w->is_packed)
+            attend_packed_block(w, total, g, n);
+        else {
+            load_queries(w, g, n, scale);
+            product(w->out, d, w->query, f, 1, w->sums, d, BLOCK, f, d, 0, FULL);
+            row_dot_products(total, w->query, w->z, 0, f);
+        }
+        if (w->sizes->causal && !w->is_packed) {
             product(w->scores, BLOCK, w->query, f, 1, w->key_t, BLOCK, BLOCK, f, BLOCK, 0, INTO_LOWER);
             add_and_clear_upper(w->scores, zeros);
             product(w->out, d, w->scores, BLOCK, 1, w->value, d, BLOCK, BLOCK, d, 1, LOWER);
@@ -37,7 +45,10 @@ static void attend_block(work *w, int64_t n) {
             for (int64_t t = 0; t < BLOCK; t++) total[t] += inverse[t];
         }
         for (int64_t t = 0; t < BLOCK; t++) inverse[t] = inverse_of(total[t]);
-        store(w, w->out, d, inverse, OUTPUT, g, n, w->sizes->width);
+        if (w->is_packed)
+            store_packed(w, inverse, g, n);
+        else
+            store(w, w->out, d, inverse, OUTPUT, g, n, w->sizes->width);
         store_numbers(w, total, DENOMINATOR, g, n);
         store_numbers(w, scale, SCALE, g, n);
     }
@@ -56,6 +67,7 @@ static int forward_block(work *w) {
     if (w->position >= w->sizes->keys) return 0;
     load_keys(w, w->position, 0);
     before_block(w, w->sums, w->z, 1);
+    if (w->is_packed && w->sizes->causal) pack_sums(w);
     if (w->sizes->causal) attend_block(w, w->position);
     add_block_to_sums(w);
     after_block(w, w->sums, w->z);
@@ -66,6 +78,7 @@ static int forward_block(work *w) {
 static int forward_queries(work *w) {
     if (w->position >= w->sizes->queries) return 0;
     begin_query_block(w, w->position);
+    if (w->is_packed) pack_sums(w);
     attend_block(w, w->position);
     w->position += w->tokens;
     return 1;

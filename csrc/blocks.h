@@ -26,6 +26,9 @@ typedef struct work {
     float *maximum, *rescale, steps[BLOCK], query_factor[BLOCK], key_factor[BLOCK];
     float *query, *key, *value, *query_input, *key_input, *key_t, *scores, *out, *sums, *z, *ones;
     float *image, *is_real, *query_softmax, *key_softmax; /* of HEDGEHOG */
+    /* of the forward pass where `is_packed`, see bfloat16.h */
+    int is_packed;
+    uint32_t *packed_query, *packed_key, *packed_key_t, *packed_value, *packed_sums, *packed_z, *packed_scores;
     /* of the backward pass */
     float *grad, *grad_value, *output, *grad_input, *grad_sums, *grad_z, *value_t, *pairs, *sums_t, *maxima;
     int64_t *starts;
@@ -51,6 +54,16 @@ static inline void prefetch_rows(const work *w, int stream, int which, int64_t g
     prefetch_streams[stream].at_once = w->sizes->causal ? 2 : 4; /* fewer products follow in the other form */
 }
 
+/* The rows that follow those from token n on. */
+static inline void prefetch_following(const work *w, int which, int64_t g, int64_t n) {
+    int64_t length = which == KEY || which == VALUE ? w->sizes->keys : w->sizes->queries;
+    int stream = which < VALUE ? which : which == OUTPUT ? 3 : which == GRAD_OUTPUT ? 4 : 2;
+    if (w->other)
+        prefetch_rows(w->other, stream, which, g, w->other->position, length);
+    else
+        prefetch_rows(w, stream, which, g, n + w->next_offset, length);
+}
+
 INLINE vector apply_map(const work *w, vector x, float factor) {
     return (w->sizes->map == ELU ? elu_of(x) : x) * factor;
 }
@@ -63,31 +76,29 @@ INLINE void load_mapped(const work *w, float *out, int64_t ld, int which, int64_
         memset(out, 0, 4 * ld * BLOCK);
         return;
     }
-    int64_t length = which == KEY || which == VALUE ? w->sizes->keys : w->sizes->queries;
-    int stream = which < VALUE ? which : which == OUTPUT ? 3 : which == GRAD_OUTPUT ? 4 : 2;
-    if (w->other)
-        prefetch_rows(w->other, stream, which, g, w->other->position, length);
-    else
-        prefetch_rows(w, stream, which, g, n + w->next_offset, length);
+    prefetch_following(w, which, g, n);
     int64_t step = w->tensors[which].token, is_whole = columns % LANES == 0 && ld == columns;
     for (int64_t t = 0; t < w->tokens; t++, out += ld, row += step) {
-        if (w->tensors[which].bytes == 4 && is_whole) {
+        if (is_whole) {
             for (int64_t j = 0; j < columns; j += LANES) {
-                vector x = *(const vector *)(row + 4 * j);
+                vector x = w->tensors[which].bytes == 4 ? *(const vector *)(row + 4 * j) : widen(row + 2 * j);
                 *(vector *)(out + j) = factor ? apply_map(w, x, factor[t]) : x;
             }
             continue;
         }
         if (w->tensors[which].bytes == 4)
             memcpy(out, row, 4 * columns);
-        else
-            for (int64_t j = 0; j < columns; j++) {
+        else {
+            int64_t j = 0;
+            for (; j + LANES <= columns; j += LANES) *(vector *)(out + j) = widen(row + 2 * j);
+            for (; j < columns; j++) {
                 union {
                     uint32_t bits;
                     float value;
                 } x = {(uint32_t)((const uint16_t *)row)[j] << 16};
                 out[j] = x.value;
             }
+        }
         if (ld > columns) memset(out + columns, 0, 4 * (ld - columns));
         for (int64_t j = 0; factor && j < ld; j += LANES)
             *(vector *)(out + j) = apply_map(w, *(vector *)(out + j), factor[t]);

@@ -6,7 +6,7 @@
 #ifndef FEATURES_H
 #define FEATURES_H
 
-#include "blocks.h"
+#include "bfloat16.h"
 
 static inline int64_t image_columns(const sizes *s) {
     return s->map == HEDGEHOG ? s->features / 2 : s->features;
@@ -154,6 +154,10 @@ static inline void exponentiate_keys(work *w, int64_t known) {
    largest. `known` are its tokens, when the maximum is known too. */
 static inline void load_keys(work *w, int64_t n, int64_t known) {
     count_steps(w, n, known ? known : BLOCK);
+    if (w->is_packed) {
+        load_packed_keys(w, n);
+        return;
+    }
     load_inputs(w, w->key, w->key_input, KEY, 0, n, w->maps);
     if (w->sizes->map >= EXP) exponentiate_keys(w, known);
     for (int64_t t = 0; t < w->tokens; t++)
@@ -297,12 +301,14 @@ static inline void allocate_head(work *w, char **memory, int64_t blocks, int is_
    the cache together. Returns how many they are, 0 where there is no memory. */
 static inline int64_t begin_heads(work *w, const sizes *s, const tensor *x, int is_backward) {
     describe_work(w, s, x);
+    w->is_packed = !is_backward && takes_packed(s, x);
     int64_t p = w->input_row, f = w->feature_row, d = w->value_row, blocks = is_backward && s->causal ? s->keys + 1 : 1;
     int64_t count = s->stop - s->start, most = x[KEY].head < x[KEY].token ? FLOATS_IN_CACHE / floats_per_head(w, 0) : 1;
     most = most < 1 ? 1 : most < MOST_HEADS ? most : MOST_HEADS;
     count = count < most ? count : most;
     int64_t i = w->image_row, of_image = s->map == HEDGEHOG ? 5 * BLOCK * i + i : 0;
-    int64_t floats = of_image + f + BLOCK * (5 * f + 5 * d + 3 * p + 3 * BLOCK) + f + BLOCK + 256 +
+    int64_t packed = w->is_packed ? BLOCK * (2 * f + 32 + d / 2 + BLOCK / 2) + f * (d + 1) / 2 + 128 : 0;
+    int64_t floats = of_image + packed + f + BLOCK * (5 * f + 5 * d + 3 * p + 3 * BLOCK) + f + BLOCK + 256 +
                      count * floats_per_head(w, blocks);
     void *memory;
     if (posix_memalign(&memory, 64, 4 * floats)) return 0;
@@ -321,6 +327,7 @@ static inline int64_t begin_heads(work *w, const sizes *s, const tensor *x, int 
         w->query_softmax = allocate(&m, 2 * BLOCK * i), w->key_softmax = allocate(&m, 2 * BLOCK * i);
         for (int64_t j = 0; j < i; j++) w->is_real[j] = j < image_columns(s);
     }
+    if (w->is_packed) allocate_packed(w, &m);
     for (int64_t number = count - 1; number >= 0; number--) {
         w[number] = *w;
         allocate_head(w + number, &m, blocks, is_backward);

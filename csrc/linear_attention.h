@@ -5,7 +5,8 @@
 
    Axes: heads are key/value heads, groups the query heads of each of them. A tensor has five axes, batch, head, group,
    token and column; the stride of a column is always one number. Numbers of 4 bytes are float32, of 2 bfloat16; masks
-   have 1 byte per entry. A missing tensor is a null pointer. Inside, all arithmetic is float32. */
+   have 1 byte per entry. A missing tensor is a null pointer. Inside, all arithmetic is float32, but for the
+   products of bfloat16.h. */
 #ifndef LINEAR_ATTENTION_H
 #define LINEAR_ATTENTION_H
 

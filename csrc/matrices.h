@@ -37,6 +37,7 @@
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t int_vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bit_vector __attribute__((vector_size(4 * LANES)));
+typedef uint16_t half_vector __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 /* Rows that the next block reads, or this one writes, come into the cache while products are at work. */
 #define STREAMS 5
 static __thread struct {
@@ -59,14 +60,17 @@ INLINE void panel(float *out, int64_t ldo, const float *a, int64_t row, int64_t 
                   int64_t depth, int width, int add) {
     vector sum[ROWS][PANEL];
     for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < width; i++) sum[r][i] = add ? *(const vector *)(out + r * ldo + i * LANES) : (vector){0};
+        for (int i = 0; i < width; i++) sum[r][i] = (vector){0};
     for (int64_t k = 0; k < depth; k++)
         for (int i = 0; i < width; i++) {
             vector y = *(const vector *)(b + k * ldb + i * LANES);
             for (int r = 0; r < ROWS; r++) sum[r][i] += a[r * row + k * column] * y;
         }
     for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < width; i++) *(vector *)(out + r * ldo + i * LANES) = sum[r][i];
+        for (int i = 0; i < width; i++) {
+            vector *x = (vector *)(out + r * ldo + i * LANES);
+            *x = sum[r][i] + (add ? *x : (vector){0});
+        }
 }
 
 enum { FULL, LOWER, LOWER_T, INTO_LOWER };
@@ -123,12 +127,30 @@ INLINE vector blend(int_vector mask, vector a, vector b) {
     return (vector)((mask & (int_vector)a) | (~mask & (int_vector)b));
 }
 
+/* LANES numbers in bfloat16 */
+INLINE vector widen(const char *x) {
+#ifdef __AVX512F__ /* GCC 12 widens each half of a vector by itself */
+    bit_vector wide = (bit_vector)_mm512_cvtepu16_epi32((__m256i) * (const half_vector *)x);
+#else
+    bit_vector wide = __builtin_convertvector(*(const half_vector *)x, bit_vector);
+#endif
+    return (vector)(wide << 16);
+}
+
 /* nan where b is nan */
 #ifdef __AVX512F__
 INLINE vector maximum_of(vector a, vector b) {
     return _mm512_max_ps(a, b);
 }
+
+INLINE vector minimum_of(vector a, vector b) {
+    return _mm512_min_ps(a, b);
+}
 #else
+INLINE vector minimum_of(vector a, vector b) {
+    return blend(a < b, a, b);
+}
+
 INLINE vector maximum_of(vector a, vector b) {
     return blend(a > b, a, b);
 }
@@ -137,18 +159,27 @@ INLINE vector maximum_of(vector a, vector b) {
 /* exp for x <= 0, relative error 2e-7 and exactly 1 at 0; no smaller than exp(-86.6), so that no result is denormal */
 INLINE vector exp_of_negative(vector x) {
     x = maximum_of(broadcast(-86.6f), x); /* keeps nan */
+#ifdef __AVX512F__
+    vector power = _mm512_roundscale_ps(x * 1.44269504f, 0);
+    vector r = x - power * 0.693147181f; /* at most log(2) / 2 in size */
+#else
     int_vector power = __builtin_convertvector(x * 1.44269504f - 0.5f, int_vector);
-    vector r = x - __builtin_convertvector(power, vector) * 0.693147181f; /* at most log(2) / 2 in size */
+    vector r = x - __builtin_convertvector(power, vector) * 0.693147181f;
+#endif
     vector p = 8.2902721009e-3f * r + 4.1898159624e-2f; /* minimax, fitted with the first term held at 1 */
     p = p * r + 1.6667638127e-1f;
     p = p * r + 4.9999147841e-1f;
     p = p * r + 9.9999970631e-1f;
     p = p * r + 1;
+#ifdef __AVX512F__
+    return _mm512_scalef_ps(p, power);
+#else
     return (vector)((bit_vector)p + ((bit_vector)power << 23)); /* any bits where x is hidden and anything */
+#endif
 }
 
 INLINE vector elu_of(vector x) {
-    return exp_of_negative(-maximum_of((vector){0}, -x)) + maximum_of((vector){0}, x);
+    return exp_of_negative(minimum_of((vector){0}, x)) + maximum_of((vector){0}, x);
 }
 
 /* out[C]: the sum, or the largest, over j of a[t, j] b[t, j] */

@@ -57,6 +57,18 @@ def test_every_form_of_the_kernel_is_what_its_column_says():
         assert (outputs[name] - outputs[script.OURS]).abs().max() > 1e-3, name
 
 
+def test_the_kernel_alone_against_a_matrix_product_and_threads(capsys):
+    script = importlib.import_module("benchmarks.speed_kernels")
+    threads = torch.get_num_threads()
+    try:
+        script.main(["--sgemm", "--lengths", "64", "--rounds", "1"])
+        script.main(["--threads", "2", "--lengths", "64", "--rounds", "1"])
+    finally:
+        torch.set_num_threads(threads)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[-1][-1] for row in rows if row and row[0] == "64"] == ["x"] * 6
+
+
 @pytest.mark.parametrize("rule", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 def test_the_delta_rule_is_the_one_of_transformers(rule):
     script = importlib.import_module("benchmarks.speed_delta")

@@ -28,14 +28,15 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc"))
 
 
-def build(folder: Path) -> Path:
-    """The base library with AddressSanitizer and UBSan.
+def build(folder: Path, *options: str) -> Path:
+    """The library with AddressSanitizer and UBSan: the base one, or by further options of the compiler another.
 
     Raises:
         RuntimeError: with what the compiler said, if it cannot.
     """
     library, sources = folder / "_kernels_base.so", sorted(str(path) for path in (ROOT / "csrc").glob("*.c"))
-    command = [compiler() or "cc", *flags(), *SANITIZERS, "-fPIC", "-shared", *sources, "-o", str(library), "-lm"]
+    given = [*flags(), *SANITIZERS, *options, "-fPIC", "-shared"]
+    command = [compiler() or "cc", *given, *sources, "-o", str(library), "-lm"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
