@@ -55,7 +55,7 @@ def speed_text(row: Mapping[str, Any], max_length: int | None) -> str:
 
 
 def recommendation(content: Mapping[str, Any]) -> str:
-    """One sentence: the mechanism that is nearest to the original after the training, or else without one."""
+    """One sentence: the mechanism nearest to the original, after the training if there was one, and what it costs."""
     rows = supported(content)
     when = "after" if any(row.get("after") is not None for row in rows) else "before"
     known = [row for row in rows if row.get(when) is not None]
@@ -69,7 +69,9 @@ def recommendation(content: Mapping[str, Any]) -> str:
     faster = speed_text(best, content["max_length"])
     speed = "it is faster than softmax here from " + faster if faster[0].isdigit() else f"faster here {faster}"
     found = f"{name} {best[when]:.3g}{others}"
-    return f"Take `{best['mechanism']}`: {trained} it is nearest to the original ({found}); {speed}."
+    cost = best.get("minutes")
+    minutes = "" if cost is None else f"; its whole preset takes about {cost:,.1f} minutes here"
+    return f"Take `{best['mechanism']}`: {trained} it is nearest to the original ({found}); {speed}{minutes}."
 
 
 def describe_comparison(content: Mapping[str, Any]) -> str:
