@@ -41,7 +41,7 @@ from hf_linear_attention.conversion.calibration_data import check_text_file, rea
 from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.export import check_output
-from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
+from hf_linear_attention.conversion.layer_speed import model_speed
 from hf_linear_attention.conversion.option_values import parse_tokens
 from hf_linear_attention.conversion.page import PAGE
 from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
@@ -51,7 +51,6 @@ from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS
 from hf_linear_attention.mechanisms import MECHANISMS
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets.preset import load_preset, preset_names, stages_of
 
@@ -71,8 +70,6 @@ HELD_OUT_TOKENS = 8192
 TIMED_STEPS, REPEATED = 10, 10
 # A text file is read up to this many characters per token that is trained on, and these more.
 CHARACTERS, MORE_CHARACTERS = 20, 400_000
-# A layer is timed at lengths from the first on, up to that of the model, but to the second at least, the third at most.
-SHORTEST, LONGEST, MOST = 128, 4096, 16_384
 
 
 @dataclass(frozen=True)
@@ -299,20 +296,11 @@ def distance(
 
 
 def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """State, and the time of the first converted layer at lengths up to the model's own maximum and 4,096 at least."""
+    """State, and the time of a layer."""
     layers = conversion.plan.layers
-    modules = list(linear_attention_modules(model).values())
     dtype = next(conversion.source.read(name).dtype for name in conversion.source.tensors)
-    dtype = dtype if dtype.is_floating_point else torch.float32
-    longest = min(max(max_length_of(model.config) or 0, LONGEST), MOST)
-    lengths = [length for power in range(20) if (length := SHORTEST << power) <= longest]
-    curve = speed_curve(modules[0].to(dtype), lengths, dtype) if modules else []
     return {
-        "curve": curve,
-        "faster_from": first_faster(curve),
-        "dtype": str(dtype).removeprefix("torch."),
-        "heads": modules[0].linear_attention.shape.num_heads if modules else None,
-        "head_dim": modules[0].linear_attention.shape.head_dim if modules else None,
+        **model_speed(model, dtype if dtype.is_floating_point else torch.float32),
         "state_bytes": conversion.plan.state_bytes,
         "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
     }

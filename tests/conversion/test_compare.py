@@ -31,7 +31,7 @@ def fresh_accelerate(tmp_path_factory, monkeypatch):
     GradientState._reset_state()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
     monkeypatch.setattr(layer_speed, "ROUNDS", 1)
-    monkeypatch.setattr("hf_linear_attention.conversion.compare.LONGEST", 256)
+    monkeypatch.setattr(layer_speed, "LONGEST", 256)
 
 
 def answer(*words: object) -> tuple[int, str, str]:
