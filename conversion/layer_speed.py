@@ -97,7 +97,7 @@ def model_speed(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
     modules = list(linear_attention_modules(model).values())
     longest = min(max(max_length_of(model.config) or 0, LONGEST), MOST)
     lengths = [length for power in range(20) if (length := SHORTEST << power) <= longest]
-    curve = speed_curve(modules[0].to(dtype), lengths, dtype) if modules else []
+    curve = speed_curve(modules[0].to(dtype), lengths, dtype, ROUNDS) if modules else []
     return {
         "curve": curve,
         "faster_from": first_faster(curve),

@@ -26,12 +26,10 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's; timing is not what is tested."""
+    """accelerate keeps one state a process; the data sets' cache is not the user's."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
-    monkeypatch.setattr(layer_speed, "ROUNDS", 1)
-    monkeypatch.setattr(layer_speed, "LONGEST", 256)
 
 
 def answer(*words: object) -> tuple[int, str, str]:
