@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -39,11 +39,6 @@ def load_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """The safe loader, which makes no objects of Python, without aliases and repeated names."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, Any]]]] = {
-        first: [(tag, pattern) for tag, pattern in entries if tag.rpartition(":")[2] not in NO_TEXT]
-        for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 1} has an alias (`*name`); write it out")
@@ -56,5 +51,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in entries if tag.rpartition(":")[2] not in NO_TEXT]
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _name, (_first, _pattern) in NO_TEXT.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), list(_first))
