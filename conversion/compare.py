@@ -5,21 +5,23 @@ r"""Compare mechanisms for one model: what each costs and keeps, measured here.
         --train_file TEXT.jsonl --tokens 50k --output_dir OUT
 
 Each mechanism has the settings of its preset. The distance to the original is measured before any training and, with
---train_file, after training on --tokens of it, on a tenth of that text that is not trained on. The time of one
-attention layer is measured in this process, with the model's heads and dtype, beside torch's softmax attention. With
---output_dir, comparison.json and report.html are written there.
+--train_file, after training on --tokens of it, on a tenth of that text that is not trained on. The minutes of the
+whole preset are estimated from the speed of that training, or of ten steps of each stage where it has fewer or there is
+none. The time of one attention layer is measured in this process, with the model's heads and dtype, beside torch's
+softmax attention. With --output_dir, comparison.json and report.html are written there.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from hf_linear_attention.conversion.calibration_data import check_text_file, rea
 from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.export import check_output
-from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
+from hf_linear_attention.conversion.layer_speed import model_speed
 from hf_linear_attention.conversion.option_values import parse_tokens
 from hf_linear_attention.conversion.page import PAGE
 from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
@@ -49,7 +51,6 @@ from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS
 from hf_linear_attention.mechanisms import MECHANISMS
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets.preset import load_preset, preset_names, stages_of
 
@@ -65,10 +66,10 @@ COMPARED = {
     "bidirectional": ("linear", "nystrom", "linformer", "hybrid"),
 }
 HELD_OUT_TOKENS = 8192
+# The steps of each stage whose speed says how long the preset would take. The sentences repeated fill their batches.
+TIMED_STEPS, REPEATED = 10, 10
 # A text file is read up to this many characters per token that is trained on, and these more.
 CHARACTERS, MORE_CHARACTERS = 20, 400_000
-# A layer is timed at lengths from the first on, up to that of the model, but to the second at least, the third at most.
-SHORTEST, LONGEST, MOST = 128, 4096, 16_384
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _text_files(path: str | None, tokens: int | None, folder: Path) -> tuple[Pat
     """
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
     if path is None or tokens is None:
-        _write_texts(train, TEXTS)
+        _write_texts(train, TEXTS * REPEATED)
         return train, None
     from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
 
@@ -237,10 +238,9 @@ def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
     row["settings"] = conversion.plan.settings
     row |= distance(model, teacher, batches) if batches else {"measure": None, "before": None}
     row |= _costs(conversion, model)
-    if comparison.tokens is not None and row["not_trained"] is None:
-        folder = comparison.folder / mechanism
-        words = ["--tokens", str(comparison.tokens), "--output_dir", str(folder), "--no_verify"]
-        row |= _trained(prepare(parse([*preset, *words])), teacher, batches)
+    if row["not_trained"] is None:
+        words = [*preset, "--no_verify", "--output_dir", str(comparison.folder / mechanism)]
+        row |= _trained(comparison, words, teacher, batches)
     return row
 
 
@@ -296,45 +296,55 @@ def distance(
 
 
 def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """State, and the time of the first converted layer at lengths up to the model's own maximum and 4,096 at least."""
+    """State, and the time of a layer."""
     layers = conversion.plan.layers
-    modules = list(linear_attention_modules(model).values())
     dtype = next(conversion.source.read(name).dtype for name in conversion.source.tensors)
-    dtype = dtype if dtype.is_floating_point else torch.float32
-    longest = min(max(max_length_of(model.config) or 0, LONGEST), MOST)
-    lengths = [length for power in range(20) if (length := SHORTEST << power) <= longest]
-    curve = speed_curve(modules[0].to(dtype), lengths, dtype) if modules else []
     return {
-        "curve": curve,
-        "faster_from": first_faster(curve),
-        "dtype": str(dtype).removeprefix("torch."),
-        "heads": modules[0].linear_attention.shape.num_heads if modules else None,
-        "head_dim": modules[0].linear_attention.shape.head_dim if modules else None,
+        **model_speed(model, dtype if dtype.is_floating_point else torch.float32),
         "state_bytes": conversion.plan.state_bytes,
         "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
     }
 
 
 def _trained(
-    conversion: Conversion, teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
+    comparison: Comparison, words: list[str], teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
 ) -> dict[str, Any]:
-    """The distance `after` the training, and the `minutes` that the whole preset would take at its speed."""
+    """The distance `after` the training, if tokens were asked for, and the `minutes` that the whole preset would take.
+
+    Args:
+        comparison: what is compared.
+        words: the options of a conversion with a preset.
+        teacher: the original.
+        batches: the inputs on which the distance is measured.
+    """
+    if comparison.tokens is None and importlib.util.find_spec("datasets") is None:  # the extra `train` is not installed
+        return {}
+    after, stages = None, []
+    if comparison.tokens is not None:
+        conversion = prepare(parse([*words, "--tokens", str(comparison.tokens)]))
+        stages = _run(conversion)
+        if batches:
+            model: Any = conversion.plan.linear_class.from_pretrained(conversion.output_dir)
+            after = distance(model, teacher, batches)["before"]
+    if not stages or min(len(curve.get("points", ())) for _, curve in stages) < TIMED_STEPS:
+        conversion = prepare(parse([*words, "--overwrite"]))
+        stages = _run(conversion, max_train_steps=TIMED_STEPS)
+    tokens = conversion.training.preset.tokens if conversion.training is not None else 0
+    seconds = [tokens * share / curve["per_second"] for share, curve in stages if curve.get("per_second")]
+    minutes = sum(seconds) / 60 if len(seconds) == len(stages) else None
+    return {"after": after, "minutes": minutes, "preset_tokens": tokens}
+
+
+def _run(conversion: Conversion, **changes: Any) -> list[tuple[float, dict[str, Any]]]:
+    """Convert and train, with `changes` of the options of training; each stage's share, and its curve of losses."""
     from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
     training: Any = conversion.training
+    training = replace(training, given={**training.given, "logging_steps": 1, **changes})
     run_training(conversion, training)
-    folder = training.output_dir
-    model: Any = conversion.plan.linear_class.from_pretrained(folder)
-    after = distance(model, teacher, batches)["before"] if batches else None
-    runs = json.loads((folder / HISTORY).read_text(encoding="utf-8"))["runs"]
-    preset = training.preset
-    seconds = [
-        preset.tokens * stage.share / run["loss"]["per_second"]
-        for stage, run in zip(stages_of(preset, training.given["task"]), runs, strict=True)
-        if run["loss"].get("per_second")
-    ]
-    minutes = sum(seconds) / 60 if len(seconds) == len(runs) else None
-    return {"after": after, "minutes": minutes, "preset_tokens": preset.tokens}
+    runs = json.loads((training.output_dir / HISTORY).read_text(encoding="utf-8"))["runs"]
+    stages = stages_of(training.preset, training.given["task"])
+    return [(stage.share, run["loss"]) for stage, run in zip(stages, runs, strict=True)]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_linear_attention.conversion.page import rendered
 from hf_linear_attention.conversion.page_plots import Line, bytes_text, grouped, line_chart
-from hf_linear_attention.conversion.page_sections import CONTEXTS, Section
+from hf_linear_attention.conversion.page_sections import CONTEXTS, Section, speed_chart, speed_conditions
 
 
 HEADER = ["mechanism", "untrained", "trained", "faster here from", "state", "whole preset"]
@@ -55,7 +55,7 @@ def speed_text(row: Mapping[str, Any], max_length: int | None) -> str:
 
 
 def recommendation(content: Mapping[str, Any]) -> str:
-    """One sentence: the mechanism that is nearest to the original after the training, or else without one."""
+    """One sentence: the mechanism nearest to the original, after the training if there was one, and what it costs."""
     rows = supported(content)
     when = "after" if any(row.get("after") is not None for row in rows) else "before"
     known = [row for row in rows if row.get(when) is not None]
@@ -69,7 +69,9 @@ def recommendation(content: Mapping[str, Any]) -> str:
     faster = speed_text(best, content["max_length"])
     speed = "it is faster than softmax here from " + faster if faster[0].isdigit() else f"faster here {faster}"
     found = f"{name} {best[when]:.3g}{others}"
-    return f"Take `{best['mechanism']}`: {trained} it is nearest to the original ({found}); {speed}."
+    cost = best.get("minutes")
+    minutes = "" if cost is None else f"; its whole preset takes about {cost:,.1f} minutes here"
+    return f"Take `{best['mechanism']}`: {trained} it is nearest to the original ({found}); {speed}{minutes}."
 
 
 def describe_comparison(content: Mapping[str, Any]) -> str:
@@ -88,12 +90,9 @@ def _notes(content: Mapping[str, Any]) -> list[str]:
     measure = next((MEASURES[row["measure"]] for row in rows if row["measure"]), "no text could be read")
     text = "the built-in sentences" if content["train_file"] is None else f"the last tenth of {content['train_file']}"
     tokens = "" if content["tokens"] is None else f", trained on {content['tokens']:,} tokens"
-    first = rows[0]
     return [
         f"{Path(content['base_model']).name}: {measure}, on {text}{tokens}.",
-        f"Speed: one attention layer without its projections beside torch's softmax attention, {first['heads']} heads "
-        f"of {first['head_dim']}, {first['dtype']}, {content['threads']} "
-        f"thread{'s' if content['threads'] > 1 else ''}, measured now.",
+        f"Speed: {speed_conditions({**rows[0], 'threads': content['threads']})}, measured now.",
     ]
 
 
@@ -119,28 +118,7 @@ def comparison_page(content: Mapping[str, Any]) -> str:
 
 
 def _speed_section(rows: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) -> Section | None:
-    lines = [
-        Line(
-            row["mechanism"], [(p["length"], p["softmax_seconds"] / p["seconds"]) for p in row["curve"]], number % 5 + 1
-        )
-        for number, row in enumerate(rows)
-    ]
-    lengths = [point["length"] for row in rows for point in row["curve"]]
-    if not lengths:
-        return None
-    lines.append(Line("equally fast", [(min(lengths), 1.0), (max(lengths), 1.0)], 0))
-    reads = content["max_length"]
-    marks = [(float(reads), f"the model reads {reads:,}")] if reads and min(lengths) <= reads <= max(lengths) else []
-    chart = line_chart(
-        "Speed over length",
-        "How many times as fast as softmax attention one layer is, over the length of the input.",
-        lines,
-        ("tokens", "times as fast as softmax (both scales are logarithmic)"),
-        x_log=2,
-        y_log=10,
-        marks=marks,
-        formats=(grouped, "{:.3g}".format),
-    )
+    chart = speed_chart({row["mechanism"]: row["curve"] for row in rows}, content["max_length"])
     return None if chart is None else Section("Speed here", figures=[chart])
 
 

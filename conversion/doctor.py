@@ -170,9 +170,10 @@ def _speed() -> Finding:
         linear, softmax = layer_times(_timed_layer(), TOKENS, torch.float32)
     except (RuntimeError, OSError) as error:
         return Finding(BROKEN, "speed", f"a call of linear attention failed: {' '.join(str(error).split())}")
+    threads = torch.get_num_threads()
     text = (
         f"linear attention takes {1000 * linear:.1f} ms and torch's softmax attention {1000 * softmax:.1f} ms "
-        f"({TIMED_HEADS} heads of {HEAD_DIM}, {TOKENS:,} tokens, causal, {torch.get_num_threads()} threads)"
+        f"({TIMED_HEADS} heads of {HEAD_DIM}, {TOKENS:,} tokens, causal, {threads} thread{'s' * (threads > 1)})"
     )
     if linear < softmax:
         return Finding(OK, "speed", text)

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_linear_attention.configuration_linear_attention import max_length_of
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 ROUNDS = 3
+# A layer is timed at lengths from the first on, up to that of the model, but to the second at least, the third at most.
+SHORTEST, LONGEST, MOST = 128, 4096, 16_384
 # A longer call ends a measurement: lengths double, so that the next one would take four times as long.
 LONGEST_CALL = 0.5
 
@@ -81,3 +87,22 @@ def first_faster(curve: Sequence[dict[str, Any]]) -> int | None:
     """The first length from which softmax is slower at every longer one too; None if at the longest it is not."""
     is_faster = [point["seconds"] <= point["softmax_seconds"] for point in curve]
     return next((point["length"] for place, point in enumerate(curve) if all(is_faster[place:])), None)
+
+
+def model_speed(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
+    """The `curve` of the first converted layer of a model on the CPU, and with what it was measured.
+
+    The layer is cast to `dtype` for it. `faster_from` is None if it is not faster at the longest length that was timed.
+    """
+    modules = list(linear_attention_modules(model).values())
+    longest = min(max(max_length_of(model.config) or 0, LONGEST), MOST)
+    lengths = [length for power in range(20) if (length := SHORTEST << power) <= longest]
+    curve = speed_curve(modules[0].to(dtype), lengths, dtype, ROUNDS) if modules else []
+    return {
+        "curve": curve,
+        "faster_from": first_faster(curve),
+        "dtype": str(dtype).removeprefix("torch."),
+        "heads": modules[0].linear_attention.shape.num_heads if modules else None,
+        "head_dim": modules[0].linear_attention.shape.head_dim if modules else None,
+        "threads": torch.get_num_threads(),
+    }

@@ -70,6 +70,7 @@ def rendered(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
+    title = title.replace(" %", "\N{NO-BREAK SPACE}%")
     text = template.render(name=name, headline=title, lead=lead, tiles=tiles, sections=parts, footer=footer)
     return "".join(f"{line}\n" for line in text.splitlines() if line.strip())
 
@@ -118,10 +119,12 @@ def _lengths(report: Mapping[str, Any]) -> list[str]:
         faster = max(length or report["speed"]["longest"] for length in lengths)
         beyond = any(length is None for length in lengths)
         found.append(f"faster from {'more than ' if beyond else ''}{faster:,} tokens")
+    elif faster := ((report.get("quality") or {}).get("speed") or {}).get("faster_from"):
+        found.append(f"faster from {faster:,} tokens")
     buckets = ((report.get("quality") or {}).get("positions") or {}).get("buckets") or ()
     measured = max((bucket["to"] for bucket in buckets), default=0)
     if reads and measured > reads:  # positions beyond those of the training work, or the evaluation had stopped there
-        return [*found, f"trained for {reads:,} tokens, measured to {measured:,}"]
+        return [*found, f"measured to {measured:,} tokens, where the original was trained for {reads:,}"]
     return [*found, f"the model reads {reads:,}"] if reads else found
 
 

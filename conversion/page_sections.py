@@ -88,8 +88,14 @@ def position_section(quality: Mapping[str, Any]) -> Section | None:
     table = comparison(quality)
     if chart is None or table is None:
         return None
-    text = "Lower is better. Beyond the trained length, attention of constant state goes on where the original may not."
-    return Section("How far it reads", [text], [chart], notes=table["notes"])
+    text = "Lower is better. To the right of the dotted line, texts are longer than the original was trained for."
+    highest = max((part.get("teacher") or 0.0 for part in positions["buckets"]), default=0.0)
+    texts = (
+        [text, f"The original rises to {highest:.1f}, above this plot."]
+        if highest > _top(positions["buckets"])
+        else [text]
+    )
+    return Section("How far it reads", texts, [chart], notes=table["notes"])
 
 
 def recall_section(quality: Mapping[str, Any]) -> Section | None:
@@ -275,21 +281,57 @@ def loss_section(runs: Sequence[Mapping[str, Any]], quality: Mapping[str, Any]) 
 
 
 def cost_section(report: Mapping[str, Any]) -> Section | None:
-    """From which length the model is faster, and its memory over the length."""
+    """From which length the model is faster, its speed where it was measured, and its memory over the length."""
     texts, speed, reads = [], report.get("speed"), report.get("max_length")
+    measured = (report.get("quality") or {}).get("speed") or {}
+    timed = speed_chart({"this model": measured.get("curve") or ()}, reads)
     if speed:
         texts.append(f"On a CPU its attention is faster than softmax attention from {report['faster_from']}.")
         if reads and all(length is None or length > reads for length in speed["lengths"].values()):
             texts.append(f"The model reads {reads:,} tokens, so it is never faster within its own length.")
-    elif report.get("layers"):
+    elif report.get("layers") and timed is None:
         texts.append("Speed was not measured for these settings and heads; hf-linear-attention compare measures it.")
-    chart = _memory_chart(report, speed, reads)
-    if chart is not None:
+    if timed is not None:
+        texts.append(f"The speed is that of {speed_conditions(measured)}, on the machine that measured this model.")
+    memory = _memory_chart(report, speed, reads)
+    if memory is not None:
         texts.append(
-            "Memory for the context of one sequence while it generates, in the converted layers: computed from the "
-            "sizes of the tensors, not measured."
+            "The memory is that of the context of one sequence while the model writes, in the converted layers. It is "
+            "computed from the sizes of the tensors."
         )
-    return Section("Speed and memory", texts, [chart] if chart else []) if texts else None
+    figures = [chart for chart in (timed, memory) if chart is not None]
+    return Section("Speed and memory", texts, figures) if texts else None
+
+
+def speed_conditions(measured: Mapping[str, Any]) -> str:
+    """What `layer_speed.model_speed` has timed, in words."""
+    return (
+        f"one attention layer without its projections beside torch's softmax attention, {measured['heads']} heads of "
+        f"{measured['head_dim']}, {measured['dtype']}, {measured['threads']} thread{'s' * (measured['threads'] > 1)}"
+    )
+
+
+def speed_chart(curves: Mapping[str, Sequence[Mapping[str, float]]], reads: int | None) -> Chart | None:
+    """How many times as fast as softmax layers are over the length: a line for each curve that is not empty."""
+    lines = [
+        Line(name, [(p["length"], p["softmax_seconds"] / p["seconds"]) for p in curve], number % 5 + 1)
+        for number, (name, curve) in enumerate(curves.items())
+    ]
+    lengths = [point["length"] for curve in curves.values() for point in curve]
+    if not lengths:
+        return None
+    lines.append(Line("equally fast", [(min(lengths), 1.0), (max(lengths), 1.0)], 0))
+    marks = [(float(reads), f"the original reads {reads:,}")] if reads and min(lengths) <= reads <= max(lengths) else []
+    return line_chart(
+        "Speed over length",
+        "How many times as fast as softmax attention one layer is, over the length of the input.",
+        lines,
+        ("tokens", "times as fast as softmax (both scales are logarithmic)"),
+        x_log=2,
+        y_log=10,
+        marks=marks,
+        formats=(grouped, "{:.3g}".format),
+    )
 
 
 def _memory_chart(report: Mapping[str, Any], speed: Mapping[str, Any] | None, reads: int | None) -> Chart | None:
@@ -306,7 +348,7 @@ def _memory_chart(report: Mapping[str, Any], speed: Mapping[str, Any] | None, re
         Line("original: keys and values", [(length, cache * length) for length in CONTEXTS], 0),
         Line("this model: its state", [(length, state + growing * length) for length in CONTEXTS], 1),
     ]
-    marks = [(float(reads), f"the model reads {reads:,}")] if reads and CONTEXTS[0] <= reads <= CONTEXTS[-1] else []
+    marks = [(float(reads), f"the original reads {reads:,}")] if reads and CONTEXTS[0] <= reads <= CONTEXTS[-1] else []
     faster = min((length for length in (speed or {}).get("lengths", {}).values() if length), default=None)
     marks += [(float(faster), f"faster from {faster:,}")] if faster else []
     return line_chart(

@@ -192,7 +192,7 @@ def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
     }
     found = [text.format(outputs[name]) for name, text in texts.items() if name in outputs]
     label = "untrained" if has_layers else "outputs"
-    return [*lines, _line(label, "against the original: " + ", ".join(found))]
+    return [*lines, _line(label, "against the original, on small built-in samples: " + ", ".join(found))]
 
 
 def _loading_lines(plan: Plan, output_dir: str) -> list[str]:

@@ -403,12 +403,14 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     """
     groups = [ConversionArguments, mechanism_arguments()]
     names = [entry.name for group in groups for entry in fields(group)]
+    of_mechanisms = [f"options of {name}" for name in (*MECHANISMS, "several mechanisms")]
     parser = Parser(
         groups,  # type: ignore[arg-type]  # generated at run time, which the stub does not foresee
         prog=typed_name("convert_checkpoint.py"),
         usage="%(prog)s --model_name_or_path SRC --output_dir OUT [options]",
         description=as_typed(description),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        order=["source", "result", "attention", *of_mechanisms, "training", "measuring"],
     )
     parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
     words = words_of(argv, names, joins_lists=True)

@@ -84,7 +84,10 @@ class NystromAttention(AttentionMechanism):
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         dtype, mask = accumulation_dtype(query), attention_mask
         query_, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if key.shape[2] <= self.num_landmarks:
+        is_exported = torch.compiler.is_exporting()  # a graph for any length must not compare it
+        if is_exported and mask is None:  # with a mask, short rows are exact behind landmarks too
+            mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool)
+        if not is_exported and key.shape[2] <= self.num_landmarks:
             output = slot_attention(query_, key, value, None if mask is None else mask.unsqueeze(1), scaling)
         else:
             output = self._through_landmarks(query_, key, value, mask, scaling, groups)

@@ -125,7 +125,7 @@ class DataArguments:
     """The training and validation data, and how inputs are made of it."""
 
     train_file: str | None = option(
-        "Training data: .txt, .jsonl, .csv, .tsv (no quoting) or .parquet; without it, only evaluate.",
+        "Training data: .txt, .jsonl, .csv (quoted or not), .tsv (not quoted) or .parquet; without it, only evaluate.",
         None,
         is_path=True,
     )

@@ -33,8 +33,8 @@ Evaluate a model without training it:
 
     python training/finetune.py --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
 
-The command of an installation (`hf-linear-attention finetune`) also writes report.html into OUT, if the model was
-converted before, and with --push_to_hub NAME uploads OUT to the Hub.
+`hf-linear-attention finetune`, or `accelerate launch --module hf_linear_attention finetune`, takes the same options. It
+also writes report.html into OUT, if the model was converted before, and with --push_to_hub NAME uploads OUT to the Hub.
 
 Exit codes: 0, the run is done; 1, it failed; 2, the options, the model or the data do not allow it; 130, it was
 interrupted; 143, it received SIGTERM (during training, a checkpoint is written first). With

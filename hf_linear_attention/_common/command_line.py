@@ -68,10 +68,13 @@ class Parser(HfArgumentParser):
 
     Args:
         headings: for each option, the heading under which `--help` lists it, if its facts name no group.
+        order: the headings in the order of `--help`; others follow.
     """
 
-    def __init__(self, *arguments: Any, headings: Mapping[str, str] | None = None, **options: Any) -> None:
-        self.headings, self.groups = dict(headings or {}), dict[str, Any]()
+    def __init__(
+        self, *arguments: Any, headings: Mapping[str, str] | None = None, order: Sequence[str] = (), **options: Any
+    ) -> None:
+        self.headings, self.order, self.groups = dict(headings or {}), list(order), dict[str, Any]()
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
     def add_argument(self, *names: Any, facts: Any = None, **options: Any) -> argparse.Action:
@@ -79,9 +82,10 @@ class Parser(HfArgumentParser):
         heading = getattr(facts, "group", None) or self.headings.get(str(names[0]).removeprefix("--"))
         if heading is None:
             return super().add_argument(*names, **options)
-        group = self.groups.setdefault(heading, None) or self.add_argument_group(heading)
-        self.groups[heading] = group
-        return group.add_argument(*names, **options)
+        for name in [*self.order, heading]:
+            if name not in self.groups:
+                self.groups[name] = self.add_argument_group(name)
+        return self.groups[heading].add_argument(*names, **options)
 
     def parse_args_into_dataclasses(self, *arguments: Any, **options: Any) -> Any:
         """As in transformers, with a `UsageError` for words that belong to no option."""

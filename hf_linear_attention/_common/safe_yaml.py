@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
 
 MAX_YAML_CHARACTERS = 2**20
+# What is no text, by its first characters, as in YAML 1.2. In YAML 1.1, `1:30` would be 90, `010` 8, and `no` false.
+NO_TEXT = {
+    "bool": ("tTfF", r"true|True|TRUE|false|False|FALSE"),
+    "int": ("-+0123456789", r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)"),
+    "float": (
+        "-+0123456789.",
+        r"[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+    ),
+}
 
 
 def load_yaml(text: str) -> Any:
@@ -39,3 +49,11 @@ class _Loader(yaml.SafeLoader):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise yaml.YAMLError(f"line {node.start_mark.line + 1} begins an object with {', '.join(twice)} twice")
         return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in entries if tag.rpartition(":")[2] not in NO_TEXT]
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, (_first, _pattern) in NO_TEXT.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), list(_first))

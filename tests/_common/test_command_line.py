@@ -8,9 +8,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hf_linear_attention._common.command_line import given_names, run_command, value_of, words_of
 from hf_linear_attention._common.errors import ConversionError, RunError, TerminatedError, TrainingError, UsageError
+from hf_linear_attention._common.safe_yaml import load_yaml
 
 
 NAMES = ("learning_rate", "layers", "task")
@@ -123,6 +125,18 @@ def test_a_file_comes_before_the_command_line(tmp_path: Path) -> None:
         words_of(argv, NAMES)
     file.write_text("# only a comment\n", encoding="utf-8")
     assert words_of(argv, NAMES) == argv
+
+
+def test_a_file_means_what_the_same_words_mean_on_the_command_line(tmp_path: Path) -> None:
+    """`1:30` is 30 for layer 1, where YAML 1.1 reads 90; numbers and `true` stay what they are in every YAML."""
+    file = tmp_path / "a.yaml"
+    for text in ("1:30", "1:30.5", "-2:30", "0-3:64,4-:16", "010", "no", "on", "12", "0.5", "1e-3", "-3"):
+        file.write_text(f"task: {text}\n", encoding="utf-8")
+        assert words_of(["--config", str(file)], NAMES)[0] == f"--task={text}"
+    typed = load_yaml("[12, -3, 1_000, 1.5, .5, 1.5e-3, .inf, true, False, null, 1:30, no]")
+    assert typed == [12, -3, 1000, 1.5, 0.5, 0.0015, float("inf"), True, False, None, "1:30", "no"]
+    written = {"window_size": "1:30", "task": "no", "layers": "010"}
+    assert load_yaml(yaml.safe_dump(written)) == written
 
 
 @pytest.mark.parametrize(

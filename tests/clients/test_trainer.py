@@ -16,7 +16,8 @@ pytestmark = pytest.mark.clients
 # Dropout on, where the family has it: what is computed twice must draw the same.
 MODELS = {
     "hybrid": ("llama", {"mechanism": "hybrid", "window_size": 4, "num_features": 16}),
-    "softmax between": ("gpt2", {"mechanism": "linear", "num_features": 16, "layers": [0, 2]}),
+    # Not GPT-2: stock GPT-2 rounds the gradients of its softmax layers differently when it recomputes them.
+    "softmax between": ("llama", {"mechanism": "linear", "num_features": 16, "layers": [0, 2]}),
     "redrawn": ("llama", {"mechanism": "performer", "num_features": 16, "redraw_interval": 1}),
     "linformer": ("bert", {"mechanism": "linformer", "projection_size": 8}),
 }

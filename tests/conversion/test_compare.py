@@ -17,7 +17,7 @@ from checkpoints import files, save_twin
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion import layer_speed
+from hf_linear_attention.conversion import compare, layer_speed
 from hf_linear_attention.conversion.compare import distance, main, preset_for
 from hf_linear_attention.conversion.compare_tables import comparison_page, recommendation, speed_text, table_of
 from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
@@ -26,12 +26,10 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's; timing is not what is tested."""
+    """accelerate keeps one state a process; the data sets' cache is not the user's."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
-    monkeypatch.setattr(layer_speed, "ROUNDS", 1)
-    monkeypatch.setattr("hf_linear_attention.conversion.compare.LONGEST", 256)
 
 
 def answer(*words: object) -> tuple[int, str, str]:
@@ -82,10 +80,37 @@ def test_without_a_text_an_encoder_is_compared_on_the_built_in_sentences(tmp_pat
     words = ("--mechanisms", "nystrom,linear", "--output_dir", out, "--overwrite")
     code, shown, err = answer("--model_name_or_path", tmp_path / "bert", *words)
     assert code == 0, err
-    assert len(json.loads((out / "comparison.json").read_text())["mechanisms"]) == 2
+    rows = json.loads((out / "comparison.json").read_text())["mechanisms"]
+    assert [(row["mechanism"], row["after"], row["minutes"] > 0) for row in rows] == [
+        ("nystrom", None, True),
+        ("linear", None, True),
+    ]
     assert "cosine to the original's embeddings, on the built-in sentences" in shown
     assert re.search(r"(?m)^nystrom +[01]\.\d{4} +- ", shown)
     assert shown.splitlines()[-1].startswith("Take `")
+
+
+@pytest.mark.parametrize(("steps", "asked"), [(12, [{}]), (9, [{}, {"max_train_steps": 10}])])
+def test_the_minutes_are_of_the_preset_at_the_speed_of_ten_steps_or_more(llama, tmp_path, monkeypatch, steps, asked):
+    """Speeds are 100 and 50 tokens per second in the two stages, and ten times as high in a run that does not count."""
+    calls = []
+
+    def curve(speed: float, number: int) -> dict:
+        return {"per_second": speed, "points": [[1, 1.0]] * number}
+
+    def run(conversion, **changes):
+        calls.append(changes)
+        scale = 1 if len(calls) == len(asked) else 10
+        return [(0.25, curve(100.0 * scale, 60)), (0.75, curve(50.0 * scale, max(10, steps) if changes else steps))]
+
+    monkeypatch.setattr(compare, "_run", run)
+    comparison = compare.Comparison(None, [], "causal", 1000, tmp_path, tmp_path / "text.jsonl", None)
+    comparison.train_file.write_text('{"text": "A text."}\n')
+    words = ["--model_name_or_path", str(llama), "--preset", "default", "--train_file", str(comparison.train_file)]
+    row = compare._trained(comparison, [*words, "--output_dir", str(tmp_path / "out")], None, [])
+    assert calls == asked
+    assert row["minutes"] == pytest.approx((500_000 / 100 + 1_500_000 / 50) / 60)
+    assert row["preset_tokens"] == 2_000_000
 
 
 @pytest.mark.parametrize(
@@ -180,6 +205,9 @@ def test_the_recommendation_is_one_sentence_about_the_nearest():
     assert content["recommendation"] == (
         "Take `hybrid`: after 40,000 tokens it is nearest to the original (KL 0.02, `linear` 0.5); faster here never "
         "within its 512 positions (1,024 tokens)."
+    )
+    assert recommendation(content_of({**row("linear", 0.1, None, 256), "minutes": 12.34})).endswith(
+        "it is faster than softmax here from 256 tokens; its whole preset takes about 12.3 minutes here."
     )
     content = content_of(row("linear", 0.9, None, 256, "cosine"), row("nystrom", 0.8, None, None, "cosine"))
     assert content["recommendation"].startswith("Take `linear`: without training it is nearest to the original (cosine")

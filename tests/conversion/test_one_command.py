@@ -140,7 +140,9 @@ def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path):
     assert "stage 1" not in err
     assert "resuming from" in err
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert report_of(out)["quality"] == report_of(whole)["quality"]
+    mine, theirs = (report_of(folder)["quality"] for folder in (out, whole))
+    assert mine.keys() == theirs.keys()
+    assert all(mine[name] == theirs[name] for name in mine if name != "speed")  # what was timed is never equal
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
@@ -204,7 +206,10 @@ def test_evaluate_gives_the_same_figures(whole, llama, texts, tmp_path):
     command = ("--model_name_or_path", llama, "--output_dir", out, "--evaluate", "--validation_file")
     code, text, err = run(*command, texts / "valid.txt", "--train_file", texts / "train.txt")
     assert code == 0, err
-    assert report_of(out) == report
+    again = report_of(out)
+    timed = [figures["quality"].pop("speed") for figures in (again, report)]  # what was timed is never equal
+    assert again == report
+    assert [[point["length"] for point in speed["curve"]] for speed in timed] == [[128, 256]] * 2
     assert (out / "README.md").read_text() == (whole / "README.md").read_text()
     assert re.search(rf"nats per token, the original +{report['quality']['teacher']:.4g}\n", text)
     assert (out / "model.safetensors").read_bytes() == weights

@@ -84,10 +84,22 @@ def titles(shown: Page) -> list[str]:
 
 def test_the_headline_says_what_is_kept_and_from_which_length_it_is_faster():
     assert headline(REPORT) == (
-        "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; trained for 512 tokens, measured to "
-        "2,048"
+        "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; measured to 2,048 tokens, where "
+        "the original was trained for 512"
     )
     assert headline(without("quality.positions")).endswith("; faster from 1,024 tokens; the model reads 512")
+
+
+def test_speed_is_that_of_the_table_or_was_measured_here():
+    not_in_the_table = without("speed")
+    assert headline(not_in_the_table).split("; ")[1] == "faster from 1,024 tokens"
+    shown = page(not_in_the_table).text
+    assert "Speed over length" in shown
+    assert "4 heads of 8, float32, 1 thread, on the machine that measured this model" in shown
+    never = {**not_in_the_table, "quality": {**REPORT["quality"], "speed": None}}
+    assert "faster" not in headline(never)
+    assert "Speed over length" not in page(never).text
+    assert "Speed was not measured for these settings" in page(never).text
 
 
 @pytest.mark.parametrize(
@@ -210,7 +222,7 @@ def test_it_loads_nothing_and_runs_nothing():
 def test_every_plot_has_a_title_a_description_and_a_table():
     text = page_of(REPORT, RUNS, CONFIG, "m")
     plots = re.findall(r'<svg role="img" aria-labelledby="(\S+) (\S+)".*?</svg>', text, re.DOTALL)
-    assert len(plots) == 10
+    assert len(plots) == 11
     ids = re.findall(r'id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     assert {name for pair in plots for name in pair} <= set(ids)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 BLOCK = re.compile(r"(<!-- (?:slow|not run) -->\s*)?```(\w+)\n(.*?)```", re.DOTALL)
 # Training for as long as the text says would take minutes.
-SMALLER = {"--tokens": "2k", "--num_train_epochs": "1"}
+SMALLER = {"--tokens": "2k", "--num_train_epochs": "1", "--epochs": "1"}
 TEXTS = [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 80][:120]
 
 
@@ -114,7 +114,11 @@ def test_images():
             folder.mkdir(parents=True)
             for place in range(number):
                 Image.fromarray(pixels.integers(0, 255, (12, 12, 3), dtype=np.uint8)).save(folder / f"{place}.png")
+    for name, part in (("images.jsonl", "train"), ("test.jsonl", "test")):
+        rows = ({"image": str(path), "label": path.parent.name} for path in sorted(Path("images", part).rglob("*.png")))
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     names = run("images")
+    assert Path("PRESET/report.html").is_file()
     assert {entry["label"] for entry in names["classify"](str(names["image"]))} == {"LABEL_0", "LABEL_1"}
 
 

@@ -44,6 +44,13 @@ QUALITY = {
         },
     ],
     "heads": heads(0.2, "the built-in sentences"),
+    "speed": {
+        "curve": [
+            {"length": 128, "seconds": 2e-3, "softmax_seconds": 1e-3},
+            {"length": 1024, "seconds": 4e-3, "softmax_seconds": 8e-3},
+        ],
+        "faster_from": 1024, "dtype": "float32", "heads": 4, "head_dim": 8, "threads": 1,
+    },
 }  # fmt: skip
 REPORT: dict[str, Any] = {
     "base_model": "org/tiny", "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
