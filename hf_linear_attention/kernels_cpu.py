@@ -178,6 +178,11 @@ def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_
             continue
         if not tensor.is_cpu or tensor.dtype not in dtypes or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS):
             return False
+    return _is_loaded()
+
+
+@torch.compiler.assume_constant_result
+def _is_loaded() -> bool:
     return library() is not None
 
 
