@@ -30,7 +30,6 @@ from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.evaluation.evaluator import Selection
 from hf_linear_attention.training.losses.combined_loss import LOSS, weighted_sum
 from hf_linear_attention.training.losses.layer_transfer import layer_name
-from hf_linear_attention.training.steady_memory import steady_memory
 from hf_linear_attention.training.training_plan import TrainingPlan
 
 
@@ -71,7 +70,7 @@ class TrainingLoop:
         self._restart_clock()
         quiet = not self.accelerator.is_main_process
         progress = tqdm(total=self.plan.total_steps, initial=self.state.step, disable=quiet, desc="training")
-        with progress, self.termination, steady_memory():
+        with progress, self.termination:
             for window in self._windows():
                 self._step([self._to_device(batch) for batch in window])
                 progress.update()
