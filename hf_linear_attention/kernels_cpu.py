@@ -177,7 +177,11 @@ def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_
         if tensor is None:
             continue
         # In a graph, `is_cpu` would be a node.
-        if tensor.device.type != "cpu" or tensor.dtype not in dtypes or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS):
+        if (
+            tensor.device.type != "cpu"
+            or tensor.dtype not in dtypes
+            or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS)
+        ):
             return False
     return _is_loaded()
 
