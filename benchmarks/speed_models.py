@@ -7,6 +7,9 @@ in every round, ratios as medians over rounds; and the peak of the memory that o
 gradients. From the peaks at two lengths follows the longest sequence whose training step fits into 20 GB with the
 weights, their gradients and Adam's two moments. About seven minutes; `--long` adds a prefill of 8k and 32k tokens
 (over ten CPU minutes, half of it softmax).
+
+`--compiled` measures only torch.compile (fullgraph) of Llama 125M: the CPU seconds of compilers and first call, which
+other processes spend too, and of later calls: prefill, and a step behind a prompt in a static cache.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import copy
 import ctypes
 import gc
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -26,11 +30,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from benchmarks.speed_kernels import cpu_times, resident_bytes
 from hf_linear_attention import convert
+from hf_linear_attention.training.presets.preset import load_preset
 
 
 SOFTMAX = "softmax"
@@ -89,6 +94,7 @@ TRAINING = {("MiniLM", 512): LINEAR, ("MiniLM", 2048): LINEAR} | {
     ("Llama 125M", 512): LINEAR | HYBRID,
     ("Llama 125M", 2048): LINEAR | HYBRID,
 }
+COMPILED = [(512, True), (512, False), (2048, False)]  # tokens, and whether a step behind them is measured
 MEMORY = 20e9
 # Weights, gradients and Adam's two moments, in float32.
 BYTES_PER_PARAMETER = 16
@@ -150,6 +156,53 @@ def measure(call_of, name: str, length: int, settings: dict[str, dict[str, Any]]
     }
 
 
+def compiled_step(model: Any, forward: Any, context: int) -> Callable[[], Any]:
+    """A step behind `context` tokens, with room for 64 of them in a static cache."""
+    cache, token = StaticCache(config=model.config, max_cache_len=context + 64), torch.zeros(1, 1, dtype=torch.long)
+    with torch.inference_mode():
+        model(torch.randint(0, 256, (1, context)), past_key_values=cache, logits_to_keep=1)
+    return torch.inference_mode()(lambda: forward(token, past_key_values=cache))
+
+
+def compiled_prefill(model: Any, forward: Any, length: int) -> Callable[[], Any]:
+    """A prompt with a static cache, as `generate` reads it; without one, a graph has to allow for packed documents."""
+    cache, tokens = StaticCache(config=model.config, max_cache_len=length), torch.randint(0, 256, (1, length))
+
+    def prefill():
+        cache.reset()
+        return forward(tokens, past_key_values=cache, logits_to_keep=1)
+
+    with torch.inference_mode():
+        model(tokens, past_key_values=cache, logits_to_keep=1)  # which makes its tensors
+    return torch.inference_mode()(prefill)
+
+
+def measure_compiled(name: str, length: int, is_step: bool, rounds: int) -> dict[str, Any]:
+    """Softmax and the settings of the preset `default`, each compiled without caches in one process of its compiler."""
+    compilers: Any = torch._inductor.config
+    compilers.compile_threads, compilers.force_disable_caches = 1, True
+    settings = {key: value for key, value in load_preset("default").settings["causal"].items() if key != "state_bytes"}
+    models, calls, eager, seconds = variants(name, {"default": settings}), {}, {}, {}
+    for key, model in models.items():
+        torch._dynamo.reset()
+        forward = torch.compile(model, fullgraph=True, dynamic=False)
+        for found, used in ((eager, model), (calls, forward)):
+            found[key] = (compiled_step if is_step else compiled_prefill)(model, used, length)
+        start = sum(os.times()[:4])
+        calls[key]()
+        seconds[key] = sum(os.times()[:4]) - start
+    times = cpu_times({**calls, **{f"{key}, eager": call for key, call in eager.items()}}, rounds)
+    return {
+        "model": name,
+        "call": f"a step at {length}" if is_step else f"prefill of {length}",
+        "layers": models[SOFTMAX].config.num_hidden_layers,
+        "first call, s": seconds,
+        "ms": {key: 1000 * statistics.median(values) for key, values in times.items()},
+        "softmax over it": median_ratio(times[SOFTMAX], times["default"]),
+        "compiling, it over softmax": seconds["default"] / seconds[SOFTMAX],
+    }
+
+
 def longest_sequences(results: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Per model the tokens that fit into `MEMORY`, from the line through the peaks at its two lengths."""
     found: dict[str, dict[str, int]] = {}
@@ -185,6 +238,22 @@ def report(figures: dict[str, Any]) -> str:
     return "\n\n".join([*parts, table(["tokens that train in 20 GB", *header], rows)])
 
 
+def report_compiled(results: list[dict[str, Any]]) -> str:
+    keys = list(results[0]["ms"])
+    rows = [
+        [
+            f"{row['model']}, {row['layers']} layers, {row['call']}",
+            *(f"{row['ms'][key]:.1f}" for key in keys),
+            f"{row['softmax over it']:.2f}x",
+            *(f"{value:.1f}" for value in row["first call, s"].values()),
+            f"{row['compiling, it over softmax']:.2f}x",
+        ]
+        for row in results
+    ]
+    first = [f"first call of {key}, s" for key in results[0]["first call, s"]]
+    return table(["compiled, ms", *keys, "softmax / it", *first, "it / softmax"], rows)
+
+
 def plot(plt, figures):
     """Time a token and peak memory against the length, a panel for each model and pass."""
     panels = [
@@ -216,8 +285,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="the last one also measures memory")
     parser.add_argument("--parts", nargs="+", choices=("forward", "training"), default=["forward", "training"])
     parser.add_argument("--long", action="store_true", help="a prefill of 8k and 32k tokens too, one round each")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile alone")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if arguments.compiled:
+        cases = COMPILED[:1] if arguments.quick else COMPILED
+        results = []
+        for case in cases:
+            results.append(measure_compiled("Llama 15M" if arguments.quick else "Llama 125M", *case, arguments.rounds))
+            write(report_compiled(results))
+        return
     reading, training = READING, TRAINING
     if arguments.quick:
         reading, arguments.rounds = {("MiniLM", 128): ENCODERS}, 1

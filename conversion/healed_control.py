@@ -6,9 +6,7 @@ A window has no parameters of its own, so that stages of attention transfer give
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -19,15 +17,14 @@ from hf_linear_attention.conversion.language_figures import better_window, possi
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import HeldOut, held_out_text, load_models
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.training.presets.stages import run_stages
-from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.presets.stages import Run, run_stages
 from hf_linear_attention.training.recipe_parser import parse
 
 
 logger = logging.getLogger(__name__)
 
 
-def heal_control(source: Source, training: Training, data: HeldOut, run: Callable[[Recipe], Any]) -> None:
+def heal_control(source: Source, training: Training, data: HeldOut, run: Run) -> None:
     """Train it in the work folder, or go on with that; nothing where the text is too short for a control.
 
     Args:

@@ -139,12 +139,13 @@ def _train(conversion: Conversion, training: Training) -> None:
 
     from hf_linear_attention.training.run import run as run_stage
 
-    def run_and_tidy(recipe: Recipe) -> dict[str, float]:
+    def run_and_tidy(recipe: Recipe, known: dict[str, float]) -> dict[str, float]:
         if (
             is_automatic(conversion.request.arguments) and recipe.output_dir == training.work / TRAINED
         ):  # the last stage
             _choose_softmax_layers(conversion, training, Path(recipe.model.model_name_or_path))
-        figures = run_stage(recipe)
+            known = {}  # they were those of the model before the choice
+        figures = run_stage(recipe, known)
         for checkpoint in list_checkpoints(recipe.output_dir):  # each is several times as large as the model
             shutil.rmtree(checkpoint)
         return figures

@@ -200,8 +200,11 @@ def attention_step(
     return torch_step(query, key, value, state, log_features, log_decay)
 
 
-def takes_step(*tensors: torch.Tensor) -> bool:
-    """Whether the C kernels compute a step of one token for these tensors: eagerly and without gradients only."""
-    if torch.is_grad_enabled() or not is_eager(tensors[0]):
+def takes_step(*tensors: torch.Tensor, in_graphs: bool = False) -> bool:
+    """Whether the C kernels compute a step of one token for these tensors, without gradients only.
+
+    With `in_graphs`, they do so in the graphs of torch.compile too, as one operator.
+    """
+    if torch.is_grad_enabled() or needs_plain(tensors[0]) or (torch.compiler.is_compiling() and not in_graphs):
         return False
     return takes(*tensors)

@@ -176,8 +176,18 @@ def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_
     for tensor in tensors:
         if tensor is None:
             continue
-        if not tensor.is_cpu or tensor.dtype not in dtypes or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS):
+        # In a graph, `is_cpu` would be a node.
+        if (
+            tensor.device.type != "cpu"
+            or tensor.dtype not in dtypes
+            or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS)
+        ):
             return False
+    return _is_loaded()
+
+
+@torch.compiler.assume_constant_result
+def _is_loaded() -> bool:
     return library() is not None
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import is_eager
+from .kernels import needs_plain
 from .kernels_causal import gradients_with_graph
 from .kernels_checks import check_attention
 from .kernels_checks import check_heads
@@ -124,8 +124,8 @@ class Given(NamedTuple):
 
 
 def takes_joint(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, features: int) -> bool:
-    """Whether C computes the operator for these tensors."""
-    return is_eager(query) and takes_attention(query, key, value, visible, features)
+    """Whether C computes the operator for these tensors, at once or as a node of a graph of torch.compile."""
+    return not needs_plain(query) and takes_attention(query, key, value, visible, features)
 
 
 def joint_attention(given: Given) -> tuple[Tensor, Tensor]:

@@ -241,7 +241,7 @@ class HybridAttention(WindowAttention):
         """`_attend_back` for one token in few operations, because at this size the overhead of each dominates."""
         if self.feature_map is None or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
-        if takes_step(query, key, value, *state[1:3]):
+        if takes_step(query, key, value, *state[1:3], in_graphs=True):
             return self._step_in_c(query, key, value, scaling, state, positions)
         if is_eager(query) and query.device.type == "cpu" and bool((state[3] == ORDINARY).all()):
             return self._step_in_torch(query, key, value, scaling, state, positions)

@@ -79,9 +79,7 @@ class RotaryShift:
         if first >= half:
             return x
         slow = self.rotary.inverse_frequencies[first:]
-        # A graph holds them as a constant; torch.compile would warn about the cache.
-        is_compiling = torch.compiler.is_compiling()
-        frequencies = torch.tensor(slow, device=x.device) if is_compiling else _frequencies(slow, x.device)
+        frequencies = _frequencies(slow, x.device)
         angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, frequencies]
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -109,8 +107,14 @@ class RotaryShift:
         return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
-@functools.lru_cache(maxsize=64)
 def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    # A graph holds them as a constant; torch.compile would warn about the cache.
+    is_compiling = torch.compiler.is_compiling()
+    return torch.tensor(frequencies, device=device) if is_compiling else _cached_frequencies(frequencies, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # training may use the cached tensor later
         return torch.tensor(frequencies, device=device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
@@ -40,6 +40,7 @@ class RunContext:
     metrics: MetricsFile
     average: WeightAverage | None = None
     retrieval: RetrievalTest | None = None
+    known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
 
     def final_weights(self) -> AbstractContextManager[None]:
         """Inside, the student has the weights that would be saved as the result: with `--ema_decay`, the average."""
@@ -49,19 +50,22 @@ class RunContext:
         """Evaluate the student on the validation data, and write the figures to metrics.jsonl and the trackers."""
         if self.validation is None:
             return {}
+        figures = self.known if step == 0 and self.known else self._measured(self.validation)
+        self.record({"step": step, self.recipe.unit: tokens, **figures})
+        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
+        return figures
+
+    def _measured(self, validation: Stream) -> dict[str, float]:
         accelerator = self.accelerator
         plan = EvaluationBatches(
-            len(self.validation),
+            len(validation),
             self.recipe.optimization.per_device_eval_batch_size,
             accelerator.process_index,
             accelerator.num_processes,
         )
-        evaluator = self._evaluator(self.validation)
+        evaluator = self._evaluator(validation)
         with self.final_weights():
-            figures = evaluator(self.student, loader(self.validation, plan, self.pad_token_id))
-        self.record({"step": step, self.recipe.unit: tokens, **figures})
-        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
-        return figures
+            return evaluator(self.student, loader(validation, plan, self.pad_token_id))
 
     def _evaluator(self, validation: Stream) -> Evaluator | EmbeddingEvaluator:
         recipe = self.recipe

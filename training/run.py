@@ -44,12 +44,17 @@ from hf_linear_attention.training.training_plan import hidden_layers_of, make_tr
 logger = logging.getLogger(__name__)
 
 
-def run(recipe: Recipe) -> dict[str, float]:
-    """Train, or only evaluate, as the recipe says, and return the figures of the last evaluation."""
+def run(recipe: Recipe, known: dict[str, float] | None = None) -> dict[str, float]:
+    """Train, or only evaluate, as the recipe says, and return the figures of the last evaluation.
+
+    Args:
+        recipe: the options.
+        known: the figures of the model before the training, if they were measured with the same options.
+    """
     accelerator = start_processes(recipe)
     set_seed(recipe.run.seed)
     with no_empty_folder(recipe.output_dir):
-        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator))
+        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator), known or {})
 
 
 @contextmanager
@@ -63,7 +68,9 @@ def no_empty_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def _run(recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None) -> dict[str, float]:
+def _run(
+    recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None, known: dict[str, float]
+) -> dict[str, float]:
     processor = load_processor(recipe)
     with accelerator.main_process_first():  # the other processes then read from the cache of `datasets`
         data = load_data(recipe, processor)
@@ -87,6 +94,7 @@ def _run(recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None) -> d
         None if data.validation is None else stream_of(data.validation, recipe, processor, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
         retrieval=retrieval_test(recipe, processor),
+        known=known,
     )
     start_trackers(recipe, accelerator)
     with ending(accelerator):

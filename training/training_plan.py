@@ -65,7 +65,12 @@ def make_training_plan(
         freeze(context.student, recipe.model.freeze_pattern)
     optimizer = torch.optim.AdamW(parameter_groups(context.student, recipe))
     scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, total_steps)
-    transfer = TransferLayers(context.student, recipe.objective.transfer_layers, recipe.objective.layer_patience)
+    transfer = TransferLayers(
+        context.student,
+        recipe.objective.transfer_layers,
+        recipe.objective.layer_patience,
+        is_sharded=accelerator.is_fsdp2 or zero.uses_deepspeed(accelerator),
+    )
     cached, layers = cached_teacher(context, inputs, objectives), hidden_layers_of(recipe, objectives)
     note = None
     if cached is not None and cached.teacher is None:

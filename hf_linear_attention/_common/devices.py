@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
-
 import os
+import sys
 
 import torch
 
 
 logger = logging.getLogger(__name__)
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def computing_device() -> str:
@@ -23,6 +27,19 @@ def computing_device() -> str:
             name,
         )
     return "cpu"
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors for the next ones, instead of returning it to the system.
+
+    A training step makes and frees the same tensors as the step before it. Getting their memory back page by page took
+    a tenth of the CPU time of a small model.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # musl has none
+        mallopt(M_TRIM_THRESHOLD, 2**30)  # bytes that are kept at most
+        mallopt(M_MMAP_THRESHOLD, 2**25)  # of larger tensors nothing is; glibc documents no larger value
 
 
 def memory_of_machine() -> int:

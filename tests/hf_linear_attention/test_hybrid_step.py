@@ -82,6 +82,29 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+@pytest.mark.parametrize("settings", SETTINGS[2:6:3], ids=str)
+def test_a_compiled_step_is_one_operator(settings):
+    mechanism, graphs = hybrid(settings), []
+    query, key, value = (torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    options = {"attention_mask": None, "scaling": 0.25, "is_causal": True}
+    first, token = ([x[:, :, part] for x in (query, key, value)] for part in (slice(0, -1), slice(-1, None)))
+    _, state = mechanism(*first, state=None, **options, **at(mechanism, 0, LENGTH - 1))
+
+    def step(*tensors):
+        return mechanism(*tensors, state=state, **options, **at(mechanism, LENGTH - 1, LENGTH))
+
+    def backend(module, example):
+        graphs.append([str(node.target) for node in module.graph.nodes])
+        return module.forward
+
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend=backend)(*token), step(*token))
+    (graph,) = graphs
+    assert [name.split(".")[1] for name in graph if name.startswith("hf_linear_attention_")] == ["hybrid_step"]
+
+
+@torch.no_grad()
 @pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
 def test_a_number_that_is_none_is_not_hidden():
     mechanism = hybrid({"window_size": 3, "num_sinks": 0})

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import is_deepspeed_available
 
-from hf_linear_attention._common.devices import computing_device
+from hf_linear_attention._common.devices import computing_device, keep_freed_memory
 from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.recipe import Recipe
@@ -32,6 +32,8 @@ def start_processes(recipe: Recipe) -> Accelerator:
     _refuse_before(recipe)
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
     has_gpu = computing_device() == "cuda"
+    if not has_gpu:
+        keep_freed_memory()
     if _is_on(DEEPSPEED) and not has_gpu:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     accelerator = Accelerator(

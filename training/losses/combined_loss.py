@@ -129,8 +129,11 @@ class StudentWithObjectives(nn.Module):
 
     def _observed(self, batch: Batch) -> StudentOutputs:
         seen: list[ObservedAttention] = []
+        self.transfer.begin_pass()
         with observe_attention(self.student, partial(self.transfer.observe, seen)), suppress(LastLayerReachedError):
             outputs = run_model(self.student, batch, self.layers)
             if self.note is not None:
                 self.note(batch, outputs, self.layers)
+            else:  # nobody needs what follows the last attention
+                self.transfer.end_whole_pass()
         return StudentOutputs(attention=tuple(seen))

@@ -36,11 +36,19 @@ class TransferLayers:
     `lowest` is the lowest error of each layer so far, and `waited` the number of log lines since then.
     """
 
-    def __init__(self, model: nn.Module, chosen: str | None = None, patience: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, chosen: str | None = None, patience: int | None = None, is_sharded: bool = False
+    ) -> None:
         """Choose the layers of `model` to train, by default all that are converted.
 
+        Args:
+            model: the student.
+            chosen: the layers, such as `0,2,4-7`.
+            patience: after how many log lines without improvement a layer stops.
+            is_sharded: whether the model has hooks after its layers that must run in every pass.
+
         Raises:
-            TrainingError: if `chosen` (such as `0,2,4-7`) names layers that are not converted.
+            TrainingError: if `chosen` names layers that are not converted.
         """
         modules = linear_attention_modules(model).values()
         self.learning = list(dict.fromkeys(module.linear_attention.shape.layer for module in modules))
@@ -49,6 +57,8 @@ class TransferLayers:
         self.patience = patience
         # If a module is called several times (ALBERT), the pass must not end after its first call.
         self.last = [module.linear_attention.shape.layer for module in modules][-1:]
+        self.modules, self.called, self.is_sharded = list(modules), list[nn.Module](), is_sharded
+        self.final: nn.Module | None = None  # after whose call a pass can end
         self.lowest: dict[int, float] = {}
         self.waited: dict[int, int] = {}
 
@@ -56,13 +66,24 @@ class TransferLayers:
         """Append `call` to `seen` if its layer is trained.
 
         Raises:
-            LastLayerReachedError: after the last layer that is trained, if other layers follow.
+            LastLayerReachedError: after the last layer that is trained, if other layers or `final` follow.
         """
         layer = layer_of(call)
+        self.called.append(call.module)
         if layer in self.learning:
             seen.append(call)
-            if layer == self.learning[-1] and [layer] != self.last:
+            if layer == self.learning[-1] and ([layer] != self.last or call.module is self.final):
                 raise LastLayerReachedError
+
+    def begin_pass(self) -> None:
+        """Forget the calls of the last pass."""
+        self.called.clear()
+
+    def end_whole_pass(self) -> None:
+        """Let later passes end in the last module if it was called last, and once, in this whole pass."""
+        last = self.modules[-1]
+        if not self.is_sharded and self.called[-1:] == [last] and self.called.count(last) == 1:
+            self.final = last
 
     def note(self, errors: Mapping[int, float]) -> None:
         """Record the mean error of each layer since the last log line, and stop those whose patience is used up."""

@@ -22,19 +22,23 @@ from hf_linear_attention.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
+Run = Callable[[Recipe, dict[str, float]], dict[str, float]]
+"""A function of a stage's recipe and of the figures of the model that it starts from, which are empty if unknown."""
+
 
 def run_stages(
-    preset: Preset, given: dict[str, Any], parse: Callable[[Sequence[str]], Recipe], run: Callable[[Recipe], Any]
+    preset: Preset, given: dict[str, Any], parse: Callable[[Sequence[str]], Recipe], run: Run
 ) -> dict[str, float]:
     """Run every stage that is not finished yet, and return the figures of the last one.
 
     Args:
         given: options of `finetune.py` that hold for all stages, which share `max_train_tokens`.
         parse: `recipe_parser.parse`.
-        run: `run.run`.
+        run: `run.run`, or a function that calls it.
     """
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}
+    before: Recipe | None = None
     preset = fit_to(preset, model_without_weights(given))
     lines = command_lines(preset, given)
     if not is_resumed and is_main_process():  # resuming later must not find finished stages of an older run
@@ -49,9 +53,23 @@ def run_stages(
             words = [*words, "--overwrite_output_dir=true"]
         place = f"stage {number} of {len(lines)}"
         logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
-        figures = run(parse(words))
+        recipe = parse(words)
+        figures = run(recipe, figures if before and _evaluates_alike(before, recipe) else {})
+        before = recipe
         AcceleratorState._reset_state(reset_partial_state=True)  # the processes of the next stage connect anew
     return figures or training_history(given["output_dir"])[-1]["metrics"]
+
+
+def _evaluates_alike(before: Recipe, recipe: Recipe) -> bool:
+    """Whether a stage would begin with the evaluation, of the same weights, with which the one before it has ended."""
+
+    def evaluation(stage: Recipe) -> tuple[Any, ...]:
+        compares = stage.task.compares or stage.task.logits is None
+        teacher = stage.model.teacher_name_or_path if compares else None
+        size = stage.optimization.per_device_eval_batch_size
+        return stage.data, stage.task_options, stage.run.mixed_precision, size, teacher
+
+    return evaluation(before) == evaluation(recipe) and not before.model.use_peft  # saving merges adapters
 
 
 def is_main_process() -> bool:

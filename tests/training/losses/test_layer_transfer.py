@@ -52,12 +52,14 @@ def test_only_the_chosen_layer_learns_and_those_behind_are_not_computed(
     calls: list[int] = []
     forward = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda *a: calls.append(1) or forward(*a))
-    steps = finetune(*options, *TRANSFER, "--join_documents", "--max_train_steps", 3, "--transfer_layers", "0")
+    options = [*options, *TRANSFER, "--join_documents", "--max_train_steps", 3]
+    steps = finetune(*options, "--transfer_layers", "0")
     assert changed(tmp_path / "out", converted) == {"layers.0"}
     assert not calls  # the first attention comes before the first MLP
     assert {name for name in steps[0] if "layer_" in name} == {"attention_transfer.layer_0"}
-    finetune(*options, *TRANSFER, "--max_train_steps", 3, "--transfer_layers", "1", output_dir=tmp_path / "other")
+    finetune(*options, "--transfer_layers", "1", output_dir=tmp_path / "other")
     assert changed(tmp_path / "other", converted) == {"layers.1"}
+    assert len(calls) == 2 + 1 + 1  # the last MLP is computed once, to see that no attention follows it
 
 
 def test_block_by_block_is_all_at_once(finetune, options: list[Any], llama_teacher: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassifi
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.state_budget import with_budget
+from hf_linear_attention.training.context import RunContext
 from hf_linear_attention.training.presets import preset as presets
 from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
 from hf_linear_attention.training.presets.stages import run_stages
@@ -164,17 +165,27 @@ def test_the_performer_preset_learns_the_geometry_of_encoders(
 
 
 def test_a_killed_run_goes_on_with_the_stage_it_was_in(
-    finetune, converted: list[str], data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finetune, converted: list[str], data: list[str], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended between the stages: the first is not repeated, and the result is that of the uninterrupted run."""
+    """Ended between the stages: the first is not repeated, and the result is that of the uninterrupted run.
+
+    The uninterrupted run evaluates the model between its stages once, the other one twice, with the same figures.
+    """
+    data = [*data, "--validation_file", str(files / "valid.txt"), "--max_eval_tokens", "200"]
+    evaluated: list[str] = []
+    measure = RunContext._measured
+    monkeypatch.setattr(
+        RunContext, "_measured", lambda self, *a: evaluated.append(self.recipe.output_dir.name) or measure(self, *a)
+    )
     finetune("--preset", "default", *converted, *data, output_dir=tmp_path / "whole")
+    assert evaluated == ["1-transfer", "1-transfer", "whole"]
     started: list[Path] = []
 
-    def run(recipe):
+    def run(recipe, known):
         started.append(recipe.output_dir)
         if len(started) == 2:
             raise KeyboardInterrupt
-        return original(recipe)
+        return original(recipe, known)
 
     from hf_linear_attention.training import run as module
 
@@ -186,6 +197,10 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(
         output_dir=tmp_path / "killed",
     )
     assert [path.name for path in started] == ["1-transfer", "killed", "killed"]
+    assert evaluated[3:] == ["1-transfer", "1-transfer", "killed", "killed"]
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "killed")]
+    assert "eval_nats_per_token" in lines[0][0]
+    assert lines[0][0] == lines[1][0]
     names = ("whole", "killed")
     assert (tmp_path / names[0] / "model.safetensors").read_bytes() == (
         tmp_path / names[1] / "model.safetensors"
@@ -228,7 +243,7 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
     words = ["--preset=default", *converted, *data, f"--output_dir={out}"]
     preset, given = parse_preset([*words, "--overwrite_output_dir=true"])
 
-    def killed(recipe):
+    def killed(recipe, known):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -236,7 +251,7 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
     started = []
     resumed = {**given, "resume_from_checkpoint": "latest"}
     del resumed["overwrite_output_dir"]
-    run_stages(preset, resumed, lambda words: words, lambda words: started.append(words) or {"figure": 1.0})
+    run_stages(preset, resumed, lambda words: None, lambda recipe, known: started.append(recipe) or {"figure": 1.0})
     assert len(started) == 2
 
 
