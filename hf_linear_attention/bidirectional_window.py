@@ -146,7 +146,7 @@ class BidirectionalWindow(AttentionMechanism):
         return (key, value), query
 
     def _rows_of_sinks(self, query: Tensor, tokens: Tokens, chunks: list[slice], scaling: float) -> Tensor:
-        """Exact attention of the global tokens `[B, H, s, D]` to every key, of the same shape."""
+        """Exact attention of the global tokens `[B, H, s, D]` to every key, `[B, H, s, W]`."""
         found: list[Part] = []
         rows = accumulated(query).unflatten(1, (tokens.key.shape[1], -1)).flatten(2, 3) * scaling  # [B, Hkv, G s, D]
         for chunk in chunks:
@@ -159,7 +159,7 @@ class BidirectionalWindow(AttentionMechanism):
             logits = logits.masked_fill(~mask[:, None, None], EMPTY_MAXIMUM)
             part = logits.softmax(dim=-1) @ shown(value, mask), logits.logsumexp(dim=-1, keepdim=True)
             found = [join(*found, part)]
-        return found[0][0].reshape(query.shape)
+        return found[0][0].reshape(*query.shape[:3], tokens.value.shape[3])
 
     def _attend_chunk(
         self, tokens: Tokens, chunk: slice, sinks: Any, scaling: float, before: Tensor | None, after: Tensor | None
