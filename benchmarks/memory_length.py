@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear, exp": {"mechanism": "linear", "feature_map": "exp"},
     "linear, elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "performer": {"mechanism": "performer"},
+    "performer, mixing": {"mechanism": "performer", "uniform_mixing": 0.1},
     "hybrid": {"mechanism": "hybrid"},
     "linformer, mean-pool": {"mechanism": "linformer", "projection": "mean-pool"},
     "nystrom": {"mechanism": "nystrom"},

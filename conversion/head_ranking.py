@@ -74,7 +74,7 @@ def chooses_heads(arguments: ConversionArguments) -> bool:
 def num_heads_to_keep(arguments: ConversionArguments) -> int:
     """K of `auto:K`; 0 if K is not a number."""
     number = str(arguments.softmax_heads).removeprefix(AUTO_HEADS)
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 def listed_heads(text: str) -> list[list[int]]:
@@ -84,7 +84,7 @@ def listed_heads(text: str) -> list[list[int]]:
         UsageError: if the text is not such a list.
     """
     pairs = [part.strip().split(".") for part in text.split(",")]
-    if any(len(pair) != 2 or not all(number.isdecimal() for number in pair) for pair in pairs):
+    if any(len(pair) != 2 or not all(number.isascii() and number.isdecimal() for number in pair) for pair in pairs):
         raise UsageError(f"`--softmax_heads {text}`: give LAYER.HEAD, such as 0.3,2.1, or auto:K")
     return [[int(layer), int(head)] for layer, head in sorted({(pair[0], pair[1]) for pair in pairs})]
 

@@ -57,7 +57,7 @@ def is_automatic(arguments: ConversionArguments) -> bool:
 def count_of(arguments: ConversionArguments) -> int:
     """K of `auto:K`; 0 if K is not a number."""
     number = str(arguments.softmax_layers).removeprefix(AUTO)
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 def ranking_file(arguments: ConversionArguments) -> str | None:

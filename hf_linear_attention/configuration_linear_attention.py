@@ -278,7 +278,7 @@ def parse_layers(text: str) -> str | list[int]:
         return text
     layers: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
         if match is None:
             raise ValueError(f"`layers` = {text!r}; it must be {_names(NAMED_LAYERS)} or a list such as `0,2,4-7`")
         first, last = int(match[1]), int(match[2] or match[1])

@@ -11,6 +11,7 @@ F features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,6 +143,35 @@ def kernel_attention(
     options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
     output, _, _, state = map_attention(feature_map, query, key, value, is_causal=is_causal, **options)
     return output.transpose(1, 2), state
+
+
+def state_after(
+    features_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    state: torch.Tensor | None,
+    *,
+    log_features: bool,
+    size: int,
+) -> torch.Tensor | None:
+    """The state of `kernel_attention` after all keys, of which no more than `size` have features at the same time.
+
+    Bidirectional attention in memory that is constant in the length takes two passes: this one, then one over queries.
+
+    Args:
+        features_of: the features `[B, Hkv, C, F]` of keys `[B, Hkv, C, D]` with their mask `[B, C]`.
+        key, value, key_mask, state: see `kernel_attention`.
+    """
+    for start in range(0, key.shape[2], size):
+        part = slice(start, start + size)
+        mask = None if key_mask is None else key_mask[:, part]
+        features = features_of(key[:, :, part], mask)
+        options: dict[str, Any] = {"is_causal": False, "key_mask": mask, "state": state}
+        _, state = kernel_attention(
+            features[:, :, :1], features, value[:, :, part], log_features=log_features, **options
+        )
+    return state
 
 
 def kernel_sums(

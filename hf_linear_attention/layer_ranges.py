@@ -216,7 +216,7 @@ class _Place:
 
     def _layers(self, name: str, text: Any) -> range:
         """The layers of a range; none if something is wrong with it."""
-        match = re.fullmatch(r"\s*(\d+)\s*(?:(-)\s*(\d+)?)?\s*", text) if isinstance(text, str) else None
+        match = re.fullmatch(r"\s*([0-9]+)\s*(?:(-)\s*([0-9]+)?)?\s*", text) if isinstance(text, str) else None
         if match is None:
             self.problems.append(f"`{name}` has a value for the layers {text!r}; give layers as text, like {EXAMPLES}")
             return range(0)

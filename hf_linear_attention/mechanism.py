@@ -337,10 +337,14 @@ class OutputParts:
     """Outputs `[B, C, H, W]` of chunks of tokens, which become one tensor in the dtype of the queries.
 
     Without gradients, a chunk is written into that tensor at once, so that no second copy of all of them ever exists.
+
+    Args:
+        query: `[B, H, N, D]`, of whose tokens the output has one each.
+        order: `[B, N]`, the place of each token in the output; None if they come in order.
     """
 
-    def __init__(self, query: torch.Tensor) -> None:
-        self.dtype, self.count = query.dtype, query.shape[2]
+    def __init__(self, query: torch.Tensor, order: torch.Tensor | None = None) -> None:
+        self.dtype, self.count, self.order = query.dtype, query.shape[2], order
         self.parts: list[torch.Tensor] = []
         self.whole: torch.Tensor | None = None
         self.written = 0
@@ -354,7 +358,12 @@ class OutputParts:
         if self.whole is None:
             batch, _, heads, width = part.shape
             self.whole = part.new_empty(batch, self.count, heads, width, dtype=self.dtype)
-        self.whole[:, self.written : self.written + tokens] = part
+        places = slice(self.written, self.written + tokens)
+        if self.order is None:
+            self.whole[:, places] = part
+        else:
+            part = part.to(self.dtype)
+            self.whole.scatter_(1, self.order[:, places, None, None].expand_as(part), part)
         self.written += tokens
 
     def joined(self) -> torch.Tensor:
@@ -362,6 +371,8 @@ class OutputParts:
         if self.whole is not None:
             return self.whole
         whole = torch.cat(self.parts, dim=1) if len(self.parts) > 1 else self.parts[0]
+        if self.order is not None:
+            whole = torch.empty_like(whole).scatter(1, self.order[:, :, None, None].expand_as(whole), whole)
         return whole.to(self.dtype)
 
 

@@ -34,6 +34,7 @@ from .kernels import is_eager
 from .kernels import kernel_sums
 from .kernels import makes_features
 from .kernels import map_attention
+from .kernels import state_after
 from .kernels import takes_step
 from .kernels_hybrid import hybrid_step
 from .kernels_hybrid import step_parts
@@ -340,6 +341,20 @@ class HybridAttention(WindowAttention):
         if self.alibi is not None:  # the sums count the decay from the end of the window
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return [(output, log_size(denominator, scale))], sums
+
+    def _sums_behind(
+        self, query: Tensor, line: Line, mask: Tensor, scaling: float, positions: Any, sums: Tensor | None
+    ) -> Tensor | None:
+        decay = self.decay or self.alibi
+        if self.feature_map is None or decay is not None:  # a decay depends on the order of the keys
+            return super()._sums_behind(query, line, mask, scaling, positions, sums)
+        place: Any = line.position
+        key = accumulated(line.key) if self.shift is None else self.shift(accumulated(line.key), -place)
+
+        def features_of(keys: Tensor, _: Tensor | None) -> Tensor:
+            return self.feature_map.forward_keys(keys, scaling)
+
+        return state_after(features_of, key, line.value, mask, sums, log_features=True, size=key.shape[2])
 
     def _at_once(
         self,

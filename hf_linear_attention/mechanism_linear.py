@@ -13,6 +13,7 @@ from .kernels import is_eager
 from .kernels import kernel_attention
 from .kernels import makes_features
 from .kernels import map_attention
+from .kernels import state_after
 from .kernels_torch import EXP
 from .kernels_torch import KernelMap
 from .kernels_torch import read_state
@@ -155,18 +156,22 @@ class LinearAttention(AttentionMechanism):
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
             return with_dtype(output.transpose(1, 2), query.dtype), (old,)
         size = self._tokens_at_a_time(query, key, attention_mask)
-        chunks = list(zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key)))
         outputs = OutputParts(query)
-        if is_causal or len(chunks) == 1:
+        if is_causal or key.shape[2] <= size:
+            chunks = zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key))
             for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), chunks):
                 output, old = self._kernel(part, keys, values, mask, scaling, is_causal, old)
                 outputs.append(output.transpose(1, 2))
-        else:
-            for keys, values, mask in chunks:
-                _, old = self._kernel(query[:, :, :0], keys, values, mask, scaling, False, old)
-            for part in query.split(size, dim=2):
-                features = self.feature_map.forward_queries(part, scaling)
-                outputs.append(read_state(features, old, self.feature_map.log_features).transpose(1, 2))
+            return outputs.joined(), (old,)
+
+        def features_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            return self.feature_map.forward_visible_keys(keys, scaling, mask)
+
+        log_features = self.feature_map.log_features
+        old = state_after(features_of, key, value, attention_mask, old, log_features=log_features, size=size)
+        for part in query.split(size, dim=2):
+            features = self.feature_map.forward_queries(part, scaling)
+            outputs.append(read_state(features, old, log_features).transpose(1, 2))
         return outputs.joined(), (old,)
 
     def _gated(

@@ -10,6 +10,7 @@ import torch
 from transformers import initialization as init
 
 from .kernels import kernel_attention
+from .kernels import state_after
 from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
@@ -19,6 +20,7 @@ from .positions import ROPE_OPTIONS
 from .features_random import RANDOM_FEATURES
 from .features_random import RandomFeatureMap
 from .geometry import LearnedGeometry
+from .kernels_torch import read_state
 from .kernels_torch import with_dtype
 
 
@@ -163,18 +165,34 @@ class PerformerAttention(LinearAttention):
             query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=state
         )
         if self.uniform_mixing:
-            mean, mean_state = kernel_attention(
-                torch.ones_like(query[..., :1]),
-                torch.ones_like(key[..., :1]),
-                value,
-                log_features=False,
-                is_causal=is_causal,
-                key_mask=attention_mask,
-                state=state[1] if state else None,
-            )
-            mean = mean.transpose(1, 2).to(output.dtype)
-            output, new_state = torch.lerp(output, mean, self.uniform_mixing), (*(new_state or ()), mean_state)
+            old = state[1] if state else None
+            mean, old = self._mean(query, key, value, attention_mask, is_causal, old)
+            mix = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
+            output, new_state = mix(output, mean.to(output.dtype), self.uniform_mixing), (*(new_state or ()), old)
         return with_dtype(output, dtype), new_state if has_state else None
+
+    def _mean(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Any]:
+        """The mean of the values that each query sees, `[B, N, H, W]` (N = 1 where all see the same), and its state."""
+        if is_causal:
+            ones = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
+            options: dict[str, Any] = {"key_mask": mask, "state": state}
+            mean, state = kernel_attention(*ones, value, log_features=False, is_causal=True, **options)
+            return mean.transpose(1, 2), state
+
+        def one_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            return torch.ones_like(keys[..., :1])
+
+        size = self._tokens_at_a_time(query, key, mask)
+        sums: Any = state_after(one_of, key, value, mask, state, log_features=False, size=size)
+        return read_state(torch.ones_like(query[:, :, :1, :1]), sums, False).transpose(1, 2), sums
 
     @torch.compiler.disable
     def _count_forward(self) -> None:

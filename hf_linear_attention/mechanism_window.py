@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .bidirectional_window import BidirectionalWindow
+from .bidirectional_window import chosen_sinks
 from .kernels import is_eager
 from .kernels_causal import is_free
 from .kernels_hybrid import exact_part
-from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import with_dtype
 from .kernels_window import NearKeys
 from .kernels_window import Part
 from .kernels_window import SinkKeys
-from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
@@ -59,7 +59,7 @@ class WindowState(NamedTuple):
     position: Tensor | None = None  # [B, w] int32, if keys that leave the window have to be moved
 
 
-class WindowAttention(AttentionMechanism):
+class WindowAttention(BidirectionalWindow):
     """Exact softmax to a sliding window and to sink (global) tokens; what is farther away is not seen."""
 
     options: ClassVar[dict[str, Option]] = {
@@ -124,10 +124,12 @@ class WindowAttention(AttentionMechanism):
             numbers, attention_mask = attention_mask, attention_mask > 0
         if not query.shape[2]:
             return self._nothing(query, key, value, is_causal, state)
-        if attention_mask is None and is_causal and not state and not is_free(query.shape[2]):
+        if not is_causal:
+            return self._attend_both_ways(query, key, value, attention_mask, scaling, positions), None
+        if attention_mask is None and not state and not is_free(query.shape[2]):
             output, state = self._attend_from_start(query, key, value, scaling, positions)
             return output.transpose(1, 2), state
-        if attention_mask is None and is_causal and state and query.shape[2] == 1:
+        if attention_mask is None and state and query.shape[2] == 1:
             step = self._step(query, key, value, scaling, state, positions)
             if step is not None:
                 return step
@@ -140,11 +142,9 @@ class WindowAttention(AttentionMechanism):
             positions = None if positions is None else positions.gather(1, place)
         if numbers is not None:
             output, state = self._attend_packed(query, key, value, numbers.gather(1, place), scaling, positions)
-        elif is_causal:
+        else:
             is_padded = place is not None
             output, state = self._attend_back(query, key, value, attention_mask, scaling, state, positions, is_padded)
-        else:
-            output, state = self._attend_both_ways(query, key, value, attention_mask, scaling, positions), None
         if place is not None:
             output = gather_tokens(output.masked_fill(~attention_mask[:, None, :, None], 0.0), inverse_order(place))
         return output.transpose(1, 2).to(query.dtype), state
@@ -198,6 +198,12 @@ class WindowAttention(AttentionMechanism):
     ) -> tuple[list[Part], Tensor | None]:
         """The parts for the keys of `line` where `mask` is true, and the sums after them; query t sees slots 0 to t."""
         return [], None
+
+    def _sums_behind(
+        self, query: Tensor, line: Line, mask: Tensor, scaling: float, positions: Any, sums: Tensor | None
+    ) -> Tensor | None:
+        """The sums of `_behind` alone."""
+        return self._behind(query, line, mask, scaling, positions, sums)[1]
 
     def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
         """The output `[B, Hkv, G, N, D]` for the exact keys and those behind the window."""
@@ -352,28 +358,6 @@ class WindowAttention(AttentionMechanism):
         state = WindowState(last.key, last.value, kind, sinks[0], sinks[1], position[:, -1:], last.position)
         return output, self._packed(sums, state)
 
-    def _attend_both_ways(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, positions: Any
-    ) -> Tensor:
-        """The bidirectional form: one causal sweep over the keys before the window, and one over the keys after it."""
-        length, w = query.shape[2], self.window_size
-        position = mask.cumsum(dim=1)
-        kind = self._kind(mask, position)
-        line = Line(key, value, kind, positions if self.keeps_positions else None).padded(w, w)
-        sinks = self._collect_sinks(key, value, position, kind)
-        to_far, to_near = line.ranges(length, slice(1, length + 2 * w - 1))
-        before, _ = self._behind(query, to_far, to_far.kind == ORDINARY, scaling, positions)
-        after, turned = line.flipped().first(length), None if positions is None else positions.flip(1)
-        behind, _ = self._behind(query.flip(2), after, after.kind == ORDINARY, scaling, turned)
-        behind = [*before, *((output.flip(3), size.flip(3)) for output, size in behind)]
-        near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
-        seen = (torch.arange(self.num_sinks, device=key.device) < position[:, -1:, None]).expand(-1, length, -1)
-        to_sinks = self._sink_query(query, positions)
-        output = self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks)
-        if to_sinks is not None and self.to_sinks is not None:  # keys move, because only the distance matters
-            key = self.to_sinks(key, positions.clamp(max=self.trained_length - 1) - positions)
-        return self._with_global_queries(output, query, key, value, mask, position, kind, scaling)
-
     def _kind(self, mask: Tensor, position: Tensor) -> Tensor:
         """The kind of each token, `[B, N]`, from its position among the real tokens, counted from 1."""
         return torch.where(mask, torch.where(position <= self.num_sinks, SINK, ORDINARY), EMPTY).to(torch.int8)
@@ -391,18 +375,13 @@ class WindowAttention(AttentionMechanism):
             torch.zeros(batch, w, dtype=torch.int32, device=key.device) if self.keeps_positions else None,
         )
 
-    def _chosen_sinks(self, position: Tensor, kind: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[B, 1, s, N]`: 1 where the token is that sink, 0 elsewhere."""
-        wanted = torch.arange(1, self.num_sinks + 1, device=position.device)
-        return ((position[:, None] == wanted[:, None]) & (kind == SINK)[:, None])[:, None].to(dtype)
-
     def _collect_sinks(
         self, key: Tensor, value: Tensor, position: Tensor, kind: Tensor, old: WindowState | None = None
     ) -> tuple[Tensor, Tensor]:
         """The keys and values of the sinks, `[B, Hkv, s, D]`, including those among the new tokens."""
-        place = self._chosen_sinks(position, kind, torch.int8)[:, 0].max(dim=-1)
+        places = chosen_sinks(position, kind, self.num_sinks).max(dim=-1)
         sinks: Any = tuple(
-            gather_tokens(x, place.indices) * place.values[:, None, :, None].to(x.dtype) for x in (key, value)
+            gather_tokens(x, places.indices) * places.values[:, None, :, None].to(x.dtype) for x in (key, value)
         )
         return sinks if old is None else (old.sink_key + sinks[0], old.sink_value + sinks[1])
 
@@ -425,25 +404,3 @@ class WindowAttention(AttentionMechanism):
         sink_keys = SinkKeys(sinks[0], sinks[1], seen, distance)
         output, size, largest = exact_part(query, near, sink_keys, scaling, log_decay, self.is_scale_constant, to_sinks)
         return self._joined((output, size), behind, largest, query, scaling).flatten(1, 2)
-
-    def _with_global_queries(
-        self,
-        output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        position: Tensor,
-        kind: Tensor,
-        scaling: float,
-    ) -> Tensor:
-        """`output` with the rows of the first s tokens replaced by exact attention to every key."""
-        if not self.num_sinks:
-            return output
-        chosen = self._chosen_sinks(position, kind, output.dtype)
-        query, key = query.to(output.dtype), key.to(output.dtype)
-        groups = query.shape[1] // key.shape[1]
-        logits = scaling * (chosen @ query) @ key.repeat_interleave(groups, dim=1).transpose(-1, -2)
-        weights = logits.masked_fill(~mask[:, None, None], EMPTY_MAXIMUM).softmax(dim=-1)
-        exact = weights @ value.to(output.dtype).repeat_interleave(groups, dim=1)
-        return torch.where((kind == SINK)[:, None, :, None], chosen.transpose(-1, -2) @ exact, output)

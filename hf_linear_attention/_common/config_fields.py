@@ -173,6 +173,16 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
         UsageError: naming every field with an impossible value.
     """
     _check(path, config, CONFIG)
+    model_type = str(config.get("model_type")).removeprefix("linear_")
+    if config.get("is_encoder_decoder") and not _may_be_encoder_decoder(model_type):
+        raise UsageError(f"{path}: `is_encoder_decoder` = true, but `{model_type}` is no encoder-decoder; {AGAIN}")
+
+
+def _may_be_encoder_decoder(model_type: str) -> bool:
+    """Whether a model type is an encoder-decoder, as the class of its config says, or one that is not known here."""
+    from transformers import CONFIG_MAPPING  # takes seconds, and hardly any config needs it
+
+    return model_type not in CONFIG_MAPPING or bool(CONFIG_MAPPING[model_type].is_encoder_decoder)
 
 
 def check_tokenizer_config(path: Path, config: Mapping[str, Any]) -> None:

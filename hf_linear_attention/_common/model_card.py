@@ -57,6 +57,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     report = _read_report(folder)
     base_model, title = _base_model(report, facts), name or folder.name
+    conversion = facts.get("conversion") or report.get("figures") or {}
     dataset, auto_class = str(facts.get("dataset") or ""), _auto_class(config)
     is_sentence_model = is_without_head(config) and (folder / "modules.json").is_file()
     metadata = _metadata(config, report, facts, title, is_sentence_model)
@@ -71,10 +72,10 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder, config),
         is_sentence_model=is_sentence_model,
-        other_weights=_other_weights(facts),
+        other_weights=_other_weights(facts, conversion),
         settings=_rows(_settings(facts.get("settings"))),
         faster_from=report.get("faster_from"),
-        conversion=_rows(facts.get("conversion") or report.get("figures") or {}),
+        conversion=_rows(conversion),
         dropped_features=[escaped(text) for text in report.get("dropped_features") or []],
         training=_rows(facts.get("training") or {}),
         earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
@@ -87,11 +88,12 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
-def _other_weights(facts: Mapping[str, Any]) -> str:
+def _other_weights(facts: Mapping[str, Any], conversion: Mapping[str, Any]) -> str:
     """The sentence about the weights outside the mechanisms, which a run may have trained."""
     runs = [*(facts.get("earlier_training") or ()), *([facts["training"]] if facts.get("training") else [])]
     if all(run.get("trainable") == "mechanism" for run in runs):
-        return "All other weights and their names are those of the base model."
+        longer = ", but for its table of learned positions, which is longer" if "positions" in conversion else ""
+        return f"All other weights and their names are those of the base model{longer}."
     if runs[-1].get("use_peft"):
         return "Adapters were trained and merged into other weights; all names are those of the base model."
     return "The other weights were trained as well (see Training), and began as those of the base model."

@@ -35,6 +35,7 @@ FIELDS = {
     "quantization_config": [3, "x", {"quant_method": "awq"}, {"quant_method": 3}, []],
     "auto_map": [3, [], {"AutoModelForCausalLM": 3}, "evil.py"],
     "use_cache": ["x", []],
+    "is_encoder_decoder": [True, "x"],
     "sliding_window": ["x", 1.5, {}],
     "output_attentions": ["yes", 3],
 }  # fmt: skip

@@ -59,8 +59,8 @@ def test_training(linear_llama, files, tmp_path, name, value):
 CONVERSION = {
     "attention": ["nosuch", "", "0-99999999999:linear", "0-:nosuch", "5-:linear", ":linear", "linear,linear",
                   "0:linear,0:hybrid"],
-    "layers": ["x", "-1", "3-1", "0-99999999999", "99", "0,1,99999999999999999999", "", ",", "1-", "0.5"],
-    "softmax_layers": ["auto:0", "auto:-1", "auto:x", "auto:99", "x", "0-99999999999", "9", "auto:"],
+    "layers": ["x", "-1", "3-1", "0-99999999999", "99", "0,1,99999999999999999999", "", ",", "1-", "0.5", "\u0661"],
+    "softmax_layers": ["auto:0", "auto:-1", "auto:x", "auto:99", "x", "0-99999999999", "9", "auto:", "auto:\u0661"],
     "softmax_heads": ["0", "0.99", "99.0", "x.y", "auto:0", "auto:9999999999999", "-1.0", "0.0.0", "auto:x"],
     "num_features": ["0", "-1", "x", "nan", "1.5", HUGE, 10**11, 10**30],
     "state_bytes": ["0", "-1", "1", "x", 10**30],

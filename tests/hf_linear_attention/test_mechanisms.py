@@ -8,7 +8,7 @@ import torch
 from matrix import MAX_STD, MECHANISM_ROWS, build_mechanism, rows
 from oracles import ORACLES
 
-from hf_linear_attention import LinearAttentionSettings
+from hf_linear_attention import LinearAttentionSettings, bidirectional_window, mechanism_linear
 from hf_linear_attention.features import FEATURE_MAPS
 from hf_linear_attention.features_random import RANDOM_FEATURES
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -91,6 +91,21 @@ def test_float32_equals_the_float64_oracle(row, is_causal, std):
             expected = oracle(row, mechanism, *inputs, mask=mask, is_causal=is_causal)
             # float32 rounds an exponent e to e * 6e-8; exponents reach about 200 at std 8, hence 1e-5 there
             assert relative_error(actual, expected) < 1e-5, (length, kind)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in rows(bidirectional=True) if row.startswith(("hybrid", "window", "performer-mix"))]
+)
+def test_chunks_of_an_encoder_equal_the_oracle(row, monkeypatch):
+    monkeypatch.setattr(bidirectional_window, "QUERIES_AT_ONCE", 2 * 4 * 8 * 16)  # 16 tokens
+    monkeypatch.setattr(mechanism_linear, "FEATURES_IN_CACHE", 1)  # 64 tokens
+    mechanism = build_mechanism(row, dtype=torch.float64)
+    for length, kind in ((17, "none"), (97, "left"), (97, "right"), (150, "interior")):
+        inputs, mask = sample(length, 2.0, torch.float64), padding(kind, length)
+        with torch.no_grad():
+            actual, _ = run(mechanism, *inputs, mask=mask, is_causal=False)
+            # In float64, what remains is rounding.
+            assert relative_error(actual, oracle(row, mechanism, *inputs, mask=mask, is_causal=False)) < 1e-12
 
 
 @pytest.mark.parametrize(("row", "is_causal"), MODES)

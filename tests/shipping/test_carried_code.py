@@ -21,14 +21,14 @@ from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_c
 MOST_FILES = {
     "aft": (21, 23),
     "gated_delta": (None, 29),
-    "hybrid": (27, 34),
+    "hybrid": (28, 35),
     "latent": (21, None),
     "linear": (22, 24),
     "linformer": (22, None),
     "linformer_linear": (26, None),
     "nystrom": (22, None),
     "performer": (25, 27),
-    "window": (24, 26),
+    "window": (25, 27),
 }
 
 
