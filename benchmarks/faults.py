@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing.connection
 import os
 import random
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,27 +46,58 @@ from hf_linear_attention.training import (
 )
 
 
-def started(main, words, limit: int | None = None, cache: Path | None = None) -> int:
-    """Fork a process that runs the command; returns its number."""
-    if (number := os.fork()) > 0:
-        return number
-    code = 1
-    try:
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if cache is not None:
-            datasets.config.HF_DATASETS_CACHE = cache
-        if limit is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        code = main([str(word) for word in words])
-    finally:
-        os._exit(code)
+FORK = multiprocessing.get_context("fork")
 
 
-def ended(number: int) -> int:
-    """The exit code of a forked process, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+class Command(NamedTuple):
+    main: Callable[[list[str]], int]
+    words: list[Any]
+    resume: tuple[str, ...] = ()
+    ranks: int = 1
+
+
+def started(command: Command, *words: Any, limit: int | None = None, cache: Path | None = None) -> list[Any]:
+    """The command's processes, which find each other as those of torchrun do."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        FORK.Process(target=enter, args=(command, words, rank, port, limit, cache)) for rank in range(command.ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def enter(command: Command, words, rank: int, port: int, limit: int | None, cache: Path | None) -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    if command.ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": command.ranks, "LOCAL_WORLD_SIZE": command.ranks}
+        network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in (place | network).items()})
+    if cache is not None:
+        datasets.config.HF_DATASETS_CACHE = cache
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    sys.exit(command.main([str(word) for word in (*command.words, *words)]))
+
+
+def ended(processes: list[Any]) -> list[int]:
+    """The exit codes, negative for a signal. Where one process fails, the others get SIGTERM, as torchrun does it, and
+    SIGKILL (-9) half a minute later."""
+    running = list(processes)
+    while running:
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        running = [process for process in running if process.is_alive()]
+        if any(process.exitcode for process in processes):
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.join(30)
+                process.kill()
+    return [process.exitcode for process in processes]
 
 
 def equal(one: Path, other: Path) -> bool:
@@ -71,38 +105,41 @@ def equal(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def kills(commands, work: Path, wanted: int) -> Iterator[tuple[str, str]]:
-    """Kill each command at random moments, `wanted` times in all, and let it end."""
+def kills(commands: dict[str, Command], work: Path, wanted: int) -> Iterator[tuple[str, str]]:
+    """Kill a process of each command at random moments, `wanted` times in all, and let the command end."""
     draw = random.Random(0)
-    for name, (main, words, resume) in commands.items():
+    for name, command in commands.items():
         begin = time.monotonic()
-        if (code := ended(started(main, [*words, "--output_dir", work / name]))) != 0:
-            raise SystemExit(f"{name}: exit code {code}")
-        seconds, done, ends, damaged = time.monotonic() - begin, 0, 0, 0
+        if any(codes := ended(started(command, "--output_dir", work / name))):
+            raise SystemExit(f"{name}: exit codes {codes}")
+        seconds, done, ends, damaged, hung = time.monotonic() - begin, 0, 0, 0, 0
         while done < wanted:
             out = work / f"{name}-killed"
             for attempt in range(1, 10**6):
-                process = started(main, [*words, *(resume if attempt > 1 else []), "--output_dir", out])
+                processes = started(command, *(command.resume if attempt > 1 else ()), "--output_dir", out)
                 if done < wanted and attempt % 4:  # every fourth attempt may end
                     time.sleep(draw.uniform(0, seconds))
-                    os.kill(process, signal.SIGKILL)
+                    draw.choice(processes).kill()
                     done += 1
-                if ended(process) == 0:
+                codes = ended(processes)
+                hung += codes.count(-signal.SIGKILL) > 1
+                if not any(codes):
                     break
             ends, damaged = ends + 1, damaged + (not equal(work / name, out))
             for path in work.glob(f"{name}-killed*"):
                 shutil.rmtree(path)
-        yield name, f"{done} kills, {ends} runs ended, {damaged} differ from the run without kills"
+        others = f", the other process had to be killed {hung} times" if command.ranks > 1 else ""
+        yield name, f"{done} kills{others}, {ends} runs ended, {damaged} differ from the run without kills"
 
 
-def full_disk(commands, work: Path, limits: int) -> Iterator[tuple[str, str]]:
+def full_disk(commands: dict[str, Command], work: Path, limits: int) -> Iterator[tuple[str, str]]:
     """Let writing fail beyond a size of any file, for sizes from nothing to the largest file."""
-    for name, (main, words, _) in commands.items():
+    for name, command in commands.items():
         out, codes = work / f"{name}-full", []
         largest = max(path.stat().st_size for path in (work / name).rglob("*") if path.is_file())
         left = 0
         for step in range(limits):
-            codes.append(ended(started(main, [*words, "--output_dir", out], limit=largest * step // limits)))
+            codes += ended(started(command, "--output_dir", out, limit=largest * step // limits))
             left += (out / "model.safetensors").is_file() and not equal(work / name, out)
             for path in work.glob(f"{name}-full*"):
                 shutil.rmtree(path)
@@ -138,14 +175,13 @@ def decoding(model, steps: int) -> str:
     return f"{steps:,} steps: memory at the end {growth:+.1f} MiB from that after {steps // 20:,} steps"
 
 
-def one_cache(command, work: Path, processes: int = 4) -> str:
+def one_cache(command: Command, work: Path, count: int = 4) -> str:
     """Processes that start at once with one empty cache."""
-    main, words, _ = command
     cache = work / "cache"
-    numbers = [started(main, [*words, "--output_dir", work / f"p{n}"], cache=cache) for n in range(processes)]
-    codes = [ended(number) for number in numbers]
-    same = all(equal(work / "p0", work / f"p{n}") for n in range(processes)) if not any(codes) else False
-    return f"{processes} processes: exit codes {codes}, equal results: {same}"
+    runs = [started(command, "--output_dir", work / f"p{n}", cache=cache) for n in range(count)]
+    codes = [code for processes in runs for code in ended(processes)]
+    same = all(equal(work / "p0", work / f"p{n}") for n in range(count)) if not any(codes) else False
+    return f"{count} processes: exit codes {codes}, equal results: {same}"
 
 
 def main() -> None:
@@ -160,21 +196,25 @@ def main() -> None:
         datasets.config.HF_DATASETS_CACHE = work / "datasets"
         rows = [json.dumps({"text": f"row {n} of some quick words that are long enough " * 3}) for n in range(60)]
         (work / "rows.jsonl").write_text("\n".join(rows))
-        convert = [convert_checkpoint.main, ["--model_name_or_path", work / "source", "--num_features", 8], []]
-        if ended(started(convert[0], [*convert[1], "--output_dir", work / "linear"])) != 0:
+        convert = Command(convert_checkpoint.main, ["--model_name_or_path", work / "source", "--num_features", 8])
+        if any(ended(started(convert, "--output_dir", work / "linear"))):
             raise SystemExit("the conversion failed")
-        train = ["--task", "causal_lm", "--model_name_or_path", work / "linear", "--train_file", work / "rows.jsonl"]
-        train += ["--max_train_steps", 30, "--checkpointing_steps", 5, "--max_length", 32]
+        data = ["--train_file", work / "rows.jsonl", "--max_length", 32]
+        train = ["--task", "causal_lm", "--model_name_or_path", work / "linear", *data]
+        train += ["--max_train_steps", 30, "--checkpointing_steps", 5]
         preset = ["--model_name_or_path", work / "source", "--preset", "default", "--train_file", work / "rows.jsonl"]
         preset += ["--tokens", "3k", "--checkpointing_steps", 2]
+        latest = ("--resume_from_checkpoint", "latest")
         commands = {
             "convert": convert,
-            "train": [finetune.main, train, ["--resume_from_checkpoint", "latest"]],
-            "preset": [convert_checkpoint.main, preset, []],
+            "train": Command(finetune.main, train, latest),
+            "train on two processes": Command(finetune.main, train, latest, ranks=2),
+            "preset": Command(convert_checkpoint.main, preset),
         }
         for key, text in kills(commands, work, given.kills):
             print(f"SIGKILL, {key}: {text}", flush=True)
-        for key, text in full_disk(commands, work, given.limits):
+        alone = {key: command for key, command in commands.items() if command.ranks == 1}
+        for key, text in full_disk(alone, work, given.limits):
             print(f"full disk, {key}: {text}", flush=True)
         print(f"cache: {one_cache(commands['train'], work)}", flush=True)
         model = AutoModelForCausalLM.from_pretrained(work / "linear").eval()

@@ -181,10 +181,10 @@ class PerformerAttention(LinearAttention):
         state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
         """The mean of the values that each query sees, `[B, N, H, W]` (N = 1 where all see the same), and its state."""
-        if is_causal:
+        if is_causal or not query.numel():  # an empty input has no chunks
             ones = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
-            options: dict[str, Any] = {"key_mask": mask, "state": state}
-            mean, state = kernel_attention(*ones, value, log_features=False, is_causal=True, **options)
+            options: dict[str, Any] = {"key_mask": mask, "state": state, "is_causal": is_causal}
+            mean, state = kernel_attention(*ones, value, log_features=False, **options)
             return mean.transpose(1, 2), state
 
         def one_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
