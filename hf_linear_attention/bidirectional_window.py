@@ -36,8 +36,8 @@ from .window_keys import SINK
 from .window_keys import Line
 
 
-# The elements of the queries of a chunk, 4 MB in float32. With larger chunks malloc keeps more of what is freed, the longer
-# the input; smaller ones do not save time.
+# The elements of the queries of a chunk, 4 MB in float32. Of larger chunks malloc keeps more when they are freed, the
+# more there are; smaller ones do not save time.
 QUERIES_AT_ONCE = 1 << 20
 
 
