@@ -245,10 +245,9 @@ def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
 
 
 def preset_for(mechanism: str, direction: str) -> str:
-    """The preset with settings for this mechanism; `default`, whose stages train any, if there is none."""
-    for name in dict.fromkeys(("default", mechanism, *preset_names())):
-        preset = load_preset(name) if name in preset_names() else None
-        if preset is not None and preset.settings.get(direction, {}).get("mechanism") == mechanism:
+    """The preset of this name with settings for this mechanism, or else `default`, whose stages train any."""
+    for name in {"default", mechanism} & set(preset_names()):
+        if load_preset(name).settings.get(direction, {}).get("mechanism") == mechanism:
             return name
     return "default"
 

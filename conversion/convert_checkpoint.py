@@ -135,7 +135,7 @@ def _default_lines(conversion: Conversion) -> list[str]:
     """Which mechanism was taken and why, if the command names none."""
     if not conversion.request.is_default or not conversion.plan.layers:
         return []
-    reason = REASONS[direction_of(conversion.plan.config)]
+    reason = REASONS[direction_of(conversion.plan.config, conversion.request.arguments.cross_attention)]
     return [f"No `--attention` was given: {reason}."]
 
 

@@ -165,7 +165,9 @@ def _plan(request: Request, source: Source) -> Plan:
 
     if arguments.preset is None and not request.is_default:
         return make_plan(source, request.settings_over({}, spread), *options)
-    preset = preset_settings(arguments.preset or DEFAULT, source, arguments.trust_remote_code)
+    preset = preset_settings(
+        arguments.preset or DEFAULT, source, arguments.trust_remote_code, arguments.cross_attention
+    )
     settings = request.settings_over(preset, spread)
     try:
         plan = make_plan(source, settings, *options)

@@ -116,15 +116,22 @@ def check_embedding_options(arguments: ConversionArguments, folder: Path, config
         check_dims(arguments.matryoshka_dims, config["hidden_size"])
 
 
-def preset_settings(name: str, source: Source, trust_remote_code: bool) -> dict[str, Any]:
+def preset_settings(
+    name: str, source: Source, trust_remote_code: bool, cross_attention: bool = False
+) -> dict[str, Any]:
     """The settings of the attention in a preset, for a causal or bidirectional model.
+
+    Args:
+        cross_attention: whether cross-attention is converted too, for which a preset may have settings of its own.
 
     Raises:
         UsageError: if there is no such preset or no config, or the preset is not for such models.
     """
     config = stock_config(source, trust_remote_code)
     settings = load_preset(name).settings
-    direction = direction_of(config)
+    direction = direction_of(config, cross_attention)
+    if direction not in settings:
+        direction = direction_of(config)
     if direction not in settings:
         able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
         raise UsageError(

@@ -53,7 +53,7 @@ class ConversionArguments(EmbeddingArguments):
     )
     attention: str | None = option(
         f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISMS))} (default: that of --preset, or else "
-        "hybrid for decoders and linear for encoders); or mechanisms by layer, such as 0-3:hybrid,4-:linear, with each "
+        "hybrid; linear with --cross_attention); or mechanisms by layer, such as 0-3:hybrid,4-:linear, with each "
         "layer to convert in one range. Other options are then for the mechanisms that have them",
         None,
         group="attention",

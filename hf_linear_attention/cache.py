@@ -186,7 +186,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             for old, new in zip(self.state, state):
                 old.copy_(new)
         else:
-            self.state = tuple(tensor.clone() for tensor in state) if self.static else state
+            self.state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state) if self.static else state
             if self.static and not torch.compiler.is_compiling():
                 for tensor in self.state:
                     torch._dynamo.mark_static_address(tensor)

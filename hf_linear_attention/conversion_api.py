@@ -129,7 +129,7 @@ def convert(
             table of positions is extended (`position_extension.py`).
         position_init: what the new positions start from: `tiled`, the old ones again and again, or `interpolated`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
-            default is `hybrid` for decoders and `linear` for encoders (`default_settings.py`). The mechanism and its
+            default is `hybrid`, with sizes for decoders or for encoders (`default_settings.py`). The mechanism and its
             options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
             `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
 
@@ -196,7 +196,7 @@ def _convert_config(
     further: Any = {"model_class": model_class, "extension": extension}
     if settings is not None or "mechanism" in given or hasattr(config, "linear_attention"):
         return convert_config(config, settings, **further, **given)
-    complete = {**DEFAULTS[direction_of(config)], **given}
+    complete = {**DEFAULTS[direction_of(config, bool(given.get("cross_attention")))], **given}
     try:
         found = convert_config(config, **further, **complete)
         if "rope" in complete and "rope" not in given:

@@ -41,8 +41,9 @@ class Line(NamedTuple):
         return Line(key, value, F.pad(self.kind, (left, right), value=EMPTY), position)
 
     def last(self, length: int) -> Line:
-        """The last `length` slots."""
-        return self._part(slice(-length, None))
+        """A copy of the last `length` slots, which does not keep the others alive."""
+        part = self._part(slice(-length, None))
+        return Line(*(x if x is None else x.clone(memory_format=torch.contiguous_format) for x in part))
 
     def first(self, length: int) -> Line:
         """The first `length` slots."""

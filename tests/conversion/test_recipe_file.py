@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from checkpoints import convert_folder, files, run, save_twin
+from checkpoints import convert_folder, files, run, save_twin, tiny_tokenizer
 from safetensors.torch import load_file
+from task_twins import TWINS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attention
@@ -94,16 +95,32 @@ def test_the_default_settings_are_those_of_the_preset():
 
 
 def test_without_a_mechanism_the_family_decides(llama, bert, tmp_path):
-    for folder, mechanism, word in ((llama, "hybrid", "decoders"), (bert, "linear", "encoders")):
-        assert convert(str(folder)).config.linear_attention["mechanism"] == mechanism
+    for folder, sinks, word in ((llama, 4, "decoders"), (bert, 1, "encoders")):
+        settings = convert(str(folder)).config.linear_attention
+        assert (settings["mechanism"], settings["num_sinks"]) == ("hybrid", sinks)
         _, out, _ = run("--model_name_or_path", folder, "--dry_run")
-        assert out.startswith(f"No `--attention` was given: `{mechanism}`, the default for {word}")
+        assert out.startswith(f"No `--attention` was given: `hybrid`, the default for {word}")
         assert "No `--attention`" not in run("--model_name_or_path", folder, "--dry_run", "--attention", "linear")[1]
     save_twin(tmp_path / "gpt2", "gpt2")  # no rotary positions
     assert convert(str(tmp_path / "gpt2")).config.linear_attention["rope"] == "before_map"
     assert convert(str(llama)).config.linear_attention["rope"] == "partial"
     given = convert(str(llama), feature_map="hedgehog").config.linear_attention
     assert (given["mechanism"], given["feature_map"], given["window_size"]) == ("hybrid", "hedgehog", 64)
+
+
+def test_converted_cross_attention_gets_a_mechanism_that_has_a_form_for_it(tmp_path):
+    TWINS["seq2seq_lm"](tmp_path, ["a text of some words"] * 33, tiny_tokenizer())
+    source = str(tmp_path / "original")
+    options = {"cross_attention": True, "drop": ["position_bias"]}
+    words = ("--model_name_or_path", source, "--drop", "position_bias", "--cross_attention", "--dry_run")
+    assert convert(source, **options).config.linear_attention["mechanism"] == "linear"
+    assert run(*words)[1].startswith("No `--attention` was given: `linear`, the default for encoder-decoders")
+    code, out, error = run(*words, "--preset", "default", "--train_file", tmp_path / "train.jsonl")
+    assert code == 0, error
+    assert "linear (" in out
+    code, _, error = run(*words, "--preset", "performer", "--train_file", tmp_path / "train.jsonl")
+    assert code == 2
+    assert "seq2seq_lm" in error
 
 
 def test_five_lines_of_python(llama, text, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attention import kernels_cpu
+from hf_linear_attention.cache import LinearAttentionStateLayer
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.kernels_cpu import library
 from hf_linear_attention.mechanism import LayerShape, Rotary
@@ -79,6 +80,30 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     for actual, wanted in zip(state, expected_state):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_state_keeps_no_more_keys_alive_than_it_holds(is_padded):
+    mechanism, length = hybrid({"window_size": 3, "num_sinks": 2, "rope": "partial", "rope_frequencies": 1}), 40
+    query, key, value = (torch.randn(2, length, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    mask = torch.arange(length).expand(2, -1) > 4 if is_padded else None
+    options = {"attention_mask": mask, "scaling": 0.25, "is_causal": True, **at(mechanism, 0, length)}
+    _, state = mechanism(query, key, value, state=None, **options)
+    _, later = mechanism(query, key, value, state=state, **options)
+    for tensor in (*state[:6], *later[:6]):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
+    mechanism, layer = hybrid({"window_size": 3, "num_sinks": 2}), LinearAttentionStateLayer(64, static=True)
+    query, key, value = (torch.randn(2, LENGTH, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    _, state = mechanism(query, key, value, attention_mask=None, state=None, scaling=0.25, is_causal=True)
+    assert not all(tensor.is_contiguous() for tensor in state)  # else the next line would not show anything
+    layer.store(state)
+    assert all(tensor.is_contiguous() for tensor in layer.state)
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ def test_several_mechanisms_share_a_registry():
 @pytest.mark.parametrize("name", CONVERTED)
 def test_conversion(converted, resaved, name):
     _, head, words = CONVERTED[name]
-    mechanism = words[words.index("--attention") + 1] if "--attention" in words else "linear"
+    mechanism = words[words.index("--attention") + 1] if "--attention" in words else "hybrid"
     check(converted[name], mechanism, head == "AutoModelForCausalLM")
     # By the checkpoint's own code, where the package is not imported, over the checkpoint of another mechanism.
     assert len(resaved[name]) == 2  # where the package is installed, and where it is not

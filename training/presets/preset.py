@@ -41,7 +41,8 @@ class Stage:
 class Preset:
     """A preset; `stages` are by task.
 
-    `settings` are those of `config.linear_attention` for decoders (`causal`) and encoders (`bidirectional`).
+    `settings` are those of `config.linear_attention` for decoders (`causal`), for encoders (`bidirectional`), and for
+    models whose cross-attention is converted too (`cross_attention`, if the mechanism of the others has no such form).
     """
 
     name: str

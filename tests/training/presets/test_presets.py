@@ -52,7 +52,7 @@ def test_a_preset_is_whole(name: str) -> None:
     preset = load_preset(name)
     assert preset.version >= 1
     directions = {"causal" if task == "causal_lm" else "bidirectional" for task in preset.stages}
-    assert directions == set(preset.settings)
+    assert directions == set(preset.settings) - {"cross_attention"}
     for stages in preset.stages.values():
         assert sum(stage.share for stage in stages) == pytest.approx(1)
 
