@@ -270,7 +270,9 @@ class AftAttention(AttentionMechanism):
             key, value, real = gather_tokens(key, place), gather_tokens(value, place), real.gather(1, place)
         far, sums = _far(key, value, real, length, old.sums)
         near = _near(key[:, :, 1:], value[:, :, 1:], real[:, 1:], self._near_bias(position, dtype)[..., :w])
-        new = WindowState(sums, key[:, :, -w:], value[:, :, -w:], real[:, -w:], num_seen)
+        # copies, because views would keep all keys and values alive
+        last = (x[:, :, -w:].clone(memory_format=torch.contiguous_format) for x in (key, value))
+        new = WindowState(sums, *last, real[:, -w:].clone(), num_seen)
         return normalize(_add_scaled((far, near))).squeeze(-1), tuple(new)
 
     def _window(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
