@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     task.rows(arguments, work)
     figures = heal(arguments, task, work)
     names = list(figures["original"])
-    rows_ = [[model, *(f"{found[name]:.4g}" for name in names)] for model, found in figures.items()]
+    rows_ = [[model, *(found[name] for name in names)] for model, found in figures.items()]
     write(table(["", *names], rows_))
     save_results(arguments, f"heal_{arguments.task}", {"figures": figures}, _plot)
 
