@@ -192,18 +192,3 @@ def test_memory_by_length_is_that_of_processes_of_their_own(tmp_path, capsys, mo
     assert {name: list(sizes) for name, sizes in found.items()} == {"linear, exp": ["512", "4096"]}
     assert 0 < found["linear, exp"]["4096"] < 40
     assert "linear, exp" in capsys.readouterr().out
-
-
-@pytest.mark.benchmarks
-def test_a_t5_is_trained_converted_and_healed(tmp_path, capsys):
-    script = importlib.import_module("benchmarks.heal_tasks")
-    assert "python benchmarks/heal_tasks.py" in script.__doc__
-    script.main(["--quick", "--output_dir", str(tmp_path)])
-    found = json.loads((tmp_path / "heal_seq2seq_lm.json").read_text(encoding="utf-8"))["figures"]
-    assert list(found) == ["original", "attention transfer", "healed"]
-    assert all(0 <= row["exact_match"] <= 1 for row in found.values())
-    assert "agreement" in found["healed"]
-    rows = (tmp_path / "heal_seq2seq_lm" / "valid.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(rows) == 20
-    assert all(row["target"] == row["source"][::-1] for row in map(json.loads, rows))
-    assert "finetune.py --task seq2seq_lm" in capsys.readouterr().out
