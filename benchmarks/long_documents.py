@@ -230,9 +230,9 @@ def main(argv: list[str] | None = None) -> None:
         if name == ORIGINAL:
             readers[name] = (AutoModel.from_pretrained(source).eval(), by_original)
         else:
+            readers[f"{name} untrained"] = (untrained(source, name, LENGTH), by_converted)
             if arguments.tokens != "0":
                 readers[f"{name} healed"] = (healed(arguments, source, name, texts[1::2]), by_converted)
-            readers[f"{name} untrained"] = (untrained(source, name, LENGTH), by_converted)
     asked = [(place, query) for place in range(0, len(texts), 2) for query in queries(texts[place], QUERIES)]
     write(f"{len(texts)} documents of at most {LENGTH} tokens, {len(asked)} queries")
     figures: dict[str, Any] = {"documents": len(texts), "queries": len(asked), "recall@1": {}, "recall@5": {}}
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
                 name = f"{collection}: {reader}, {way}"
                 for most in (1, 5):
                     figures[f"recall@{most}"][name] = recall(vectors, pairs, most)
-                write(f"{name}: recall@1 {figures['recall@1'][name]:.3f}")
+                write(f"{name}: recall@1 {figures['recall@1'][name]:.3f}, recall@5 {figures['recall@5'][name]:.3f}")
     header = ("read by", "recall@1", "recall@5")
     rows = [(name, share, figures["recall@5"][name]) for name, share in figures["recall@1"].items()]
     write("\n" + table(header, rows))

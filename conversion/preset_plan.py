@@ -197,19 +197,21 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
 def with_long_texts(preset: Preset, extension: Extension, tokens: int) -> Preset:
     """The preset, whose stages for embedding models train on texts as long as the extended positions.
 
-    Attention transfer stays within the original's length, because its softmax teacher has no positions beyond. Batches
-    have as many tokens as before, or fewer where a stage would have less than `FEWEST_STEPS` steps.
+    Attention transfer stays as it is within the original's length, because its softmax teacher has no positions beyond.
+    Batches of the other stages have as many tokens as before, or fewer, down to one text, where a stage would have
+    less than `FEWEST_STEPS` steps.
 
     Args:
         tokens: the tokens of all stages.
     """
 
     def longer(stage: Stage) -> Stage:
-        length = min(extension.before, DEFAULT_MAX_LENGTH) if is_transfer(stage) else extension.tokens
-        before = stage.options.get("per_device_train_batch_size", 1)
-        together = min(before * DEFAULT_MAX_LENGTH, round(tokens * stage.share) // FEWEST_STEPS)
-        texts = max(1, min(before, together // length))
-        return replace(stage, options={**stage.options, "max_length": length, "per_device_train_batch_size": texts})
+        if is_transfer(stage):
+            return replace(stage, options={**stage.options, "max_length": min(extension.before, DEFAULT_MAX_LENGTH)})
+        before = stage.options.get("per_device_train_batch_size", 1) * DEFAULT_MAX_LENGTH
+        texts = min(before, round(tokens * stage.share) // FEWEST_STEPS) // extension.tokens
+        options = {"max_length": extension.tokens, "per_device_train_batch_size": max(1, texts)}
+        return replace(stage, options={**stage.options, **options})
 
     stages = [longer(stage) for stage in stages_of(preset, "embedding")]
     return replace(preset, stages={**preset.stages, "embedding": stages})
