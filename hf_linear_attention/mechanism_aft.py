@@ -271,8 +271,8 @@ class AftAttention(AttentionMechanism):
         far, sums = _far(key, value, real, length, old.sums)
         near = _near(key[:, :, 1:], value[:, :, 1:], real[:, 1:], self._near_bias(position, dtype)[..., :w])
         # copies, because views would keep all keys and values alive
-        last = (x[:, :, -w:].clone(memory_format=torch.contiguous_format) for x in (key, value))
-        new = WindowState(sums, *last, real[:, -w:].clone(), num_seen)
+        last_key, last_value = (x[:, :, -w:].clone(memory_format=torch.contiguous_format) for x in (key, value))
+        new = WindowState(sums, last_key, last_value, real[:, -w:].clone(), num_seen)
         return normalize(_add_scaled((far, near))).squeeze(-1), tuple(new)
 
     def _window(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,9 @@ class Line(NamedTuple):
 
     def last(self, length: int) -> Line:
         """A copy of the last `length` slots, which does not keep the others alive."""
-        part = self._part(slice(-length, None))
-        return Line(*(x if x is None else x.clone(memory_format=torch.contiguous_format) for x in part))
+        key, value, kind, position = self._part(slice(-length, None))
+        key, value = (x.clone(memory_format=torch.contiguous_format) for x in (key, value))
+        return Line(key, value, kind.clone(), None if position is None else position.clone())
 
     def first(self, length: int) -> Line:
         """The first `length` slots."""
