@@ -8,6 +8,10 @@ The queries take turns in chunks, so that no intermediate result is as long as t
 chunk comes from sums: a pass from the end keeps those of the keys after each chunk, and the pass that computes the
 outputs carries those of the keys before it.
 
+The softmax model never had more keys than its trained length. In an input of N real tokens, more than that, the far
+keys weigh trained_length / N of what they would: together as much as in an input of the trained length. Otherwise
+their sum would grow with N and drown the window.
+
 Axes: B batch, H query heads, Hkv key/value heads, N length, D head dimension, s sinks, w window size.
 """
 
@@ -23,6 +27,7 @@ from .kernels import is_eager
 from .kernels_causal import is_free
 from .kernels_torch import EMPTY_MAXIMUM
 from .kernels_torch import accumulated
+from .kernels_torch import accumulation_dtype
 from .kernels_torch import shown
 from .kernels_window import NearKeys
 from .kernels_window import Part
@@ -83,6 +88,7 @@ class BidirectionalWindow(AttentionMechanism):
 
     window_size: int
     num_sinks: int
+    trained_length: int | None
     keeps_positions: bool
     to_sinks: Any
     # The methods of `window`.
@@ -106,9 +112,10 @@ class BidirectionalWindow(AttentionMechanism):
         for chunk in reversed(chunks[1:]):
             after.append(self._sums_after(tokens, chunk, scaling, after[-1]))
         before: Tensor | None = None
+        excess = self._excess(tokens)
         outputs = OutputParts(query, tokens.order)
         for chunk, sums in zip(chunks, reversed(after)):
-            output, before = self._attend_chunk(tokens, chunk, sinks, scaling, before, sums)
+            output, before = self._attend_chunk(tokens, chunk, sinks, scaling, before, sums, excess)
             if sink_rows is not None:
                 rows = chosen_sinks(tokens.position[:, chunk], tokens.kind[:, chunk], self.num_sinks)
                 rows = rows.unsqueeze(1).to(output.dtype).transpose(-1, -2) @ sink_rows
@@ -135,6 +142,14 @@ class BidirectionalWindow(AttentionMechanism):
             return [slice(0, length)]
         size = max(2 * self.window_size, QUERIES_AT_ONCE // max(1, batch * heads * width))
         return [slice(start, min(length, start + size)) for start in range(0, length, size)]
+
+    def _excess(self, tokens: Tokens) -> Tensor | None:
+        """The logarithm of N / trained_length of each row, at least 0, `[B, 1, 1, 1, 1]`; None if all are 0."""
+        length = tokens.kind.shape[1]
+        if self.trained_length is None or not (is_free(length) or length > self.trained_length):
+            return None
+        count = tokens.position[:, -1:].to(accumulation_dtype(tokens.query))
+        return (count / self.trained_length).clamp(min=1).log()[:, :, None, None, None]
 
     def _sinks_of(self, tokens: Tokens) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """The keys and values of the global tokens, `[B, Hkv, s, D]`, and their queries `[B, H, s, D]`."""
@@ -163,12 +178,20 @@ class BidirectionalWindow(AttentionMechanism):
         return found[0][0].reshape(*query.shape[:3], tokens.value.shape[3])
 
     def _attend_chunk(
-        self, tokens: Tokens, chunk: slice, sinks: Any, scaling: float, before: Tensor | None, after: Tensor | None
+        self,
+        tokens: Tokens,
+        chunk: slice,
+        sinks: Any,
+        scaling: float,
+        before: Tensor | None,
+        after: Tensor | None,
+        excess: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The output `[B, H, C, D]` of the queries of a chunk, and the sums of the keys before the next one's windows.
 
         Args:
             before, after: the sums of the keys before the window of the first query, and after that of the last one.
+            excess: what `_excess` returns.
         """
         length, w = chunk.stop - chunk.start, self.window_size
         query, positions = tokens.part(tokens.query, chunk), tokens.positions_at(chunk)
@@ -178,6 +201,8 @@ class BidirectionalWindow(AttentionMechanism):
         later, turned = line.flipped().first(length), None if positions is None else positions.flip(1)
         ahead, _ = self._behind(query.flip(2), later, later.kind == ORDINARY, scaling, turned, after)
         behind = [*behind, *((output.flip(3), size.flip(3)) for output, size in ahead)]
+        if excess is not None:
+            behind = [(output, size - excess) for output, size in behind]
         near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
         seen = (torch.arange(self.num_sinks, device=query.device) < tokens.position[:, -1:, None]).expand(
             -1, length, -1

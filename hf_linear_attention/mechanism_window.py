@@ -216,7 +216,7 @@ class WindowAttention(BidirectionalWindow):
 
     def _move_to_sinks(self, query: Tensor, positions: Any) -> Tensor | None:
         """By how many positions each query moves for the sinks, `[B, N]`; None if none has to."""
-        if self.to_sinks is None:
+        if self.to_sinks is None or self.trained_length is None:
             return None
         last = self.trained_length - 1
         if query.device.type == "cpu" and is_eager(query) and not (positions > last).any():

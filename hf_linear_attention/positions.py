@@ -40,7 +40,8 @@ TRAINED_LENGTH_OPTION = Option(
     None,
     "the input length, in tokens, that the softmax model was trained on (by default from its config): sinks appear no "
     "farther away than this, `rope` = `partial` keeps the frequencies that make a full turn within it, and `decay` = "
-    "`learned` or `gated` starts with this half-life",
+    "`learned` or `gated` starts with this half-life; in encoders with `hybrid`, the far keys of a longer input weigh "
+    "together as much as those of an input of this length",
     minimum=1,
 )
 ROPE_OPTIONS: dict[str, Option] = {

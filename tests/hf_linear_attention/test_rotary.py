@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -107,6 +109,8 @@ def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interl
             far = far + (distance - WINDOW) * mechanism.decay().repeat_interleave(groups)[:, None, None]
         scale, weight = (p.view(-1, 1, 1) for p in (mechanism.mix.far_log_scale, mechanism.mix.query_norm_weight))
         far = far + scale - weight * half_squared_norm(full[0], SCALING)
+        if not is_causal and settings["trained_length"]:
+            far = far - math.log(max(1, length / settings["trained_length"]))
         mechanism.float()
     logits = torch.where(is_near, exact, far)
     logits = logits.masked_fill(distance.new_ones(length, length).triu(1).bool(), -torch.inf) if is_causal else logits

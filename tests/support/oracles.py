@@ -177,6 +177,7 @@ def joint(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row without its padding, whose queries get 0."""
     features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     options = {"log_decay": log_decay(mechanism), "alibi": log_decay(mechanism, "alibi"), "is_causal": is_causal}
+    options["trained_length"] = mechanism.trained_length
     mix = {name: parameter.double() for name, parameter in mechanism.mix.named_parameters()}
     if "far_weight" in mix:
         options["near_share"] = 1 - mix["far_weight"].sigmoid()

@@ -173,13 +173,14 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
 
 def hybrid(
     query, key, value, query_features, key_features, scaling, window_size, num_sinks, *, far_log_scale=None,
-    near_share=None, window_factor=None, log_decay=None, alibi=None, is_causal=True
+    near_share=None, window_factor=None, log_decay=None, alibi=None, is_causal=True, trained_length=None
 ):  # fmt: skip
     """Exact logits near by, logarithms of kernel weights far away, for one unpadded input.
 
     Near are tokens less than `window_size` away and the first `num_sinks`, which in the bidirectional form also see
     everything exactly; features are logarithms. With `log_decay [H]` a far key loses that much for every token since it
-    left the window; with `alibi [H]` (negative slopes) every key loses that much for every token. Exactly one of
+    left the window; with `alibi [H]` (negative slopes) every key loses that much for every token. In the
+    bidirectional form, far keys weigh trained_length / N of that in an input of N tokens, if it is less than 1. One of
 
         far_log_scale  `[B, H, N, 1]`: one softmax over exact logits and far logarithms plus this
         near_share     `[H]`: that share of the softmax over near keys, the rest of the average over far keys
@@ -189,6 +190,8 @@ def hybrid(
     exact = scaling * query.double() @ repeat_heads(key.double(), heads).transpose(-1, -2)
     key_features = repeat_heads(key_features.double(), heads)
     far = (query_features.double().unsqueeze(-2) + key_features.unsqueeze(-3)).logsumexp(dim=-1)
+    if trained_length is not None and not is_causal:
+        far = far - math.log(max(1, length / trained_length))
     position = torch.arange(length)
     distance = (position[:, None] - position).abs()
     if alibi is not None:
