@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,14 +301,15 @@ def run_attention(
         threads = max(1, min(torch.get_num_threads() // len(calls), count))
         bounds = [count * number // threads for number in range(threads + 1)]
         tasks += [functools.partial(call, *pair) for pair in itertools.pairwise(bounds)]
-    if len(tasks) == 1:
-        tasks[0]()
-        return
-    list(_threads(torch.get_num_threads(), os.getpid()).map(_run, tasks))
-
-
-def _run(task: Callable[[], None]) -> None:
-    task()
+    # This thread takes the first task: if it slept, two threads would often wake on one core.
+    first, *others = tasks
+    futures = [_threads(max(1, torch.get_num_threads() - 1), os.getpid()).submit(task) for task in others]
+    try:
+        first()
+    finally:  # after an error too: the tensors must outlive the threads that write them
+        wait(futures)
+    for future in futures:
+        future.result()
 
 
 def _call(

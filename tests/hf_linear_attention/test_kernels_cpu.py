@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -240,3 +243,22 @@ def test_without_a_compiler_torch_computes_the_same(monkeypatch):
     for a, b in zip(native, plain):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # sums of 70 terms of one sign
     assert not torch.equal(native[0], plain[0])  # another order of summation: C was indeed at work before
+
+
+def test_an_error_in_one_thread_waits_for_the_others(monkeypatch):
+    """Else their tensors could be freed while they are written."""
+    ended = []
+
+    def compute(shape, described):
+        if shape[-2] == 0:  # the first heads
+            return 1
+        time.sleep(0.2)
+        ended.append(True)
+        return 0
+
+    monkeypatch.setattr(kernels_cpu, "library", lambda: SimpleNamespace(attention_forward=compute))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    tensors = [torch.zeros(1, 2, 1, 4, 4) for _ in range(3)]
+    with pytest.raises(MemoryError, match="No memory is left"):
+        kernels_cpu.run_attention("attention_forward", (4, 0, True), tensors)
+    assert ended == [True]
