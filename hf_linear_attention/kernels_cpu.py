@@ -301,7 +301,7 @@ def run_attention(
         threads = max(1, min(torch.get_num_threads() // len(calls), count))
         bounds = [count * number // threads for number in range(threads + 1)]
         tasks += [functools.partial(call, *pair) for pair in itertools.pairwise(bounds)]
-    # This thread takes the first task: if it slept, two threads would often wake on one core.
+    # This thread takes the first task: with all of them in the pool, two threads were at times no faster than one.
     first, *others = tasks
     futures = [_threads(max(1, torch.get_num_threads() - 1), os.getpid()).submit(task) for task in others]
     try:
