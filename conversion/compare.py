@@ -246,8 +246,8 @@ def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
 
 def preset_for(mechanism: str, direction: str) -> str:
     """The preset of this name with settings for this mechanism, or else `default`, whose stages train any."""
-    for name in {"default", mechanism} & set(preset_names()):
-        if load_preset(name).settings.get(direction, {}).get("mechanism") == mechanism:
+    for name in ("default", mechanism):
+        if name in preset_names() and load_preset(name).settings.get(direction, {}).get("mechanism") == mechanism:
             return name
     return "default"
 

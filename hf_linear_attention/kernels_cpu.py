@@ -324,7 +324,8 @@ def _call(
     shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how, *turned)
     described, compute = _described(tensors), getattr(library(), name)
 
-    def call(start: int, stop: int) -> None:
+    def call(start: int, stop: int, kept: Sequence[torch.Tensor | None] = tensors) -> None:
+        # `kept` holds the memory at these addresses as long as a thread may write there, whatever its caller does.
         if compute((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
             raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
 

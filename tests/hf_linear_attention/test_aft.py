@@ -138,6 +138,11 @@ def test_a_state_of_constant_size_holds_sums_and_a_window():
     assert state.shape == (1, 8, 1, 3)  # 3 numbers a channel
 
 
+def test_a_state_keeps_no_more_keys_alive_than_it_holds():
+    _, state = attend(build(variant="conv", window_size=3), *sample(30), is_causal=True)
+    assert [x.untyped_storage().nbytes() for x in state[1:4]] == [x.numel() * x.element_size() for x in state[1:4]]
+
+
 def test_what_is_impossible_is_refused_by_name():
     with pytest.raises(ValueError, match=r"`variant` = `full`.* has no causal form, which `llama` needs"):
         convert_config(stock_config("llama"), mechanism="aft", variant="full")
