@@ -5,7 +5,7 @@
 A Llama of `--gigabytes` with random bfloat16 weights, in shards of 0.5 GB, through `conversion/convert_checkpoint.py`,
 with its verification and without; for comparison what `from_pretrained` alone takes. Memory is what a process has
 taken for itself at its peak: pages of the files that it maps count as the system's cache. Start-up: CPU seconds of the
-`--help` of both scripts, and of the imports alone, over the import of torch and transformers. About four minutes.
+`--help` of both scripts, and of the imports alone, over the import of torch and transformers. About two minutes.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def plot(plt, figures):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=5, help="of the start-up times")
+    parser.add_argument("--gigabytes", type=float, default=1.5)
+    parser.add_argument("--rounds", type=int, default=3, help="of the start-up times")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     hidden, processes, programs = 2048, (), tuple(PROGRAMS)

@@ -6,7 +6,7 @@ CPU milliseconds and torch operations a token, of stock softmax with transformer
 and values to the given context, and of the same weights with a state; the largest model in bfloat16 too. Then a step
 beside the matrix-vector products of which it consists, and beside the stock model without any context; and the smallest
 model under torch.compile with transformers' static cache. The models of a line take turns in every round; ratios are
-medians over rounds. About four minutes.
+medians over rounds. About two minutes.
 """
 
 from __future__ import annotations

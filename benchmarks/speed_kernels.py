@@ -10,7 +10,7 @@ own causal kernels for CPUs (if installed; the latter asks for CUDA, unless only
 `decay` and `hybrid` the other forms of the same kernel, `default` hybrid with the settings of the preset. All take
 turns in every round; ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix product in the same
 run that the kernel's floor of 4 F D per token and head (forward) or 14 F D (with backward) reaches, and the peak of new
-memory in units of a `[B, H, N, D]` tensor, without the incoming gradient, in a process of its own. About ten minutes.
+memory in units of a `[B, H, N, D]` tensor, without the incoming gradient, in a process of its own. About three minutes.
 
 `--sgemm` measures only that share, product and kernel in turns, and how much faster bfloat16 is than float32.
 `--threads` measures only how much faster several threads are than one, by the clock, so on an idle machine.

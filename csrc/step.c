@@ -2,7 +2,8 @@
 /* A step of one token after others: at this size every call of torch costs more than the sums.
 
    `plain_step` has plain features, `log_step` exponents. `hybrid_step` is `HybridAttention._attend_back` for one real
-   token without ALiBi: the oldest place of the window goes to the far sums, the new token takes the newest. */
+   token without ALiBi: the oldest place of the window goes to the far sums, the new token takes the newest. The new
+   states may lie where the old ones do. */
 #include "blocks.h"
 
 void plain_step(const float *query, const float *key, const float *value, const float *state, float *output,
@@ -48,48 +49,71 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
     return sum;
 }
 
+/* x = exp(x) for x <= 0, nan where it is nan */
+static void exponentials(float *x, int64_t n) {
+    for (int64_t j = 0; j < n; j += LANES) {
+        int64_t bytes = 4 * (n - j < LANES ? n - j : LANES);
+        vector y = {0};
+        memcpy(&y, x + j, bytes);
+        y = blend(y < -86.0f, (vector){0}, exp_of_negative(y) + 0 * y);
+        memcpy(x + j, &y, bytes);
+    }
+}
+
 /* x = exp(x - their maximum), 0 where x is EMPTY, nan where it is nan; returns the maximum, and the sum in `total`. */
 static float softmax_weights(float *x, int64_t n, float *total) {
     float largest = EMPTY;
     *total = 0;
     for (int64_t j = 0; j < n; j++) largest = x[j] > largest ? x[j] : largest;
-    for (int64_t j = 0; j < n; j++) *total += x[j] = x[j] <= EMPTY ? 0 : __builtin_expf(x[j] - largest);
+    for (int64_t j = 0; j < n; j++) x[j] = x[j] <= EMPTY ? EMPTY : x[j] - largest;
+    exponentials(x, n);
+    for (int64_t j = 0; j < n; j++) *total += x[j];
     return largest;
 }
 
 /* What a place of the window holds besides nothing, 0: a token that goes to the far sums later, or a sink. */
 enum { FAR_LATER = 1, SINK = 2 };
-/* `count` rows of which the first leaves and `row` comes behind the last */
+/* `count` rows of which the first leaves and `row` comes behind the last; `to` may be `from`. */
 static void shift_rows(char *to, const char *from, const char *row, int64_t count, int64_t bytes) {
-    memcpy(to, from + bytes, (count - 1) * bytes);
+    memmove(to, from + bytes, (count - 1) * bytes);
     memcpy(to + (count - 1) * bytes, row, bytes);
 }
 
-/* S, Z and m with a key (of `hybrid`: with the oldest place of the window, if far), and what queries read from them. */
-static void update_far(const step_sizes *n, char **x, int64_t head, const float *value) {
+static void copy_rows(char *to, const char *from, int64_t bytes) {
+    if (to != from && bytes) memcpy(to, from, bytes); /* without rows there may be no address */
+}
+
+/* S, Z and m with a key and its `value` if `is_far`, and what queries read from them. */
+static void update_far(const step_sizes *n, char **x, int64_t head, const float *value, int is_far) {
     int64_t features = n->features, width = n->width, row = width + 2;
     const float *old = (const float *)x[STEP_SUMS] + head * features * row;
     const float *exponent = (const float *)x[STEP_KEY_EXPONENT] + head * features;
-    float *sums = (float *)x[STEP_NEW] + head * features * row, *new = sums;
-    float decay = x[STEP_DECAY] ? ((const float *)x[STEP_DECAY])[head % n->heads] : 0;
-    int is_far = !x[STEP_KIND] || x[STEP_KIND][head / n->heads * n->window] == FAR_LATER;
-    for (int64_t j = 0; j < features; j++, old += row, new += row) {
-        float before = old[row - 1] + (is_far ? decay : 0), maximum = before;
-        if (is_far && exponent[j] > maximum) maximum = exponent[j];
-        float keep = __builtin_expf(before - maximum), weight = is_far ? __builtin_expf(exponent[j] - maximum) : 0;
-        for (int64_t i = 0; i < width; i++) new[i] = old[i] * keep + (is_far ? weight * value[i] : 0);
-        new[width] = old[width] * keep + weight;
-        new[row - 1] = maximum;
+    float *new = (float *)x[STEP_NEW] + head *features *row, maximum[features], keep[features], weight[features];
+    float decay = x[STEP_DECAY] && is_far ? ((const float *)x[STEP_DECAY])[head % n->heads] : 0;
+    for (int64_t j = 0; j < features; j++) {
+        float before = old[j * row + row - 1] + decay;
+        maximum[j] = is_far && exponent[j] > before ? exponent[j] : before;
+        keep[j] = before - maximum[j];
+        weight[j] = is_far ? exponent[j] - maximum[j] : EMPTY;
+    }
+    exponentials(keep, features);
+    exponentials(weight, features);
+    for (int64_t j = 0; j < features; j++) {
+        const float *from = old + j * row;
+        float *to = new + j *row;
+        for (int64_t i = 0; i < width; i++) to[i] = from[i] * keep[j] + (is_far ? weight[j] * value[i] : 0);
+        to[width] = from[width] * keep[j] + weight[j];
+        to[row - 1] = maximum[j];
     }
     for (int64_t group = head * n->groups; group < (head + 1) * n->groups; group++) {
         float *out = (float *)x[STEP_FAR] + group * width, weights[features], ignored, total = 0;
         const float *query = (const float *)x[STEP_QUERY_EXPONENT] + group * features;
-        for (int64_t j = 0; j < features; j++) weights[j] = query[j] + sums[j * row + row - 1];
+        for (int64_t j = 0; j < features; j++) weights[j] = query[j] + maximum[j];
         float scale = softmax_weights(weights, features, &ignored);
         memset(out, 0, 4 * width);
         for (int64_t j = 0; j < features; j++) {
-            add_scaled(out, sums + j * row, weights[j], width);
-            total += weights[j] * sums[j * row + width];
+            add_scaled(out, new + j *row, weights[j], width);
+            total += weights[j] * new[j * row + width];
         }
         for (int64_t i = 0; i < width; i++) out[i] *= total < TINY ? 0 : 1 / total;
         ((float *)x[STEP_FAR_SIZE])[group] = total < TINY ? EMPTY : scale + __builtin_logf(total);
@@ -98,7 +122,7 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
 
 int log_step(const step_sizes *n, char **x) {
     for (int64_t head = 0; head < n->batch * n->heads; head++)
-        update_far(n, x, head, (const float *)x[STEP_VALUE] + head * n->width);
+        update_far(n, x, head, (const float *)x[STEP_VALUE] + head * n->width, 1);
     return 0;
 }
 
@@ -156,32 +180,33 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
     float *logits = malloc(4 * n->groups * (n->window + n->sinks));
     if (!logits) return 1;
     int64_t window = n->window, sinks = n->sinks, key = n->stored_dim * n->key_bytes, value = n->width * n->value_bytes;
-    for (int64_t head = 0; head < n->batch * n->heads; head++) {
-        int64_t batch = head / n->heads, seen = ((const int64_t *)x[STEP_SEEN])[batch];
-        const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
-        const char kind = seen < sinks ? SINK : FAR_LATER;
-        float space[n->width];
-        if (head % n->heads == 0) {
-            shift_rows(new[3] + batch *window, x[STEP_KIND] + batch * window, &kind, window, 1);
-            ((int64_t *)new[6])[batch] = (int64_t)((uint64_t)seen + 1); /* any number may come from a file */
-            if (new[7])
-                shift_rows(new[7] + batch *window * 4, x[STEP_WINDOW_POSITION] + batch * window * 4,
-                           x[STEP_POSITION] + batch * 4, window, 4);
+    for (int64_t batch = 0; batch < n->batch; batch++) {
+        int64_t seen = ((const int64_t *)x[STEP_SEEN])[batch];
+        int is_far = x[STEP_KIND][batch * window] == FAR_LATER, is_sink = seen < sinks;
+        const char kind = is_sink ? SINK : FAR_LATER;
+        shift_rows(new[3] + batch *window, x[STEP_KIND] + batch * window, &kind, window, 1);
+        ((int64_t *)new[6])[batch] = (int64_t)((uint64_t)seen + 1); /* any number may come from a file */
+        if (new[7])
+            shift_rows(new[7] + batch *window * 4, x[STEP_WINDOW_POSITION] + batch * window * 4,
+                       x[STEP_POSITION] + batch * 4, window, 4);
+        for (int64_t head = batch * n->heads; head < (batch + 1) * n->heads; head++) {
+            const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
+            float space[n->width];
+            /* Before the window moves: it may move in place. */
+            update_far(n, x, head, row_as_floats(x[STEP_WINDOW_VALUE], head * window, n->width, n->value_bytes, space),
+                       is_far);
+            shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
+            shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
+                       value);
+            copy_rows(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
+            copy_rows(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
+            if (is_sink && seen >= 0) {
+                memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
+                memcpy(new[5] + (head * sinks + seen) * value, new_value, value);
+            }
+            attend_near(n, x, head, scaling, logits);
+            if (x[STEP_LOG_SCALE]) join_far_part(n, x, head, scaling);
         }
-        shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
-        shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
-                   value);
-        if (sinks) { /* else there may be no address */
-            memcpy(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
-            memcpy(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
-        }
-        if (kind == SINK && seen >= 0) {
-            memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
-            memcpy(new[5] + (head * sinks + seen) * value, new_value, value);
-        }
-        update_far(n, x, head, row_as_floats(x[STEP_WINDOW_VALUE], head * window, n->width, n->value_bytes, space));
-        attend_near(n, x, head, scaling, logits);
-        if (x[STEP_LOG_SCALE]) join_far_part(n, x, head, scaling);
     }
     free(logits);
     return 0;

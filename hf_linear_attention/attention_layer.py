@@ -300,6 +300,8 @@ class LinearizedAttention:
             return output
         state = self._current_state(state_layer, scaling)
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "state": state, **inputs.per_token}
+        if state_layer is not None and state_layer.static and self.linear_attention.can_step_in_place:
+            options["in_place"] = not state_layer.record_past
         output, state = self.linear_attention(query, key, value, attention_mask=key_mask, **options)
         if state_layer is not None:
             state_layer.record(self._tokens(inputs, value, key_mask))

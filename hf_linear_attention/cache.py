@@ -184,7 +184,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.batch_size = state[0].shape[0]
         if self.static and self.state is not None and self.state[0].shape == state[0].shape:
             for old, new in zip(self.state, state):
-                old.copy_(new)
+                if new is not old:  # written in place
+                    old.copy_(new)
         else:
             self.state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state) if self.static else state
             if self.static and not torch.compiler.is_compiling():

@@ -45,6 +45,12 @@ WINDOW = (
     "Tensor? sink_query, float scaling"
 )
 
+STEP = (
+    "Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor query_exponent, "
+    "Tensor key_exponent, Tensor? log_decay, {} state, Tensor? log_scale, Tensor? norm_weight, int key_dim, "
+    "float scaling"
+)
+
 
 def exact_part(
     query: Tensor,
@@ -79,6 +85,11 @@ def exact_part(
 def hybrid_step(*given: Any) -> list[Tensor]:
     """Call the operator `hybrid_step` (see `_hybrid_step`); only valid if `kernels.takes_step` returned True."""
     return without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
+
+
+def hybrid_step_in_place(*given: Any) -> Tensor:
+    """`hybrid_step` which writes the new state over the old one, and returns its last result alone."""
+    return without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given)
 
 
 def _window(
@@ -234,25 +245,44 @@ def _hybrid_step(
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
     """
     given = (query, key, value, sink_query, position, query_exponent, key_exponent, log_decay)
-    check_hybrid_step(*given, state, log_scale, norm_weight, key_dim)
+    others = (log_scale, norm_weight, key_dim, scaling)
+    check_hybrid_step(*given, state, *others[:3])
+    results = _fake_hybrid_step(*given, state)
+    _run_hybrid_step(given, [x.contiguous() for x in state], others, results)
+    return results
+
+
+def _hybrid_step_(*given: Any) -> Tensor:
+    """`_hybrid_step` in place, for a dense state."""
+    state, others = given[8], given[9:]
+    check_hybrid_step(*given[:12])
+    for x in state:
+        if not x.is_contiguous():
+            raise ValueError(f"`state` has a tensor with strides {tuple(x.stride())}; it must be dense.")
+    parts = _fake_hybrid_step_(*given)
+    _run_hybrid_step(given[:8], state, others, [*state, parts])
+    return parts
+
+
+def _run_hybrid_step(given: Tensors, state: Sequence[Tensor], others: Sequence[Any], results: Sequence[Tensor]) -> None:
+    query, key, value, sink_query, *rest = given
+    log_scale, norm_weight, key_dim, scaling = others
     refuse_without_library(query, key, value, sink_query)
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     if sink_query is not None:
         sink_query = sink_query.to(query.dtype)
-    results = _fake_hybrid_step(*given, state)
     shape = (
         *(batch, kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
-        *(key_dim, key.shape[3], key_exponent.shape[-1], value.shape[3]),
+        *(key_dim, key.shape[3], rest[2].shape[-1], value.shape[3]),
         *(x.element_size() for x in (query, key, value)),
     )
     no_positions = (None,) * (8 - len(state))
-    numbers = (query, key, value, sink_query, *given[4:], *state, *no_positions, log_scale, norm_weight)
+    numbers = (query, key, value, sink_query, *rest, *state, *no_positions, log_scale, norm_weight)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
     rows, width = batch * heads, value.shape[3]
     offsets = [0, rows * width, rows * (width + 1), rows * (width + 2), rows * (2 * width + 2)]
     *new_state, parts = results
     run_step("hybrid_step", shape, (*dense, *new_state, *no_positions, parts), scaling, offsets)
-    return results
 
 
 def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:
@@ -268,12 +298,14 @@ def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Te
     return [x.view(batch, kv_heads, heads // kv_heads, 1, n) for x, n in zip(found, columns)]
 
 
-def _fake_hybrid_step(
-    query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
-    query_exponent: Tensor, key_exponent: Tensor, log_decay: Tensor | None, state: Sequence[Tensor], *_: Any,
-) -> list[Tensor]:  # fmt: skip
-    parts = state[0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
-    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state), parts]
+def _fake_hybrid_step(*given: Any) -> list[Tensor]:
+    new_state = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[8]]
+    return [*new_state, _fake_hybrid_step_(*given)]
+
+
+def _fake_hybrid_step_(*given: Any) -> Tensor:
+    query, _, value, *_ = given
+    return given[8][0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
 
 
 def check_window(
@@ -397,12 +429,7 @@ OPERATORS_OF_HYBRID = {
         _window_backward,
         _fake_window_backward,
     ),
-    "hybrid_step": Operator(
-        "(Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor query_exponent, "
-        "Tensor key_exponent, Tensor? log_decay, Tensor[] state, Tensor? log_scale, Tensor? norm_weight, "
-        "int key_dim, float scaling) -> Tensor[]",
-        _hybrid_step,
-        _fake_hybrid_step,
-    ),
+    "hybrid_step": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _hybrid_step, _fake_hybrid_step),
+    "hybrid_step_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _hybrid_step_, _fake_hybrid_step_),
 }
 OPERATORS = register(OPERATORS_OF_HYBRID, "causal", "window", "hybrid")

@@ -122,6 +122,8 @@ class AttentionMechanism(nn.Module):
     needs_gates = False
     # Whether the state depends on the queries, so that `absorb` takes them.
     absorbs_queries = False
+    # Whether `forward` takes `in_place`, which allows it to write the state after one more token over `state`.
+    can_step_in_place = False
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
@@ -252,7 +254,7 @@ class AttentionMechanism(nn.Module):
                 get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
             scaling: the factor of the layer's q·k.
             is_causal: whether a query sees only its own and earlier keys.
-            state: the result of an earlier call, which is never changed in place, or None at the start.
+            state: the result of an earlier call, or None at the start; only changed in place with `in_place`.
 
         Returns:
             The output `[B, N, H, D]` in the dtype of `query`, which is 0 for a query that sees no key; and the new

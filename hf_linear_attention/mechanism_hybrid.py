@@ -37,6 +37,7 @@ from .kernels import map_attention
 from .kernels import state_after
 from .kernels import takes_step
 from .kernels_hybrid import hybrid_step
+from .kernels_hybrid import hybrid_step_in_place
 from .kernels_hybrid import step_parts
 from .kernels_joint import NO_PAIRS
 from .kernels_joint import Given
@@ -85,6 +86,7 @@ class HybridAttention(WindowAttention):
     kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
     """
 
+    can_step_in_place = True
     options: ClassVar[dict[str, Option]] = {
         **WindowAttention.options,
         "far": Option(
@@ -194,15 +196,16 @@ class HybridAttention(WindowAttention):
         state: State | None,
         positions: Tensor | None = None,
         gates: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, State | None]:
-        """Window, sinks and far keys; see `AttentionMechanism.forward`, and `gates` for the last argument.
+        """Window, sinks and far keys; see `AttentionMechanism.forward` and `gates`.
 
         Raises:
             ValueError: with a delta rule, without gates or in the bidirectional form.
         """
         options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
         if self.rule is None:
-            return super().forward(query, key, value, state=state, positions=positions, **options)
+            return super().forward(query, key, value, state=state, positions=positions, in_place=in_place, **options)
         if gates is None or not is_causal:
             raise ValueError(
                 f"`far` = `{self.settings['far']}` is causal and needs `gates`; compute them with the method of that "
@@ -237,19 +240,19 @@ class HybridAttention(WindowAttention):
         return x if self.shift is None else self.shift(x, -positions)
 
     def _step(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any, in_place: bool
     ) -> tuple[Tensor, State] | None:
         """`_attend_back` for one token in few operations, because at this size the overhead of each dominates."""
         if self.feature_map is None or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
         if takes_step(query, key, value, *state[1:3], in_graphs=True):
-            return self._step_in_c(query, key, value, scaling, state, positions)
+            return self._step_in_c(query, key, value, scaling, state, positions, in_place)
         if is_eager(query) and query.device.type == "cpu" and bool((state[3] == ORDINARY).all()):
             return self._step_in_torch(query, key, value, scaling, state, positions)
         return None
 
     def _step_in_c(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any, in_place: bool
     ) -> tuple[Tensor, State]:
         old = WindowState(*state[1:])
         # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
@@ -257,10 +260,15 @@ class HybridAttention(WindowAttention):
         exponents = self._exponents_of_step(query, old, scaling, positions)
         joint = self.mix.kernel_parameters()
         log_decay = None if self.decay is None else self.decay()
-        *new, parts = hybrid_step(
+        given = (
             *(query, key, value, self._sink_query(query, positions), None if self.shift is None else positions),
             *(*exponents, log_decay, list(state), *(joint or (None, None)), self.shape.head_dim, scaling),
         )
+        if in_place:
+            parts = hybrid_step_in_place(*given)
+        else:
+            *new, parts = hybrid_step(*given)
+            state = tuple(new)
         (batch, heads), width = query.shape[:2], value.shape[-1]
         if joint is not None:
             near = parts[: batch * heads * width]
@@ -268,7 +276,7 @@ class HybridAttention(WindowAttention):
             near, near_size, largest, far, far_size = step_parts(parts, query, key, width)
             norm = half_squared_norm(query, scaling).view(largest.shape)
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
-        return with_dtype(near.view(batch, 1, heads, width), query.dtype), tuple(new)
+        return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
 
     def _exponents_of_step(
         self, query: Tensor, old: WindowState, scaling: float, positions: Any

@@ -115,6 +115,7 @@ class WindowAttention(BidirectionalWindow):
         is_causal: bool,
         state: State | None,
         positions: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, State | None]:
         """Exact attention to the window and the sinks; see `AttentionMechanism.forward`."""
         numbers = None
@@ -130,7 +131,7 @@ class WindowAttention(BidirectionalWindow):
             output, state = self._attend_from_start(query, key, value, scaling, positions)
             return output.transpose(1, 2), state
         if attention_mask is None and state and query.shape[2] == 1:
-            step = self._step(query, key, value, scaling, state, positions)
+            step = self._step(query, key, value, scaling, state, positions, in_place)
             if step is not None:
                 return step
         if attention_mask is None:
@@ -175,7 +176,7 @@ class WindowAttention(BidirectionalWindow):
         return output.transpose(1, 2), state
 
     def _step(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any, in_place: bool
     ) -> tuple[Tensor, State] | None:
         """What `forward` returns for one token after others, if that can be computed in fewer operations, or None."""
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from hf_linear_attention import kernels_cpu
 from hf_linear_attention.cache import LinearAttentionStateLayer
@@ -104,6 +105,73 @@ def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
     assert not all(tensor.is_contiguous() for tensor in state)  # else the next line would not show anything
     layer.store(state)
     assert all(tensor.is_contiguous() for tensor in layer.state)
+
+
+def static_layer(mechanism, query, key, value, count):
+    """A static cache layer after `count` tokens."""
+    layer = LinearAttentionStateLayer(64, static=True)
+    first = (x[:, :, :count] for x in (query, key, value))
+    options = {"attention_mask": None, "scaling": 0.25, "is_causal": True}
+    layer.store(mechanism(*first, state=None, **options, **at(mechanism, 0, count))[1])
+    return layer
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_in_place_is_one_that_is_not(settings):
+    mechanism = hybrid(settings)
+    inputs = [torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    layer, options = static_layer(mechanism, *inputs, 1), {"attention_mask": None, "scaling": 0.25, "is_causal": True}
+    state, memory = tuple(x.clone() for x in layer.state), [x.data_ptr() for x in layer.state]
+    for t in range(1, LENGTH):
+        token, further = [x[:, :, t : t + 1] for x in inputs], {**options, **at(mechanism, t, t + 1)}
+        expected, state = mechanism(*token, state=state, **further)
+        output, new = mechanism(*token, state=layer.state, in_place=True, **further)
+        layer.store(new)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+        torch.testing.assert_close(layer.state, state, rtol=0, atol=0)
+    assert [x.data_ptr() for x in layer.state] == memory
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+def test_a_step_in_place_that_is_refused_changes_nothing():
+    mechanism = hybrid({"window_size": 3, "num_sinks": 2})
+    inputs = [torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    state = static_layer(mechanism, *inputs, LENGTH - 1).state
+    kept = [x.clone() for x in state]
+    query, key, value = (x[:, :, -1:] for x in inputs)
+    options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, "in_place": True}
+    strided = (*state[:1], state[1].mT.contiguous().mT, *state[2:])
+    with pytest.raises(ValueError, match=r"`state` has a tensor with strides .* dense"):
+        mechanism(query, key, value, state=strided, **options)
+    with pytest.raises(ValueError, match="it must have"):
+        mechanism(query, key[..., :8], value, state=state, **options)
+    torch.testing.assert_close(list(state), kept, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+def test_a_compiled_step_writes_a_static_cache_without_a_copy():
+    mechanism = hybrid({"window_size": 5})
+    inputs = [torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    layers = [static_layer(mechanism, *inputs, LENGTH - 1) for _ in range(2)]
+    token = [x[:, :, -1:] for x in inputs]
+    options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, **at(mechanism, LENGTH - 1, LENGTH)}
+
+    def step(layer, *tensors):
+        output, state = mechanism(*tensors, state=layer.state, in_place=True, **options)
+        layer.store(state)
+        return output
+
+    compiled = torch.compile(step, fullgraph=True)
+    output, (code,) = run_and_get_code(compiled, layers[0], *token)
+    torch.testing.assert_close(output, step(layers[1], *token))
+    torch.testing.assert_close(layers[0].state, layers[1].state)
+    assert ".hybrid_step_.default(" in code
+    assert "copy__" not in code  # what the compiler calls its copies into the tensors of a cache
 
 
 @torch.no_grad()

@@ -130,6 +130,7 @@ SAMPLES = {
     "joint_attention": joint_samples,
     "attention_step": step_samples,
     "hybrid_step": hybrid_samples,
+    "hybrid_step_": hybrid_samples,
     "slot_attention": slot_samples,
     "elu_plus_one": elu_samples,
     "gated_delta": delta_samples,

@@ -156,7 +156,12 @@ def hybrid(t, options, constants):
     given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
     joint = t.get("log_scale"), t.get("norm_weight")
     if "is_exact" not in constants:
-        *new, parts = OPERATORS.hybrid_step(*given, state, *joint, options["key_dim"], options["scaling"])
+        others = *joint, options["key_dim"], options["scaling"]
+        *new, parts = OPERATORS.hybrid_step(*given, state, *others)
+        written = [x.clone(memory_format=torch.contiguous_format) for x in state]
+        again = OPERATORS.hybrid_step_(*given, written, *others)
+        for functional, in_place in zip((*new, parts), (*written, again)):
+            torch.testing.assert_close(in_place, functional, rtol=0, atol=0, equal_nan=True)
         new += step_parts(parts, t["query"], t["key"], t["value"].shape[-1])
     else:
         new = hybrid_in_torch(*given, state, *joint, options["key_dim"], options["scaling"])
