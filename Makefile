@@ -86,6 +86,10 @@ bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchm
 bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (about 20 minutes on one free core)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
+.PHONY: figures
+figures: $(VENV)/.installed ## Write the figures of README and docs from benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/quotes.py --write
+
 .PHONY: docs
 docs: $(VENV)/.installed ## Build the documentation into build/site; a broken link is an error (10 seconds)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -252,8 +252,6 @@ def test_a_stranger_can_add_a_mechanism_and_a_feature_map(tmp_path):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "pyproject.toml", "Makefile", "mkdocs.yml"):
         shutil.copy(ROOT / name, root)
-    (root / "benchmarks").mkdir()
-    shutil.copy(ROOT / "benchmarks" / "RESULTS.md", root / "benchmarks")  # the figures of the documentation
 
     *before, (row, oracle) = STEPS["Add a mechanism"]
     follow(root, [*chain(*before), row])
