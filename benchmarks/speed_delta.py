@@ -184,7 +184,10 @@ def main(argv: list[str] | None = None) -> None:
         arguments.lengths, arguments.rounds = [16, 48], 1
     methods, figures = calls("torch_chunk_gated_delta_rule"), {"lengths": arguments.lengths}
     for mode in ("forward", "forward and backward"):
-        figures[mode] = {n: measure(methods, n, mode != "forward", arguments.rounds, False) for n in arguments.lengths}
+        figures[mode] = {
+            n: measure(methods, n, mode != "forward", arguments.rounds if n <= 1024 else 2, False)
+            for n in arguments.lengths
+        }
     steps = calls("torch_recurrent_gated_delta_rule")
     figures["step"] = {1: measure(steps, 1, False, 200 * arguments.rounds, True)}
     figures["errors"] = errors(methods)

@@ -385,7 +385,9 @@ class HybridAttention(WindowAttention):
         turns: Any = (None, None)
         pairs, move = NO_PAIRS, self._move_to_sinks(query, positions)
         if self.shift is not None:
-            turns = self.shift.table(-positions), self.shift.table(-cast(Tensor, line.position))
+            turn = self.shift.table(-positions)
+            is_same = line.position is positions
+            turns = turn, turn if is_same else self.shift.table(-cast(Tensor, line.position))
             pairs = self.shift.pairs
         to_sinks, sink_pairs = None, NO_PAIRS
         if move is not None and self.to_sinks is not None:
