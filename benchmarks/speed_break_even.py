@@ -56,7 +56,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "window 64 + 4": {"mechanism": "window", "window_size": 64, "num_sinks": 4},
 }
 MODES = ("bidirectional", "causal")
-# Where softmax is four times as fast, one round will do at the next length: these take longest.
+# Where softmax is four times as fast, one round will do at the next length.
 CLEAR = 0.25
 CONDITIONS = f"forward, float32, one CPU thread, {HEADS} heads of {DIM}"
 
@@ -73,6 +73,13 @@ def break_even(lengths: list[int], ratios: list[float]) -> int | None:
     return next((n for place, n in enumerate(lengths) if min(ratios[place:]) >= 1), None)
 
 
+def _rounds(rounds: int, length: int, ratios: list[float]) -> int:
+    """Fewer rounds where they take long: at long lengths, and where softmax was several times as fast before."""
+    if ratios and ratios[-1] < CLEAR:
+        return 1
+    return min(rounds, 2) if length > 1024 else rounds
+
+
 def measure(settings: dict[str, Any], is_causal: bool, lengths: list[int], rounds: int) -> list[float]:
     call = mechanism_call(is_causal=is_causal, max_length=max(lengths), **settings)
     ratios = []
@@ -84,7 +91,7 @@ def measure(settings: dict[str, Any], is_causal: bool, lengths: list[int], round
                     "mechanism": lambda tensors=tensors: call(*tensors),
                     "softmax": lambda tensors=tensors: F.scaled_dot_product_attention(*tensors, is_causal=is_causal),
                 },
-                1 if ratios and ratios[-1] < CLEAR else rounds,
+                _rounds(rounds, length, ratios),
             )
         ratios.append(median_ratio(times["softmax"], times["mechanism"]))
     return ratios

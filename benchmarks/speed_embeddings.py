@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     disable_progress_bar()

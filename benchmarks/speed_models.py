@@ -35,6 +35,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from benchmarks.speed_kernels import cpu_times, resident_bytes
 from hf_linear_attention import convert
+from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.training.presets.preset import load_preset
 
 
@@ -82,7 +83,8 @@ LINEAR = {
 HYBRID = {"hybrid": {"mechanism": "hybrid", "num_features": 64}}
 ENCODERS = {
     **LINEAR,
-    "performer 256": {"mechanism": "performer", "num_features": 256},
+    "hybrid 64 + 1": DEFAULTS["bidirectional"],
+    "window 64 + 1": {**DEFAULTS["bidirectional"], "mechanism": "window"},
     "linformer 128": {"mechanism": "linformer", "projection_size": 128, "projection": "mean-pool"},
     "nystrom 64": {"mechanism": "nystrom", "num_landmarks": 64},
 }

@@ -39,8 +39,6 @@ from hf_linear_attention.training.tasks import unit_of
 
 
 CONVERTED, TRAINED, CONTROL = "converted", "trained", "control"  # inside the work folder
-# A step moves a parameter by about its learning rate, so in few steps none gets far, however long the texts are.
-FEWEST_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -195,28 +193,23 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     preset, given = parsed
     preset = fit_to(preset, _empty(plan))
     if plan.extension is not None and plan.head.task == "embedding":
-        preset = with_long_texts(preset, plan.extension, given.get("max_train_tokens") or preset.tokens)
+        preset = with_long_texts(preset, plan.extension)
     if unit_of(str(plan.head.task)) == "tokens":
         given = {"max_train_tokens": preset.tokens, **given}
     return Training(preset, given, output, arguments.controls == "healed")
 
 
-def with_long_texts(preset: Preset, extension: Extension, tokens: int) -> Preset:
+def with_long_texts(preset: Preset, extension: Extension) -> Preset:
     """The preset, whose stages for embedding models train on texts as long as the extended positions.
 
     Attention transfer stays as it is within the original's length, because its softmax teacher has no positions beyond.
-    Batches of the other stages have as many tokens as before, or fewer, down to one text, where a stage would have
-    less than `FEWEST_STEPS` steps.
-
-    Args:
-        tokens: the tokens of all stages.
+    Batches of the other stages have as many tokens as before.
     """
 
     def longer(stage: Stage) -> Stage:
         if is_transfer(stage):
             return replace(stage, options={**stage.options, "max_length": min(extension.before, DEFAULT_MAX_LENGTH)})
-        before = stage.options.get("per_device_train_batch_size", 1) * DEFAULT_MAX_LENGTH
-        texts = min(before, round(tokens * stage.share) // FEWEST_STEPS) // extension.tokens
+        texts = stage.options.get("per_device_train_batch_size", 1) * DEFAULT_MAX_LENGTH // extension.tokens
         options = {"max_length": extension.tokens, "per_device_train_batch_size": max(1, texts)}
         return replace(stage, options={**stage.options, **options})
 

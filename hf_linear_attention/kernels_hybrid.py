@@ -264,7 +264,9 @@ def _hybrid_step_(*given: Any) -> Tensor:
     return parts
 
 
-def _run_hybrid_step(given: Tensors, state: Sequence[Tensor], others: Sequence[Any], results: Sequence[Tensor]) -> None:
+def _run_hybrid_step(
+    given: Sequence[Any], state: Sequence[Tensor], others: Sequence[Any], results: Sequence[Tensor]
+) -> None:
     query, key, value, sink_query, *rest = given
     log_scale, norm_weight, key_dim, scaling = others
     refuse_without_library(query, key, value, sink_query)

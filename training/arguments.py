@@ -281,6 +281,15 @@ class OptimizationArguments:
         on_resume=OnResume.WARNED,
         is_per_stage=True,
     )
+    min_train_steps: int | None = option(
+        "Smaller batches, down to one text, where max_train_tokens would end the run in fewer optimizer steps: in few "
+        "steps no parameter gets far, however long the texts are.",
+        None,
+        bounds=COUNT,
+        tasks=TEXT_TASKS,
+        needs=("max_train_tokens",),
+        on_resume=OnResume.WARNED,
+    )
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
         "Learning-rate schedule after the warmup.", "linear", on_resume=OnResume.WARNED
     )

@@ -20,7 +20,12 @@ from hf_linear_attention.training.checkpoints.final_model import save_final
 from hf_linear_attention.training.checkpoints.weights import TrainedParameters, whole_weights
 from hf_linear_attention.training.context import RunContext
 from hf_linear_attention.training.data.batches import Stream
-from hf_linear_attention.training.data.inputs import TrainInputs, keeps_documents_apart, sequences_per_step
+from hf_linear_attention.training.data.inputs import (
+    TrainInputs,
+    keeps_documents_apart,
+    sequences_per_step,
+    with_enough_steps,
+)
 from hf_linear_attention.training.data.packing import Examples, PackedBlocks
 from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
 from hf_linear_attention.training.data.splits import load_data, masking_of, stream_of
@@ -224,6 +229,7 @@ def _train_inputs(context: RunContext, examples: Examples | StreamedExamples) ->
     else:
         if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(context):
             examples = examples.unpacked()
+        recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
         together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
         source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
     return TrainInputs(source, recipe, context.accelerator, masking_of(recipe, processor), context.pad_token_id)

@@ -93,7 +93,7 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert quality["student"] == pytest.approx(runs[-1]["metrics"]["eval_nats_per_token"], rel=1e-6)
     assert quality["student"] != pytest.approx(runs[0]["metrics"]["eval_nats_per_token"], rel=1e-6)
     assert {"window_alone", "without_far", "agreement", "kl", "gap"} <= quality.keys()
-    for text in (f"| nats per token, the original | {quality['teacher']:.4g} |", "| preset | default (version 5) |"):
+    for text in (f"| nats per token, the original | {quality['teacher']:.4g} |", "| preset | default (version 6) |"):
         assert text in card
     assert ".unfinished" not in card + trained["stdout"]
     assert re.search(rf"KL\(original, this model\), nats per token +{quality['kl']:.4g}\n", trained["stdout"])

@@ -268,6 +268,21 @@ def test_tokens_limit_the_run(finetune, causal: list[str]) -> None:
     assert tokens[-2] < 1000 <= tokens[-1]
 
 
+def test_few_tokens_are_divided_into_enough_steps(finetune, causal: list[str], tmp_path: Path) -> None:
+    limits = ["--max_train_tokens", 1000, "--per_device_train_batch_size", 16, "--logging_steps", 1]
+
+    def steps(name: str, *more: Any) -> int:
+        return len(losses(finetune(*causal, *limits, *more, output_dir=tmp_path / name)))
+
+    few = steps("few")
+    assert few < 8 <= steps("enough", "--min_train_steps", 8) <= 16
+    assert steps("with two to accumulate", "--min_train_steps", 8, "--gradient_accumulation_steps", 2) in range(8, 17)
+    assert steps("still few", "--min_train_steps", 1) == few  # batches do not grow
+    alone = steps("alone", "--min_train_steps", 10**6)
+    assert alone == steps("one text", "--per_device_train_batch_size", 1)
+    finetune(*causal, "--min_train_steps", 8, expect=2)  # without a number of tokens
+
+
 def test_evaluation_only(finetune, llama: str, files: Path, tmp_path: Path) -> None:
     options = ["--model_name_or_path", llama, "--task", "causal_lm", "--validation_file", files / "valid.txt"]
     events = finetune(*options, "--max_length", 32)

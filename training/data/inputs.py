@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from hf_linear_attention.training.losses.outputs import run_model
 from hf_linear_attention.training.recipe import Recipe
 
 
+logger = logging.getLogger(__name__)
 DEFAULT_EPOCHS = 3.0
 CONTENT = "train_content"  # the fact that says which rows a run was trained on
 
@@ -47,6 +49,21 @@ def sequences_per_step(recipe: Recipe, accelerator: Accelerator) -> int:
     """Sequences (or images) in one optimizer step, over all processes and accumulated batches."""
     plan = recipe.optimization
     return plan.per_device_train_batch_size * plan.gradient_accumulation_steps * accelerator.num_processes
+
+
+def with_enough_steps(recipe: Recipe, lengths: np.ndarray, num_processes: int) -> Recipe:
+    """The recipe for examples of these `lengths` in tokens, with batches that give at least `min_train_steps` steps.
+
+    Batches never grow, and keep one example; so short texts, or few tokens, may still give other numbers of steps.
+    """
+    plan = recipe.optimization
+    if plan.min_train_steps is None or plan.max_train_tokens is None:
+        return recipe
+    tokens = plan.max_train_tokens / (plan.min_train_steps * plan.gradient_accumulation_steps * num_processes)
+    size = max(1, min(plan.per_device_train_batch_size, int(tokens / lengths.mean())))
+    if size < plan.per_device_train_batch_size:
+        logger.info("batches of %d texts instead of %d (min_train_steps)", size, plan.per_device_train_batch_size)
+    return replace(recipe, optimization=replace(plan, per_device_train_batch_size=size))
 
 
 @dataclass
