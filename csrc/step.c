@@ -83,12 +83,13 @@ static void copy_rows(char *to, const char *from, int64_t bytes) {
     if (to != from && bytes) memcpy(to, from, bytes); /* without rows there may be no address */
 }
 
-/* S, Z and m with a key and its `value` if `is_far`, and what queries read from them. */
-static void update_far(const step_sizes *n, char **x, int64_t head, const float *value, int is_far) {
+/* S, Z and m with a key and its `value` if `is_far`, and what queries read from them; `space [4, features]`. */
+static void update_far(const step_sizes *n, char **x, int64_t head, const float *value, int is_far, float *space) {
     int64_t features = n->features, width = n->width, row = width + 2;
     const float *old = (const float *)x[STEP_SUMS] + head * features * row;
     const float *exponent = (const float *)x[STEP_KEY_EXPONENT] + head * features;
-    float *new = (float *)x[STEP_NEW] + head *features *row, maximum[features], keep[features], weight[features];
+    float *new = (float *)x[STEP_NEW] + head *features *row;
+    float *maximum = space, *keep = maximum + features, *weight = keep + features, *weights = weight + features;
     float decay = x[STEP_DECAY] && is_far ? ((const float *)x[STEP_DECAY])[head % n->heads] : 0;
     for (int64_t j = 0; j < features; j++) {
         float before = old[j * row + row - 1] + decay;
@@ -106,7 +107,7 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
         to[row - 1] = maximum[j];
     }
     for (int64_t group = head * n->groups; group < (head + 1) * n->groups; group++) {
-        float *out = (float *)x[STEP_FAR] + group * width, weights[features], ignored, total = 0;
+        float *out = (float *)x[STEP_FAR] + group * width, ignored, total = 0;
         const float *query = (const float *)x[STEP_QUERY_EXPONENT] + group * features;
         for (int64_t j = 0; j < features; j++) weights[j] = query[j] + maximum[j];
         float scale = softmax_weights(weights, features, &ignored);
@@ -121,8 +122,11 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
 }
 
 int log_step(const step_sizes *n, char **x) {
+    float *space = malloc(4 * (4 * n->features + 1)); /* not of 0 bytes */
+    if (!space) return 1;
     for (int64_t head = 0; head < n->batch * n->heads; head++)
-        update_far(n, x, head, (const float *)x[STEP_VALUE] + head * n->width, 1);
+        update_far(n, x, head, (const float *)x[STEP_VALUE] + head * n->width, 1, space);
+    free(space);
     return 0;
 }
 
@@ -177,8 +181,9 @@ static void join_far_part(const step_sizes *n, char **x, int64_t head, float sca
 
 int hybrid_step(const step_sizes *n, char **x, float scaling) {
     char **new = x + STEP_NEW;
-    float *logits = malloc(4 * n->groups * (n->window + n->sinks));
-    if (!logits) return 1;
+    float *far_space = malloc(4 * (4 * n->features + n->groups * (n->window + n->sinks)));
+    if (!far_space) return 1;
+    float *logits = far_space + 4 * n->features;
     int64_t window = n->window, sinks = n->sinks, key = n->stored_dim * n->key_bytes, value = n->width * n->value_bytes;
     for (int64_t batch = 0; batch < n->batch; batch++) {
         int64_t seen = ((const int64_t *)x[STEP_SEEN])[batch];
@@ -194,7 +199,7 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
             float space[n->width];
             /* Before the window moves: it may move in place. */
             update_far(n, x, head, row_as_floats(x[STEP_WINDOW_VALUE], head * window, n->width, n->value_bytes, space),
-                       is_far);
+                       is_far, far_space);
             shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
             shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
                        value);
@@ -208,6 +213,6 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
             if (x[STEP_LOG_SCALE]) join_far_part(n, x, head, scaling);
         }
     }
-    free(logits);
+    free(far_space);
     return 0;
 }
