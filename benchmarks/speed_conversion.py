@@ -175,7 +175,7 @@ def plot(plt, figures):
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.5)
-    parser.add_argument("--rounds", type=int, default=3, help="of the start-up times")
+    parser.add_argument("--rounds", type=int, default=2, help="of the start-up times")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     hidden, processes, programs = 2048, (), tuple(PROGRAMS)

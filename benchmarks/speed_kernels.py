@@ -60,6 +60,7 @@ LONGEST = {
     "performer-pytorch": 4096,
     "performer-pytorch, backward": 1024,
     "fast-transformers": 16384,
+    **{f"{name}, backward": 16384 for name in ("exp", "decay", "hybrid", "default")},
 }
 
 
