@@ -136,7 +136,9 @@ def test_conversion(row, tmp_path):
     model.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
     again = type(model).from_pretrained(tmp_path).eval()
-    assert torch.equal(outputs(again, inputs), output)
+    assert all(torch.equal(again.state_dict()[key], weight) for key, weight in ours.items())
+    # Not equal to the last bit: in memory the weights are aligned differently, and sums run in another order.
+    assert_close(outputs(again, inputs), output)
 
 
 @pytest.mark.parametrize("row", rows("decoders", "encoders", "encoder-decoders"))
