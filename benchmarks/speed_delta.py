@@ -13,6 +13,7 @@ the first tokens. The last table has whole layers of stock models, hidden size 1
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import sys
 from collections.abc import Callable
@@ -58,9 +59,17 @@ def ours(decay: str) -> Call:
     return call
 
 
+def use_torch_code(modeling: Any) -> None:
+    """Leave out flash-linear-attention, which transformers takes where it is installed, and which needs a GPU."""
+    for name, function in vars(modeling).items():
+        if inspect.isfunction(function) and function.__module__ == modeling.__name__:
+            setattr(modeling, name, inspect.unwrap(function))
+
+
 def transformers(name: str) -> Call:
     from transformers.models.qwen3_next import modeling_qwen3_next
 
+    use_torch_code(modeling_qwen3_next)
     rule = getattr(modeling_qwen3_next, name)
 
     def call(tensors, state=None):
@@ -112,12 +121,17 @@ def errors(methods: dict[str, Call]) -> dict[str, float]:
 def stock_layers() -> dict[str, torch.nn.Module]:
     """The linear layer of Qwen3-Next, whose decay is by head, and that of Kimi Linear, with one by feature."""
     from transformers import KimiLinearConfig, Qwen3NextConfig
-    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+    from transformers.models.kimi_linear import modeling_kimi_linear
+    from transformers.models.qwen3_next import modeling_qwen3_next
 
+    for modeling in (modeling_kimi_linear, modeling_qwen3_next):
+        use_torch_code(modeling)
     qwen = Qwen3NextConfig(hidden_size=1024, linear_num_key_heads=HEADS, linear_num_value_heads=HEADS)
     kimi = KimiLinearConfig(hidden_size=1024, linear_num_heads=HEADS, linear_head_dim=DIM)
-    return {"Qwen3-Next": Qwen3NextGatedDeltaNet(qwen, 0), "Kimi Linear": KimiLinearDeltaAttention(kimi, 0)}
+    return {
+        "Qwen3-Next": modeling_qwen3_next.Qwen3NextGatedDeltaNet(qwen, 0),
+        "Kimi Linear": modeling_kimi_linear.KimiLinearDeltaAttention(kimi, 0),
+    }
 
 
 def layer_seconds(layer: torch.nn.Module, length: int, with_backward: bool, rounds: int) -> tuple[list[float], ...]:
