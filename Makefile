@@ -85,7 +85,7 @@ bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchm
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recall.py
 
 .PHONY: bench
-bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (about 24 minutes on one free core)
+bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (24 minutes on one free core)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output_dir $(BENCH_DIR) || exit 1; done
 
 .PHONY: figures
