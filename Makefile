@@ -89,7 +89,7 @@ bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (24 minutes on 
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output_dir $(BENCH_DIR) || exit 1; done
 
 .PHONY: figures
-figures: $(VENV)/.installed ## Write the figures of README and docs from benchmarks/RESULTS.md
+figures: $(VENV)/.installed ## Write the figures of README and docs from the results in benchmarks/
 	$(BIN)/python benchmarks/quotes.py --write
 
 .PHONY: docs
