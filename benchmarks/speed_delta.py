@@ -13,12 +13,15 @@ the first tokens. The last table has whole layers of stock models, hidden size 1
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -59,18 +62,20 @@ def ours(decay: str) -> Call:
     return call
 
 
-def use_torch_code(modeling: Any) -> None:
+@contextlib.contextmanager
+def torch_code(modeling: ModuleType) -> Iterator[None]:
     """Leave out flash-linear-attention, which transformers takes where it is installed, and which needs a GPU."""
-    for name, function in vars(modeling).items():
-        if inspect.isfunction(function) and function.__module__ == modeling.__name__:
-            setattr(modeling, name, inspect.unwrap(function))
+    functions = {name: value for name, value in vars(modeling).items() if inspect.isfunction(value)}
+    own = {name: function for name, function in functions.items() if function.__module__ == modeling.__name__}
+    with mock.patch.multiple(modeling, **{name: inspect.unwrap(function) for name, function in own.items()}):
+        yield
 
 
 def transformers(name: str) -> Call:
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    use_torch_code(modeling_qwen3_next)
-    rule = getattr(modeling_qwen3_next, name)
+    with torch_code(modeling_qwen3_next):
+        rule = getattr(modeling_qwen3_next, name)
 
     def call(tensors, state=None):
         given = (tensors[name] for name in ("query", "key", "value", "by head", "beta"))
@@ -124,8 +129,6 @@ def stock_layers() -> dict[str, torch.nn.Module]:
     from transformers.models.kimi_linear import modeling_kimi_linear
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    for modeling in (modeling_kimi_linear, modeling_qwen3_next):
-        use_torch_code(modeling)
     qwen = Qwen3NextConfig(hidden_size=1024, linear_num_key_heads=HEADS, linear_num_value_heads=HEADS)
     kimi = KimiLinearConfig(hidden_size=1024, linear_num_heads=HEADS, linear_head_dim=DIM)
     return {
@@ -148,7 +151,8 @@ def layer_seconds(layer: torch.nn.Module, length: int, with_backward: bool, roun
         with accelerate_stock_models():
             stock()
 
-    times = cpu_times({"stock": stock, "accelerated": accelerated}, rounds)
+    with torch_code(sys.modules[type(layer).__module__]):
+        times = cpu_times({"stock": stock, "accelerated": accelerated}, rounds)
     return times["stock"], times["accelerated"]
 
 

@@ -83,6 +83,16 @@ def test_the_delta_rule_is_the_one_of_transformers(rule):
             assert (a.double() - e.double()).abs().max() <= 1e-5 * e.abs().max(), name
 
 
+def test_the_delta_rules_of_transformers_stay_as_they_were():
+    script, models = importlib.import_module("benchmarks.speed_delta"), ("kimi_linear", "qwen3_next")
+    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in models]
+    before = [vars(module).copy() for module in modules]
+    script.calls("torch_chunk_gated_delta_rule")
+    for layer in script.stock_layers().values():
+        script.layer_seconds(layer, 4, with_backward=False, rounds=1)
+    assert [vars(module) for module in modules] == before
+
+
 def test_break_even_is_the_length_from_which_softmax_stays_slower():
     break_even = importlib.import_module("benchmarks.speed_break_even").break_even
     assert break_even([1, 2, 4], [0.5, 1.1, 2.0]) == 2
