@@ -6,6 +6,32 @@
    states may lie where the old ones do. */
 #include "blocks.h"
 
+INLINE vector unaligned(const float *x) {
+    vector y;
+    memcpy(&y, x, sizeof(y));
+    return y;
+}
+
+/* out[columns] += weights[count] rows[count, columns], whose rows begin `stride` numbers apart; rows of weight 0 may be
+   nan. Sums stay in registers: in memory, each would wait for the one before. */
+static void add_weighted(float *out, const float *rows, int64_t stride, const float *weights, int64_t count,
+                         int64_t columns) {
+    enum { PARTS = 4 };
+    int64_t first = 0;
+    for (; first + PARTS * LANES <= columns; first += PARTS * LANES) {
+        vector sums[PARTS];
+        for (int part = 0; part < PARTS; part++) sums[part] = unaligned(out + first + part * LANES);
+        for (int64_t t = 0; t < count; t++) {
+            const float *row = rows + t * stride + first;
+            if (!weights[t]) continue;
+            for (int part = 0; part < PARTS; part++) sums[part] += weights[t] * unaligned(row + part * LANES);
+        }
+        for (int part = 0; part < PARTS; part++) memcpy(out + first + part * LANES, sums + part, sizeof(vector));
+    }
+    for (int64_t t = 0; t < count && first < columns; t++)
+        if (weights[t]) add_scaled(out + first, rows + t * stride + first, weights[t], columns - first);
+}
+
 void plain_step(const float *query, const float *key, const float *value, const float *state, float *output,
                 float *new_state, int64_t heads, int64_t groups, int64_t features, int64_t width) {
     int64_t row = width + 1;
@@ -20,10 +46,8 @@ void plain_step(const float *query, const float *key, const float *value, const 
             const float *q = query + group * features;
             float *out = output + group * width, total = 0;
             memset(out, 0, sizeof(float) * width);
-            for (int64_t j = 0; j < features; j++) {
-                add_scaled(out, new + j *row, q[j], width);
-                total += q[j] * new[j * row + width];
-            }
+            add_weighted(out, new, row, q, features, width);
+            for (int64_t j = 0; j < features; j++) total += q[j] * new[j * row + width];
             float inverse = 1 / (total < TINY ? TINY : total);
             for (int64_t i = 0; i < width; i++) out[i] *= inverse;
         }
@@ -99,7 +123,7 @@ static void map_row(const step_sizes *n, float *out, const float *row, float roo
     float *image = n->map == HEDGEHOG ? space : out, y[n->key_dim];
     for (int64_t i = 0; i < n->key_dim; i++) y[i] = root * row[i];
     memset(image, 0, 4 * columns);
-    for (int64_t i = 0; i < n->key_dim; i++) add_scaled(image, weight + i * columns, y[i], columns);
+    add_weighted(image, weight, columns, y, n->key_dim, columns);
     if (n->map == HEDGEHOG) {
         for (int part = 0; part < 2; part++)
             log_softmax(out + part * columns, image, part ? -1 : 1, columns, space + columns);
@@ -160,10 +184,8 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
         for (int64_t j = 0; j < features; j++) weights[j] = query[j] + maximum[j];
         float scale = softmax_weights(weights, features, &ignored);
         memset(out, 0, 4 * width);
-        for (int64_t j = 0; j < features; j++) {
-            add_scaled(out, new + j *row, weights[j], width);
-            total += weights[j] * new[j * row + width];
-        }
+        add_weighted(out, new, row, weights, features, width);
+        for (int64_t j = 0; j < features; j++) total += weights[j] * new[j * row + width];
         for (int64_t i = 0; i < width; i++) out[i] *= total < TINY ? 0 : 1 / total;
         ((float *)x[STEP_FAR_SIZE])[group] = total < TINY ? EMPTY : scale + __builtin_logf(total);
     }
@@ -180,12 +202,22 @@ int log_step(const step_sizes *n, char **x) {
     return 0;
 }
 
+/* out += `weights [count]` times as many values from row `first` on */
+static void add_weighted_values(const step_sizes *n, float *out, const char *values, int64_t first,
+                                const float *weights, int64_t count) {
+    int64_t width = n->width, at_once = n->value_bytes == 4 ? count : 1;
+    float space[width];
+    for (int64_t t = 0; t < count; t += at_once)
+        add_weighted(out, row_as_floats(values, first + t, width, n->value_bytes, space), width, weights + t, at_once,
+                     width);
+}
+
 /* `logits [groups, window + sinks]` is working space. */
 static void attend_near(const step_sizes *n, char **x, int64_t head, float scaling, float *logits) {
     char **new = x + STEP_NEW;
     int64_t batch = head / n->heads, window = n->window, count = window + n->sinks, width = n->width;
     int64_t seen = ((const int64_t *)new[6])[batch];
-    float total, space[n->key_dim], query_space[n->key_dim], value_space[width];
+    float total, space[n->key_dim], query_space[n->key_dim];
     for (int64_t j = 0; j < count; j++) {
         int is_sink = j >= window, is_seen = is_sink ? j - window < seen : new[3][batch * window + j] == FAR_LATER;
         const float *key = is_sink
@@ -201,12 +233,8 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, float scali
         int64_t row = head * n->groups + g;
         float *out = (float *)x[STEP_NEAR] + row * width, largest = softmax_weights(logits + g * count, count, &total);
         memset(out, 0, 4 * width);
-        for (int64_t j = 0; j < count; j++) {
-            const float *value =
-                j < window ? row_as_floats(new[2], head * window + j, width, n->value_bytes, value_space)
-                           : row_as_floats(new[5], head * n->sinks + j - window, width, n->value_bytes, value_space);
-            if (logits[g * count + j]) add_scaled(out, value, logits[g * count + j], width); /* hidden may be nan */
-        }
+        add_weighted_values(n, out, new[2], head * window, logits + g * count, window);
+        add_weighted_values(n, out, new[5], head * n->sinks, logits + g * count + window, n->sinks);
         for (int64_t i = 0; i < width; i++) out[i] *= total ? 1 / total : 0;
         ((float *)x[STEP_NEAR_SIZE])[row] = total ? largest + __builtin_logf(total) : EMPTY;
         ((float *)x[STEP_LARGEST])[row] = largest;

@@ -369,6 +369,8 @@ class Maker:
         for name, text in specification.items():
             for axis, letter in enumerate(text):
                 of = base.get(letter, letter)
+                if name == "sink_turn" and letter == "T":  # another number of pairs, which is allowed
+                    continue
                 if letter in "1VT" or letters.count(of) > 1 - (letter == "H" and sizes["K"] > 1):
                     found.append((name, axis, letter))
         name, axis, letter = self.random.choice(found)
