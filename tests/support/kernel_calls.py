@@ -154,7 +154,7 @@ def rows_of(x: torch.Tensor, kind: str, function: int, std: float) -> torch.Tens
     if kind.startswith("delta"):  # with keys longer than 1 the state of the delta rule grows at every token
         return torch.nn.functional.normalize(x, dim=-1)
     if kind in ("attention", "features", "step") and function == PLAIN:
-        return x.abs()
+        return x.abs() + 0.01  # the gradient of a single feature is 0, and rounds in proportion to 1 / feature
     return x * (min(std, 4) if function == ELU_PLUS_ONE else std)  # float32 and so elu1 end at exp(-87)
 
 
