@@ -198,16 +198,15 @@ static inline void before_block(work *w, float *sums, float *z, int by_rows) {
     int64_t f = w->sizes->features, d = w->value_row;
     if (w->sizes->map < EXP && !w->decay) return;
     int is_same = 1;
-    float scale[w->feature_row];
-    for (int64_t j = 0; j < w->feature_row; j++) scale[j] = 1;
-    for (int64_t j = 0; j < f; j++) {
-        scale[j] = w->sizes->map >= EXP ? w->rescale[j] : __builtin_expf(w->decay * w->first_step);
+    float scale[w->feature_row], plain = w->sizes->map >= EXP ? 1 : __builtin_expf(w->decay * w->first_step);
+    for (int64_t j = 0; j < w->feature_row; j++) { /* like `fade`, columns that fill up a row too */
+        scale[j] = w->sizes->map >= EXP && j < f ? w->rescale[j] : plain;
         is_same &= scale[j] == 1;
         z[j] *= scale[j];
     }
     if (is_same) return;
     if (by_rows)
-        for (int64_t j = 0; j < f; j++)
+        for (int64_t j = 0; j < w->feature_row; j++)
             for (int64_t i = 0; i < d; i++) sums[j * d + i] *= scale[j];
     else
         for (int64_t i = 0; i < d; i++)

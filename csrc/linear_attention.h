@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Raised by every change to what stands in this file; kernels_cpu.py computes in torch where it expects another one. */
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -118,23 +118,28 @@ enum {
     DELTA_TENSORS
 };
 
-/* One token after others, dense tensors. The key of a place has `stored_dim` numbers, of which the exact part sees the
-   first `key_dim` and the feature map the last. */
+/* One token after others, dense tensors. */
 typedef struct {
-    int64_t batch, heads, groups, window, sinks, key_dim, stored_dim, features, width;
+    int64_t batch, heads, groups, window, sinks, key_dim, features, width, map;
     int64_t query_bytes, key_bytes, value_bytes;
 } step_sizes;
 
-/* Addresses of log_step and hybrid_step. From STEP_SUMS to STEP_WINDOW_POSITION the state in the order of `HybridState`
-   (which may have no positions), from STEP_NEW on the new one likewise. */
+/* Addresses of log_step and hybrid_step. Without weights, STEP_FAR_QUERY and STEP_FAR_KEY are exponents; with weights
+   they are rows for the feature map, in float32, and where they are missing it sees the query and the key that leaves
+   the window. From STEP_SUMS to STEP_WINDOW_POSITION the state in the order of `HybridState` (which may have no
+   positions), from STEP_NEW on the new one likewise. */
 enum {
     STEP_QUERY,
     STEP_KEY,
     STEP_VALUE,
     STEP_SINK_QUERY,
     STEP_POSITION,
-    STEP_QUERY_EXPONENT,
-    STEP_KEY_EXPONENT,
+    STEP_FAR_QUERY,
+    STEP_FAR_KEY,
+    STEP_KEY_WEIGHT,
+    STEP_KEY_BIAS,
+    STEP_KEY_NORM,
+    STEP_QUERY_WEIGHT,
     STEP_DECAY,
     STEP_SUMS,
     STEP_WINDOW_KEY,

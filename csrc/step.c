@@ -6,6 +6,32 @@
    states may lie where the old ones do. */
 #include "blocks.h"
 
+INLINE vector unaligned(const float *x) {
+    vector y;
+    memcpy(&y, x, sizeof(y));
+    return y;
+}
+
+/* out[columns] += weights[count] rows[count, columns], whose rows begin `stride` numbers apart; rows of weight 0 may be
+   nan. Sums stay in registers: in memory, each would wait for the one before. */
+static void add_weighted(float *out, const float *rows, int64_t stride, const float *weights, int64_t count,
+                         int64_t columns) {
+    enum { PARTS = 4 };
+    int64_t first = 0;
+    for (; first + PARTS * LANES <= columns; first += PARTS * LANES) {
+        vector sums[PARTS];
+        for (int part = 0; part < PARTS; part++) sums[part] = unaligned(out + first + part * LANES);
+        for (int64_t t = 0; t < count; t++) {
+            const float *row = rows + t * stride + first;
+            if (!weights[t]) continue;
+            for (int part = 0; part < PARTS; part++) sums[part] += weights[t] * unaligned(row + part * LANES);
+        }
+        for (int part = 0; part < PARTS; part++) memcpy(out + first + part * LANES, sums + part, sizeof(vector));
+    }
+    for (int64_t t = 0; t < count && first < columns; t++)
+        if (weights[t]) add_scaled(out + first, rows + t * stride + first, weights[t], columns - first);
+}
+
 void plain_step(const float *query, const float *key, const float *value, const float *state, float *output,
                 float *new_state, int64_t heads, int64_t groups, int64_t features, int64_t width) {
     int64_t row = width + 1;
@@ -20,10 +46,8 @@ void plain_step(const float *query, const float *key, const float *value, const 
             const float *q = query + group * features;
             float *out = output + group * width, total = 0;
             memset(out, 0, sizeof(float) * width);
-            for (int64_t j = 0; j < features; j++) {
-                add_scaled(out, new + j *row, q[j], width);
-                total += q[j] * new[j * row + width];
-            }
+            add_weighted(out, new, row, q, features, width);
+            for (int64_t j = 0; j < features; j++) total += q[j] * new[j * row + width];
             float inverse = 1 / (total < TINY ? TINY : total);
             for (int64_t i = 0; i < width; i++) out[i] *= inverse;
         }
@@ -83,11 +107,59 @@ static void copy_rows(char *to, const char *from, int64_t bytes) {
     if (to != from && bytes) memcpy(to, from, bytes); /* without rows there may be no address */
 }
 
-/* S, Z and m with a key and its `value` if `is_far`, and what queries read from them; `space [4, features]`. */
-static void update_far(const step_sizes *n, char **x, int64_t head, const float *value, int is_far, float *space) {
+/* x - log sum exp(sign x), times the sign; `space [n]`. */
+static void log_softmax(float *out, const float *x, float sign, int64_t n, float *space) {
+    float total, largest;
+    for (int64_t j = 0; j < n; j++) space[j] = sign * x[j];
+    largest = softmax_weights(space, n, &total);
+    float less = largest + __builtin_logf(total);
+    for (int64_t j = 0; j < n; j++) out[j] = sign * x[j] - less;
+}
+
+/* The exponents of a row of `key_dim` numbers, scaled by `root`; `space [features]`. */
+static void map_row(const step_sizes *n, float *out, const float *row, float root, const float *weight,
+                    const float *bias, float norm, float *space) {
+    int64_t columns = n->map == HEDGEHOG ? n->features / 2 : n->features;
+    float *image = n->map == HEDGEHOG ? space : out, y[n->key_dim];
+    for (int64_t i = 0; i < n->key_dim; i++) y[i] = root * row[i];
+    memset(image, 0, 4 * columns);
+    add_weighted(image, weight, columns, y, n->key_dim, columns);
+    if (n->map == HEDGEHOG) {
+        for (int part = 0; part < 2; part++)
+            log_softmax(out + part * columns, image, part ? -1 : 1, columns, space + columns);
+        return;
+    }
+    float less = norm ? norm / 2 * dot(y, y, n->key_dim) : 0;
+    for (int64_t j = 0; j < columns && (bias || norm); j++) out[j] += (bias ? bias[j] : 0) - less;
+}
+
+/* The exponents of the key that leaves the window, if `is_far`, and behind them those of the queries of this head. */
+static void map_rows(const step_sizes *n, char **x, int64_t head, int is_far, float scaling, float *out, float *space) {
+    int64_t kv_head = head % n->heads, d = n->key_dim, f = n->features, columns = n->map == HEDGEHOG ? f / 2 : f;
+    float root = __builtin_sqrtf(scaling), row_space[d];
+    if (is_far) {
+        const float *bias = (const float *)x[STEP_KEY_BIAS], *norm = (const float *)x[STEP_KEY_NORM];
+        const float *row = x[STEP_FAR_KEY]
+                               ? (const float *)x[STEP_FAR_KEY] + head * d
+                               : row_as_floats(x[STEP_WINDOW_KEY], head * n->window, d, n->key_bytes, row_space);
+        map_row(n, out, row, root, (const float *)x[STEP_KEY_WEIGHT] + kv_head * d * columns,
+                bias ? bias + kv_head * f : NULL, norm ? norm[kv_head] : 0, space);
+    }
+    for (int64_t g = 0; g < n->groups; g++) {
+        const float *row = x[STEP_FAR_QUERY]
+                               ? (const float *)x[STEP_FAR_QUERY] + (head * n->groups + g) * d
+                               : row_as_floats(x[STEP_QUERY], head * n->groups + g, d, n->query_bytes, row_space);
+        const float *weight = (const float *)x[STEP_QUERY_WEIGHT] + (kv_head * n->groups + g) * d * columns;
+        map_row(n, out + (1 + g) * f, row, root, weight, NULL, 0, space);
+    }
+}
+
+/* S, Z and m with a key and its `value` if `is_far`, and what queries read from them. `exponent [features]` is that of
+   the key, `queries [groups, features]` those of the queries, `space [4, features]`. */
+static void update_far(const step_sizes *n, char **x, int64_t head, const float *value, int is_far,
+                       const float *exponent, const float *queries, float *space) {
     int64_t features = n->features, width = n->width, row = width + 2;
     const float *old = (const float *)x[STEP_SUMS] + head * features * row;
-    const float *exponent = (const float *)x[STEP_KEY_EXPONENT] + head * features;
     float *new = (float *)x[STEP_NEW] + head *features *row;
     float *maximum = space, *keep = maximum + features, *weight = keep + features, *weights = weight + features;
     float decay = x[STEP_DECAY] && is_far ? ((const float *)x[STEP_DECAY])[head % n->heads] : 0;
@@ -108,14 +180,12 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
     }
     for (int64_t group = head * n->groups; group < (head + 1) * n->groups; group++) {
         float *out = (float *)x[STEP_FAR] + group * width, ignored, total = 0;
-        const float *query = (const float *)x[STEP_QUERY_EXPONENT] + group * features;
+        const float *query = queries + (group - head * n->groups) * features;
         for (int64_t j = 0; j < features; j++) weights[j] = query[j] + maximum[j];
         float scale = softmax_weights(weights, features, &ignored);
         memset(out, 0, 4 * width);
-        for (int64_t j = 0; j < features; j++) {
-            add_scaled(out, new + j *row, weights[j], width);
-            total += weights[j] * new[j * row + width];
-        }
+        add_weighted(out, new, row, weights, features, width);
+        for (int64_t j = 0; j < features; j++) total += weights[j] * new[j * row + width];
         for (int64_t i = 0; i < width; i++) out[i] *= total < TINY ? 0 : 1 / total;
         ((float *)x[STEP_FAR_SIZE])[group] = total < TINY ? EMPTY : scale + __builtin_logf(total);
     }
@@ -124,10 +194,22 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
 int log_step(const step_sizes *n, char **x) {
     float *space = malloc(4 * (4 * n->features + 1)); /* not of 0 bytes */
     if (!space) return 1;
+    const float *key = (const float *)x[STEP_FAR_KEY], *query = (const float *)x[STEP_FAR_QUERY];
     for (int64_t head = 0; head < n->batch * n->heads; head++)
-        update_far(n, x, head, (const float *)x[STEP_VALUE] + head * n->width, 1, space);
+        update_far(n, x, head, (const float *)x[STEP_VALUE] + head * n->width, 1, key + head * n->features,
+                   query + head * n->groups * n->features, space);
     free(space);
     return 0;
+}
+
+/* out += `weights [count]` times as many values from row `first` on */
+static void add_weighted_values(const step_sizes *n, float *out, const char *values, int64_t first,
+                                const float *weights, int64_t count) {
+    int64_t width = n->width, at_once = n->value_bytes == 4 ? count : 1;
+    float space[width];
+    for (int64_t t = 0; t < count; t += at_once)
+        add_weighted(out, row_as_floats(values, first + t, width, n->value_bytes, space), width, weights + t, at_once,
+                     width);
 }
 
 /* `logits [groups, window + sinks]` is working space. */
@@ -135,16 +217,15 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, float scali
     char **new = x + STEP_NEW;
     int64_t batch = head / n->heads, window = n->window, count = window + n->sinks, width = n->width;
     int64_t seen = ((const int64_t *)new[6])[batch];
-    float total, space[n->stored_dim], query_space[n->stored_dim], value_space[width];
+    float total, space[n->key_dim], query_space[n->key_dim];
     for (int64_t j = 0; j < count; j++) {
         int is_sink = j >= window, is_seen = is_sink ? j - window < seen : new[3][batch * window + j] == FAR_LATER;
         const float *key = is_sink
-                               ? row_as_floats(new[4], head * n->sinks + j - window, n->stored_dim, n->key_bytes, space)
-                               : row_as_floats(new[1], head * window + j, n->stored_dim, n->key_bytes, space);
+                               ? row_as_floats(new[4], head * n->sinks + j - window, n->key_dim, n->key_bytes, space)
+                               : row_as_floats(new[1], head * window + j, n->key_dim, n->key_bytes, space);
         const char *queries = is_sink && x[STEP_SINK_QUERY] ? x[STEP_SINK_QUERY] : x[STEP_QUERY];
         for (int64_t g = 0; g < n->groups; g++) {
-            const float *query =
-                row_as_floats(queries, head * n->groups + g, n->stored_dim, n->query_bytes, query_space);
+            const float *query = row_as_floats(queries, head * n->groups + g, n->key_dim, n->query_bytes, query_space);
             logits[g * count + j] = is_seen ? scaling * dot(query, key, n->key_dim) : EMPTY;
         }
     }
@@ -152,12 +233,8 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, float scali
         int64_t row = head * n->groups + g;
         float *out = (float *)x[STEP_NEAR] + row * width, largest = softmax_weights(logits + g * count, count, &total);
         memset(out, 0, 4 * width);
-        for (int64_t j = 0; j < count; j++) {
-            const float *value =
-                j < window ? row_as_floats(new[2], head * window + j, width, n->value_bytes, value_space)
-                           : row_as_floats(new[5], head * n->sinks + j - window, width, n->value_bytes, value_space);
-            if (logits[g * count + j]) add_scaled(out, value, logits[g * count + j], width); /* hidden may be nan */
-        }
+        add_weighted_values(n, out, new[2], head * window, logits + g * count, window);
+        add_weighted_values(n, out, new[5], head * n->sinks, logits + g * count + window, n->sinks);
         for (int64_t i = 0; i < width; i++) out[i] *= total ? 1 / total : 0;
         ((float *)x[STEP_NEAR_SIZE])[row] = total ? largest + __builtin_logf(total) : EMPTY;
         ((float *)x[STEP_LARGEST])[row] = largest;
@@ -168,9 +245,9 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, float scali
 static void join_far_part(const step_sizes *n, char **x, int64_t head, float scaling) {
     for (int64_t row = head * n->groups; row < (head + 1) * n->groups; row++) {
         int64_t query_head = row % (n->heads * n->groups);
-        float space[n->stored_dim], *near = (float *)x[STEP_NEAR] + row * n->width;
+        float space[n->key_dim], *near = (float *)x[STEP_NEAR] + row * n->width;
         const float *far = (const float *)x[STEP_FAR] + row * n->width;
-        const float *query = row_as_floats(x[STEP_QUERY], row, n->stored_dim, n->query_bytes, space);
+        const float *query = row_as_floats(x[STEP_QUERY], row, n->key_dim, n->query_bytes, space);
         float half_norm = scaling / 2 * dot(query, query, n->key_dim);
         float add = ((float *)x[STEP_LOG_SCALE])[query_head] - ((float *)x[STEP_NORM_WEIGHT])[query_head] * half_norm;
         float less = ((float *)x[STEP_NEAR_SIZE])[row] - ((float *)x[STEP_FAR_SIZE])[row] - add;
@@ -181,10 +258,10 @@ static void join_far_part(const step_sizes *n, char **x, int64_t head, float sca
 
 int hybrid_step(const step_sizes *n, char **x, float scaling) {
     char **new = x + STEP_NEW;
-    float *far_space = malloc(4 * (4 * n->features + n->groups * (n->window + n->sinks)));
-    if (!far_space) return 1;
-    float *logits = far_space + 4 * n->features;
-    int64_t window = n->window, sinks = n->sinks, key = n->stored_dim * n->key_bytes, value = n->width * n->value_bytes;
+    float *exponents = malloc(4 * ((5 + n->groups) * n->features + n->groups * (n->window + n->sinks)));
+    if (!exponents) return 1;
+    float *far_space = exponents + (1 + n->groups) * n->features, *logits = far_space + 4 * n->features;
+    int64_t window = n->window, sinks = n->sinks, key = n->key_dim * n->key_bytes, value = n->width * n->value_bytes;
     for (int64_t batch = 0; batch < n->batch; batch++) {
         int64_t seen = ((const int64_t *)x[STEP_SEEN])[batch];
         int is_far = x[STEP_KIND][batch * window] == FAR_LATER, is_sink = seen < sinks;
@@ -198,8 +275,9 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
             const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
             float space[n->width];
             /* Before the window moves: it may move in place. */
+            map_rows(n, x, head, is_far, scaling, exponents, far_space);
             update_far(n, x, head, row_as_floats(x[STEP_WINDOW_VALUE], head * window, n->width, n->value_bytes, space),
-                       is_far, far_space);
+                       is_far, exponents, exponents + n->features, far_space);
             shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
             shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
                        value);
@@ -213,6 +291,6 @@ int hybrid_step(const step_sizes *n, char **x, float scaling) {
             if (x[STEP_LOG_SCALE]) join_far_part(n, x, head, scaling);
         }
     }
-    free(far_space);
+    free(exponents);
     return 0;
 }

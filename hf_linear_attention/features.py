@@ -215,6 +215,15 @@ class LearnedFeatureMap(FeatureMap):
     log_features = True
     has_num_features = True
 
+    def unscaled_map(self) -> KernelMap | None:
+        """The map of queries and keys that are scaled by sqrt(scaling) already, or None if C does not implement it."""
+        return None
+
+    def kernel_map(self, scaling: float) -> KernelMap | None:
+        """`unscaled_map` after the scaling."""
+        unscaled = self.unscaled_map()
+        return None if unscaled is None else unscaled.of_scaled(scaling)
+
     def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
         return (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(weight, dtype)
@@ -269,12 +278,11 @@ class ExpFeatureMap(LearnedFeatureMap):
         weight = with_dtype(self.key_norm_weight, exponent.dtype)
         return torch.addcmul(exponent, weight, squared_norm(key), value=-scaling / 2)
 
-    def kernel_map(self, scaling: float) -> KernelMap | None:
+    def unscaled_map(self) -> KernelMap:
         """The C kernels compute these exponents as affine maps."""
-        parts = (self.query_projection, self.key_projection, self.key_norm_weight, self.key_bias)
-        query, key, norm, bias = (with_dtype(part, torch.float32) for part in parts)
-        root = math.sqrt(scaling)
-        return KernelMap(EXP, Affine(query * root), Affine(key * root, bias, norm * scaling))
+        parts = (self.query_projection, self.key_projection, self.key_bias, self.key_norm_weight)
+        query, *key = (with_dtype(part, torch.float32) for part in parts)
+        return KernelMap(EXP, Affine(query), Affine(*key))
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):
@@ -309,11 +317,10 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         init.copy_(self.query_projection, start.expand_as(self.query_projection))
         init.copy_(self.key_projection, start.expand_as(self.key_projection))
 
-    def kernel_map(self, scaling: float) -> KernelMap | None:
+    def unscaled_map(self) -> KernelMap:
         """The C kernels compute both softmaxes from the projections."""
-        weights = self.query_projection, self.key_projection
-        scaled = (with_dtype(weight, torch.float32) * math.sqrt(scaling) for weight in weights)
-        return KernelMap(HEDGEHOG, *map(Affine, scaled))
+        weights = (with_dtype(x, torch.float32) for x in (self.query_projection, self.key_projection))
+        return KernelMap(HEDGEHOG, *map(Affine, weights))
 
     def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """The logarithms of both softmaxes of the projected queries."""

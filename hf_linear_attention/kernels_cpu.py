@@ -47,7 +47,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (3, 48, 120, 96, 32, 23, 5, 31, 16)
+ABI = (4, 48, 120, 96, 32, 23, 5, 35, 16)
 INSTALL = "install the package on a machine with a C compiler (gcc or clang): `pip install hf-linear-attention`"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.

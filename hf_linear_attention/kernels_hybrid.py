@@ -33,6 +33,8 @@ from .kernels_operators import register
 from .kernels_operators import takes_attention
 from .kernels_operators import with_rows
 from .kernels_operators import without_dispatcher
+from .kernels_torch import EXP
+from .kernels_torch import HEDGEHOG
 from .kernels_torch import accumulation_dtype
 from .kernels_window import NearKeys
 from .kernels_window import SinkKeys
@@ -46,10 +48,12 @@ WINDOW = (
 )
 
 STEP = (
-    "Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor query_exponent, "
-    "Tensor key_exponent, Tensor? log_decay, {} state, Tensor? log_scale, Tensor? norm_weight, int key_dim, "
-    "float scaling"
+    "Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor? far_query, Tensor? far_key, "
+    "Tensor key_weight, Tensor? key_bias, Tensor? key_norm, Tensor query_weight, Tensor? log_decay, {} state, "
+    "Tensor? log_scale, Tensor? norm_weight, int function, float scaling"
 )
+# The place of the state among these arguments.
+STEP_STATE = 12
 
 
 def exact_part(
@@ -233,53 +237,57 @@ def _window_arguments(
 
 def _hybrid_step(
     query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
-    query_exponent: Tensor, key_exponent: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
-    log_scale: Tensor | None, norm_weight: Tensor | None, key_dim: int, scaling: float,
+    far_query: Tensor | None, far_key: Tensor | None, key_weight: Tensor, key_bias: Tensor | None,
+    key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
+    log_scale: Tensor | None, norm_weight: Tensor | None, function: int, scaling: float,
 ) -> list[Tensor]:  # fmt: skip
     """One new real token of `hybrid`; the oldest token of the window moves to the far sums.
 
-    Sinks are compared with `sink_query [B, H, 1, D]`, or with the query itself if that is None. If `position [B, 1]`
-    (int32, of the token) is given, the state has an eighth tensor, the positions `[B, w]` of the window.
+    Sinks are compared with `sink_query [B, H, 1, D]`, and the feature map sees `far_query [B, H, 1, D]` and `far_key
+    [B, Hkv, 1, D]` (float32); where these are None, the query itself and the key that leaves the window. The map
+    consists of `function` (`EXP` or `HEDGEHOG`) and the tensors of `KernelMap`, one matrix per head, for inputs scaled
+    by sqrt(scaling). If `position [B, 1]` (int32, of the token) is given, the state has an eighth tensor, the positions
+    `[B, w]` of the window.
 
     Returns:
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
     """
-    given = (query, key, value, sink_query, position, query_exponent, key_exponent, log_decay)
-    others = (log_scale, norm_weight, key_dim, scaling)
-    check_hybrid_step(*given, state, *others[:3])
-    results = _fake_hybrid_step(*given, state)
-    _run_hybrid_step(given, [x.contiguous() for x in state], others, results)
+    given = (
+        *(query, key, value, sink_query, position, far_query, far_key, key_weight, key_bias, key_norm, query_weight),
+        *(log_decay, state, log_scale, norm_weight, function, scaling),
+    )
+    check_hybrid_step(*given)
+    results = _fake_hybrid_step(*given)
+    _run_hybrid_step(given, [x.contiguous() for x in state], results)
     return results
 
 
 def _hybrid_step_(*given: Any) -> Tensor:
     """`_hybrid_step` in place, for a dense state."""
-    state, others = given[8], given[9:]
-    check_hybrid_step(*given[:12])
+    check_hybrid_step(*given)
+    state = given[STEP_STATE]
     for x in state:
         if not x.is_contiguous():
             raise ValueError(f"`state` has a tensor with strides {tuple(x.stride())}; it must be dense.")
     parts = _fake_hybrid_step_(*given)
-    _run_hybrid_step(given[:8], state, others, [*state, parts])
+    _run_hybrid_step(given, state, [*state, parts])
     return parts
 
 
-def _run_hybrid_step(
-    given: Sequence[Any], state: Sequence[Tensor], others: Sequence[Any], results: Sequence[Tensor]
-) -> None:
-    query, key, value, sink_query, *rest = given
-    log_scale, norm_weight, key_dim, scaling = others
+def _run_hybrid_step(given: Sequence[Any], state: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    query, key, value, sink_query, *rest = given[:STEP_STATE]
+    *joint, function, scaling = given[STEP_STATE + 1 :]
     refuse_without_library(query, key, value, sink_query)
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     if sink_query is not None:
         sink_query = sink_query.to(query.dtype)
     shape = (
         *(batch, kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
-        *(key_dim, key.shape[3], rest[2].shape[-1], value.shape[3]),
+        *(key.shape[3], state[0].shape[2], value.shape[3], function),
         *(x.element_size() for x in (query, key, value)),
     )
     no_positions = (None,) * (8 - len(state))
-    numbers = (query, key, value, sink_query, *rest, *state, *no_positions, log_scale, norm_weight)
+    numbers = (query, key, value, sink_query, *rest, *state, *no_positions, *joint)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
     rows, width = batch * heads, value.shape[3]
     offsets = [0, rows * width, rows * (width + 1), rows * (width + 2), rows * (2 * width + 2)]
@@ -301,13 +309,13 @@ def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Te
 
 
 def _fake_hybrid_step(*given: Any) -> list[Tensor]:
-    new_state = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[8]]
+    new_state = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[STEP_STATE]]
     return [*new_state, _fake_hybrid_step_(*given)]
 
 
 def _fake_hybrid_step_(*given: Any) -> Tensor:
     query, _, value, *_ = given
-    return given[8][0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
+    return given[STEP_STATE][0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
 
 
 def check_window(
@@ -368,8 +376,9 @@ def check_window_results(
 
 def check_hybrid_step(
     query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
-    query_exponent: Tensor, key_exponent: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
-    log_scale: Tensor | None, norm_weight: Tensor | None, key_dim: int,
+    far_query: Tensor | None, far_key: Tensor | None, key_weight: Tensor, key_bias: Tensor | None,
+    key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
+    log_scale: Tensor | None, norm_weight: Tensor | None, function: int, scaling: float,
 ) -> None:  # fmt: skip
     """Check the arguments of the operator `hybrid_step`, with the state in the order of `HybridState`.
 
@@ -382,24 +391,30 @@ def check_hybrid_step(
     if len(state) != (7 if position is None else 8):
         raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, or 8 with positions.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *window_position = state
-    stored, width, features = key.shape[3], value.shape[3], key_exponent.shape[-1] if key_exponent.ndim else 0
+    dim, width = key.shape[3], value.shape[3]
     places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
+    columns = key_weight.shape[-1] if key_weight.ndim else 0
+    features = columns * (1 + (function == HEDGEHOG))
     per_head, keys, values = (heads,), key.dtype, value.dtype
     expected = (
-        ("query", query, (batch, heads, 1, stored), None),
-        ("key", key, (batch, kv_heads, 1, stored), None),
+        ("query", query, (batch, heads, 1, dim), None),
+        ("key", key, (batch, kv_heads, 1, dim), None),
         ("value", value, (batch, kv_heads, 1, width), None),
-        ("sink_query", sink_query, (batch, heads, 1, stored), None),
-        ("query_exponent", query_exponent, (batch, heads, 1, features), torch.float32),
-        ("key_exponent", key_exponent, (batch, kv_heads, 1, features), torch.float32),
+        ("sink_query", sink_query, (batch, heads, 1, dim), None),
+        ("far_query", far_query, (batch, heads, 1, dim), torch.float32),
+        ("far_key", far_key, (batch, kv_heads, 1, dim), torch.float32),
+        ("key_weight", key_weight, (kv_heads, dim, columns), torch.float32),
+        ("key_bias", key_bias, (kv_heads, 1, columns), torch.float32),
+        ("key_norm", key_norm, (kv_heads, 1, 1), torch.float32),
+        ("query_weight", query_weight, (heads, dim, columns), torch.float32),
         ("log_decay", log_decay, (kv_heads,), torch.float32),
         ("log_scale", log_scale, per_head, torch.float32),
         ("norm_weight", norm_weight, per_head, torch.float32),
         ("state", sums, (batch, kv_heads, features, width + 2), torch.float32),
-        ("state", window_key, (batch, kv_heads, places, stored), keys),
+        ("state", window_key, (batch, kv_heads, places, dim), keys),
         ("state", window_value, (batch, kv_heads, places, width), values),
         ("state", kind, (batch, places), torch.int8),
-        ("state", sink_key, (batch, kv_heads, sinks, stored), keys),
+        ("state", sink_key, (batch, kv_heads, sinks, dim), keys),
         ("state", sink_value, (batch, kv_heads, sinks, width), values),
         ("state", num_seen, (batch, 1), torch.int64),
         ("position", position, (batch, 1), torch.int32),
@@ -415,10 +430,15 @@ def check_hybrid_step(
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
     if (log_scale is None) != (norm_weight is None):
         raise ValueError("`log_scale` and `norm_weight` belong together; pass both or neither.")
-    if not places or not 0 < key_dim <= stored:
+    if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and not (key_bias is None and key_norm is None)):
         raise ValueError(
-            f"Got a window of {places} tokens and `key_dim` = {key_dim}; the window must have at least one token, and "
-            f"`key_dim` must be 1 to {stored} for keys of {stored} numbers."
+            f"Got `function` = {function} {'without' if key_bias is None and key_norm is None else 'with'} `key_bias` "
+            "or `key_norm`; it must be 2 (exp), or 3 (Hedgehog) without both."
+        )
+    if not places or not dim or not columns:
+        raise ValueError(
+            f"Got a window of {places} tokens, keys of {dim} numbers and a `key_weight` of {columns} columns; there "
+            "must be at least one of each."
         )
 
 

@@ -380,8 +380,8 @@ def _attention_step(
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     size = query.new_empty(batch, heads)
     log_decay = None if log_decay is None else log_decay.float().contiguous()
-    shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, 0, features, width, 4, 4, 4)
-    given = (None, None, value, None, None, query, key, log_decay, state, *[None] * 9)
+    shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, features, width, EXP, 4, 4, 4)
+    given = (None, None, value, None, None, query, key, *[None] * 4, log_decay, state, *[None] * 9)
     run_step("log_step", shape, (*given, new_state, *[None] * 10, output, size))
     return output, new_state
 

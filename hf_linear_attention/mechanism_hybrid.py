@@ -235,10 +235,6 @@ class HybridAttention(WindowAttention):
         sums[..., -1] = EMPTY_MAXIMUM
         return sums, super()._initial_state(key, value)[1]
 
-    def _without_slow(self, x: Tensor, positions: Any) -> Tensor:
-        """Queries or keys `[B, heads, N, D]` as the feature map sees them."""
-        return x if self.shift is None else self.shift(x, -positions)
-
     def _step(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any, in_place: bool
     ) -> tuple[Tensor, State] | None:
@@ -257,12 +253,13 @@ class HybridAttention(WindowAttention):
         old = WindowState(*state[1:])
         # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-        exponents = self._exponents_of_step(query, old, scaling, positions)
-        joint = self.mix.kernel_parameters()
+        far_rows = (None, None) if self.shift is None else self._far_rows(query, old, positions)
+        joint, kernel_map = self.mix.kernel_parameters(), self.feature_map.unscaled_map()
         log_decay = None if self.decay is None else self.decay()
         given = (
             *(query, key, value, self._sink_query(query, positions), None if self.shift is None else positions),
-            *(*exponents, log_decay, list(state), *(joint or (None, None)), self.shape.head_dim, scaling),
+            *(*far_rows, *kernel_map.key, kernel_map.query.weight, log_decay, list(state)),
+            *(*(joint or (None, None)), kernel_map.function, scaling),
         )
         if in_place:
             parts = hybrid_step_in_place(*given)
@@ -278,17 +275,12 @@ class HybridAttention(WindowAttention):
             near = self.mix((near, near_size), [(far, far_size)], largest, norm)
         return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
 
-    def _exponents_of_step(
-        self, query: Tensor, old: WindowState, scaling: float, positions: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The logarithms of the features of the query, and of the key that leaves the window."""
-        leaving, position = old.key[:, :, :1], None
-        if old.position is not None:
-            position = old.position[:, :1]
-        return (
-            self.feature_map.forward_queries(self._without_slow(accumulated(query), positions), scaling),
-            self.feature_map.forward_keys(self._without_slow(accumulated(leaving), position), scaling),
-        )
+    def _far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
+        """The query, and the key that leaves the window, as the feature map sees them."""
+        query, key, position = accumulated(query), accumulated(old.key[:, :, :1]), old.position
+        if self.shift is None or position is None:
+            return query, key
+        return self.shift(query, -positions), self.shift(key, -position[:, :1])
 
     def _step_in_torch(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
@@ -297,7 +289,11 @@ class HybridAttention(WindowAttention):
         old, dtype = WindowState(*state[1:]), state[0].dtype
         (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[-1]
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-        exponents = self._exponents_of_step(query, old, scaling, positions)
+        far_query, far_key = self._far_rows(query, old, positions)
+        exponents = (
+            self.feature_map.forward_queries(far_query, scaling),
+            self.feature_map.forward_keys(far_key, scaling),
+        )
         log_decay = None if self.decay is None else self.decay()
         far, far_size, sums = sized_step(*exponents, old.value[:, :, :1], state[0], True, log_decay)
         windows = [torch.cat((x[:, :, 1:], new), dim=2) for x, new in ((old.key, key), (old.value, value))]

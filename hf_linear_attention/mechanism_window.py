@@ -220,7 +220,7 @@ class WindowAttention(BidirectionalWindow):
         if self.to_sinks is None or self.trained_length is None:
             return None
         last = self.trained_length - 1
-        if query.device.type == "cpu" and is_eager(query) and not (positions > last).any():
+        if query.device.type == "cpu" and is_eager(query) and positions.numel() and int(positions.max()) <= last:
             return None
         return positions.clamp(max=last) - positions
 

@@ -30,6 +30,8 @@ def hybrid(settings) -> HybridAttention:
     checked = LinearAttentionSettings({"mechanism": "hybrid", **settings}, is_causal=True, model_type="test")
     mechanism = HybridAttention(checked, LayerShape(HEADS, KV_HEADS, DIM, 0, None, rotary=Rotary((1.0, 0.1)))).eval()
     mechanism.reset_parameters()
+    for parameter in mechanism.feature_map.parameters():  # some of which start at 0
+        torch.nn.init.normal_(parameter, std=0.3)
     if mechanism.decay is not None:
         torch.nn.init.constant_(mechanism.decay.rate, -1.0)  # from 0.3 nats a token
     return mechanism
@@ -149,6 +151,21 @@ def test_a_step_in_place_that_is_refused_changes_nothing():
     with pytest.raises(ValueError, match="it must have"):
         mechanism(query, key[..., :8], value, state=state, **options)
     torch.testing.assert_close(list(state), kept, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+@pytest.mark.parametrize("given", [{"function": 0}, {"function": 3}, {"key_weight": torch.zeros(2, 16, 0)}], ids=str)
+def test_a_feature_map_that_does_not_fit_is_refused(monkeypatch, given):
+    mechanism = hybrid({"window_size": 3, "num_sinks": 2})
+    inputs = [torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    state = static_layer(mechanism, *inputs, LENGTH - 1).state
+    kernel_map = mechanism.feature_map.unscaled_map()
+    key = kernel_map.key._replace(weight=given.get("key_weight", kernel_map.key.weight))
+    changed = kernel_map._replace(function=given.get("function", kernel_map.function), key=key)
+    monkeypatch.setattr(mechanism.feature_map, "unscaled_map", lambda: changed)
+    with pytest.raises(ValueError, match="it must"):
+        mechanism(*(x[:, :, -1:] for x in inputs), attention_mask=None, scaling=0.25, is_causal=True, state=state)
 
 
 @torch.no_grad()

@@ -86,13 +86,14 @@ def hybrid_samples():
         state = [torch.rand(2, 2, 6, 14), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 12)]
         state += [torch.ones(2, 5, dtype=torch.int8), torch.randn(2, 2, sinks, 8), torch.randn(2, 2, sinks, 12)]
         state.append(torch.tensor([[9], [1]]))
-        exponents = torch.randn(2, 4, 1, 6), torch.randn(2, 2, 1, 6)
+        maps = torch.randn(2, 8, 6), torch.randn(2, 1, 6), torch.rand(2, 1, 1), torch.randn(4, 8, 6)
+        far = (torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8)) if sinks else (None, None)
         joint = (torch.randn(4), torch.randn(4)) if sinks else (None, None)
         position = None
         if sinks:
             position, window_position = torch.tensor([[20], [30]]).int(), torch.arange(10).view(2, 5).int()
             state.append(window_position)
-        yield query, key, value, None, position, *exponents, None, state, *joint, 8, 0.3
+        yield query, key, value, None, position, *far, *maps, None, state, *joint, EXP, 0.3
 
 
 def slot_samples():

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import torch
-from kernel_calls import HYBRID_STATE, Call, Maker, widened
+from kernel_calls import HYBRID_STATE, SPECIFICATIONS, Call, Maker, widened
 from operators import OPERATORS
 from poison import poisoned_allocations
 
@@ -152,11 +152,10 @@ def slots_operator(t, options, constants):
 
 def hybrid(t, options, constants):
     """The operator, or in float64 what it stands for."""
-    names = ("query", "key", "value", "sink_query", "position", "query_exponent", "key_exponent", "log_decay")
+    names = [name for name in SPECIFICATIONS["hybrid"] if name not in (*HYBRID_STATE, "log_scale", "norm_weight")]
     given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
-    joint = t.get("log_scale"), t.get("norm_weight")
+    others = t.get("log_scale"), t.get("norm_weight"), options["function"], options["scaling"]
     if "is_exact" not in constants:
-        others = *joint, options["key_dim"], options["scaling"]
         *new, parts = OPERATORS.hybrid_step(*given, state, *others)
         written = [x.clone(memory_format=torch.contiguous_format) for x in state]
         again = OPERATORS.hybrid_step_(*given, written, *others)
@@ -164,16 +163,19 @@ def hybrid(t, options, constants):
             torch.testing.assert_close(in_place, functional, rtol=0, atol=0, equal_nan=True)
         new += step_parts(parts, t["query"], t["key"], t["value"].shape[-1])
     else:
-        new = hybrid_in_torch(*given, state, *joint, options["key_dim"], options["scaling"])
+        new = hybrid_in_torch(*given, state, *others)
     *others, near, near_size, largest, far, far_size = new
     sums = comparable(constants, EXP, None, None, None, others.pop(0))
     sizes = [x.masked_fill(x < EMPTY_MAXIMUM / 2, 0.0) for x in (near_size, largest, far_size)]
     return [*sums, *others, near, *sizes, far]
 
 
-def hybrid_in_torch(query, key, value, sink_query, position, query_exponent, key_exponent, log_decay, state, log_scale,
-                    norm_weight, key_dim, scaling):  # fmt: skip
+def hybrid_in_torch(query, key, value, sink_query, position, far_query, far_key, key_weight, key_bias, key_norm,
+                    query_weight, log_decay, state, log_scale, norm_weight, function, scaling):  # fmt: skip
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *positions = state
+    feature_map = KernelMap(function, Affine(query_weight), Affine(key_weight, key_bias, key_norm)).of_scaled(scaling)
+    query_exponent = feature_map.features(query if far_query is None else far_query, feature_map.query)
+    key_exponent = feature_map.features(window_key[:, :, :1] if far_key is None else far_key, feature_map.key)
     positions = [torch.cat((x, position), dim=1)[:, 1:] for x in positions]
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     is_far = (kind[:, :1] == 1)[:, None, :, None]
@@ -200,12 +202,12 @@ def hybrid_in_torch(query, key, value, sink_query, position, query_exponent, key
     # as numbers of 64 bits go round
     num_seen = num_seen + 1
     near = plain_window(
-        query[..., :key_dim], window_key[..., :key_dim], window_value, kind == 1, sink_key[..., :key_dim], sink_value,
-        (place < num_seen)[:, None], None if sink_query is None else sink_query[..., :key_dim], scaling,
+        query, window_key, window_value, kind == 1, sink_key, sink_value, (place < num_seen)[:, None], sink_query,
+        scaling,
     )  # fmt: skip
     output, size, largest = near
     if log_scale is not None:
-        half = query[..., :key_dim].square().sum(dim=-1, keepdim=True) * scaling / 2
+        half = query.square().sum(dim=-1, keepdim=True) * scaling / 2
         add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
         output, _ = join((output, size), (far, far_size + add))
     return [new_sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *positions, output, size,

@@ -69,8 +69,12 @@ SPECIFICATIONS = {
         "value": "BK1W",
         "sink_query": "BH1E",
         "position": "B1",
-        "query_exponent": "BH1F",
-        "key_exponent": "BK1F",
+        "far_query": "BH1E",
+        "far_key": "BK1E",
+        "key_weight": "KEC",
+        "key_bias": "K1C",
+        "key_norm": "K11",
+        "query_weight": "HEC",
         "log_decay": "K",
         "log_scale": "H",
         "norm_weight": "H",
@@ -106,7 +110,7 @@ SPECIFICATIONS |= {  # a decay per feature
     "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},
     "delta_step_by_feature": SPECIFICATIONS["delta_step"] | {"log_decay": "BK1F"},
 }
-OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "query_turn", "sink_turn")
+OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "far_query", "far_key", "query_turn", "sink_turn")
 MASKS = ("key_mask", "visible", "seen")
 HYBRID_STATE = ("sums", "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen", "window_position")
 LENGTHS = (1, 2, 3, 5, 7, 8, 13, 17, 31, 32, 33, 40, 63, 64, 65, 97, 130, 200)
@@ -150,7 +154,7 @@ def rows_of(x: torch.Tensor, kind: str, function: int, std: float) -> torch.Tens
     if kind.startswith("delta"):  # with keys longer than 1 the state of the delta rule grows at every token
         return torch.nn.functional.normalize(x, dim=-1)
     if kind in ("attention", "features", "step") and function == PLAIN:
-        return x.abs()
+        return x.abs() + 0.01  # the gradient of a single feature is 0, and rounds in proportion to 1 / feature
     return x * (min(std, 4) if function == ELU_PLUS_ONE else std)  # float32 and so elu1 end at exp(-87)
 
 
@@ -207,7 +211,7 @@ class Maker:
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
-        if kind == "joint":
+        if kind in ("joint", "hybrid"):
             options["function"] = self.random.choice((EXP, EXP, HEDGEHOG))
         if kind.startswith("delta"):
             options |= {"function": PLAIN, "erases": self.chance(0.7)}
@@ -218,10 +222,9 @@ class Maker:
             self.arrange_joint(names, sizes, options)
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
-        if kind in ("attention", "joint"):
+        if kind in ("attention", "joint", "hybrid"):
             sizes["F"] = columns * (1 + (function == HEDGEHOG))
         sizes["V"] = sizes["W"] + 1 + (kind == "hybrid" or function >= EXP)
-        options["key_dim"] = self.random.randint(1, max(1, sizes["E"]))
         shapes = {name: self.shape(SPECIFICATIONS[kind][name], sizes) for name in names}
         dtypes = self.random.choice(
             DTYPES[: -1 if kind in ("hybrid", "joint") else None]
@@ -286,7 +289,7 @@ class Maker:
         tensors: dict[str, torch.Tensor | None] = {}
         for name, shape in shapes.items():
             x = self.normal(shape)
-            if name in ("query", "key", "sink_key", "sink_query", "window_key", "x"):
+            if name in ("query", "key", "sink_key", "sink_query", "far_query", "far_key", "window_key", "x"):
                 x = rows_of(x, kind, options["function"], std)
             elif name in ("key_weight", "query_weight"):
                 x = (x.abs() if options["function"] == PLAIN else x) / max(1, shape[1]) ** 0.5
@@ -356,7 +359,7 @@ class Maker:
 
     def spoil_size(self, kind: str, tensors, options, sizes) -> str:
         base = {"V": "W", "F": "C" if "key_weight" in tensors else "D", "b": "B", "k": "K", "h": "H"}
-        base = base if kind in ("attention", "joint") else base | {"F": "F"}
+        base = base if kind in ("attention", "joint", "hybrid") else base | {"F": "F"}
         base |= {"S": "N"} if options["is_causal"] and kind in ("attention", "features") else {}
         specification = {name: SPECIFICATIONS[kind][name] for name in tensors}
         letters = [base.get(letter, letter) for text in specification.values() for letter in text if letter != "h"]
@@ -366,6 +369,8 @@ class Maker:
         for name, text in specification.items():
             for axis, letter in enumerate(text):
                 of = base.get(letter, letter)
+                if name == "sink_turn" and letter == "T":  # another number of pairs, which is allowed
+                    continue
                 if letter in "1VT" or letters.count(of) > 1 - (letter == "H" and sizes["K"] > 1):
                     found.append((name, axis, letter))
         name, axis, letter = self.random.choice(found)
@@ -398,7 +403,11 @@ class Maker:
     def spoil_dtype(self, kind: str, tensors, options, sizes) -> str:
         wrong = {"state": torch.bfloat16, "sums": torch.float64, "kind": torch.int32, "num_seen": torch.int32}
         wrong |= {"key_mask": torch.float32, "visible": torch.uint8, "seen": torch.int64, "value": torch.int64}
-        wrong |= {"window_key": torch.float16, "sink_value": torch.float64} if kind == "hybrid" else {}
+        wrong |= (
+            {"window_key": torch.float16, "sink_value": torch.float64, "far_key": torch.bfloat16}
+            if kind == "hybrid"
+            else {}
+        )
         name = self.random.choice([name for name in tensors if name in wrong] or [""])
         if not name or tensors[name].dtype == wrong[name]:
             return ""
