@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     methods, figures = calls("torch_chunk_gated_delta_rule"), {"lengths": arguments.lengths}
     for mode in ("forward", "forward and backward"):
         figures[mode] = {
-            n: measure(methods, n, mode != "forward", arguments.rounds if n <= 1024 else 2, False)
+            n: measure(methods, n, mode != "forward", arguments.rounds if n < 1024 else 1, False)
             for n in arguments.lengths
         }
     steps = calls("torch_recurrent_gated_delta_rule")
