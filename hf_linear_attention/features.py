@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -221,8 +221,12 @@ class LearnedFeatureMap(FeatureMap):
 
     def kernel_map(self, scaling: float) -> KernelMap | None:
         """`unscaled_map` after the scaling."""
-        unscaled = self.unscaled_map()
-        return None if unscaled is None else unscaled.of_scaled(scaling)
+        unscaled, root = self.unscaled_map(), math.sqrt(scaling)
+        if unscaled is None:
+            return None
+        query, key = (x._replace(weight=x.weight * root) for x in cast(Any, (unscaled.query, unscaled.key)))
+        norm = None if key.norm is None else key.norm * scaling
+        return unscaled._replace(query=query, key=key._replace(norm=norm))
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)

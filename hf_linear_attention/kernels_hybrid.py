@@ -235,12 +235,7 @@ def _window_arguments(
     ]
 
 
-def _hybrid_step(
-    query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
-    far_query: Tensor | None, far_key: Tensor | None, key_weight: Tensor, key_bias: Tensor | None,
-    key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
-    log_scale: Tensor | None, norm_weight: Tensor | None, function: int, scaling: float,
-) -> list[Tensor]:  # fmt: skip
+def _hybrid_step(*given: Any) -> list[Tensor]:
     """One new real token of `hybrid`; the oldest token of the window moves to the far sums.
 
     Sinks are compared with `sink_query [B, H, 1, D]`, and the feature map sees `far_query [B, H, 1, D]` and `far_key
@@ -252,13 +247,9 @@ def _hybrid_step(
     Returns:
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
     """
-    given = (
-        *(query, key, value, sink_query, position, far_query, far_key, key_weight, key_bias, key_norm, query_weight),
-        *(log_decay, state, log_scale, norm_weight, function, scaling),
-    )
     check_hybrid_step(*given)
     results = _fake_hybrid_step(*given)
-    _run_hybrid_step(given, [x.contiguous() for x in state], results)
+    _run_hybrid_step(given, [x.contiguous() for x in given[STEP_STATE]], results)
     return results
 
 

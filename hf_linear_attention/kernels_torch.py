@@ -21,7 +21,6 @@ denominator, so it needs no gradient.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -66,14 +65,6 @@ class KernelMap(NamedTuple):
     def log_features(self) -> bool:
         """Whether the map returns exponents, the logarithms of features."""
         return self.function >= EXP
-
-    def of_scaled(self, scaling: float) -> KernelMap:
-        """This map after a multiplication of queries and keys by sqrt(scaling)."""
-        root = math.sqrt(scaling)
-        query, key = (None if x is None else x._replace(weight=x.weight * root) for x in (self.query, self.key))
-        if key is not None and key.norm is not None:
-            key = key._replace(norm=key.norm * scaling)
-        return self._replace(query=query, key=key)
 
     def features(self, x: Tensor, affine: Affine | None) -> Tensor:
         """Map `[B, heads, N, D]` to features or exponents `[B, heads, N, F]` in the accumulation dtype."""

@@ -173,9 +173,10 @@ def hybrid(t, options, constants):
 def hybrid_in_torch(query, key, value, sink_query, position, far_query, far_key, key_weight, key_bias, key_norm,
                     query_weight, log_decay, state, log_scale, norm_weight, function, scaling):  # fmt: skip
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *positions = state
-    feature_map = KernelMap(function, Affine(query_weight), Affine(key_weight, key_bias, key_norm)).of_scaled(scaling)
-    query_exponent = feature_map.features(query if far_query is None else far_query, feature_map.query)
-    key_exponent = feature_map.features(window_key[:, :, :1] if far_key is None else far_key, feature_map.key)
+    feature_map = KernelMap(function, Affine(query_weight), Affine(key_weight, key_bias, key_norm))
+    far_query, far_key = query if far_query is None else far_query, window_key[:, :, :1] if far_key is None else far_key
+    query_exponent = feature_map.features(far_query * scaling**0.5, feature_map.query)
+    key_exponent = feature_map.features(far_key * scaling**0.5, feature_map.key)
     positions = [torch.cat((x, position), dim=1)[:, 1:] for x in positions]
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     is_far = (kind[:, :1] == 1)[:, None, :, None]
