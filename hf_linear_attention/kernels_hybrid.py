@@ -382,11 +382,10 @@ def check_hybrid_step(
     if len(state) != (7 if position is None else 8):
         raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, or 8 with positions.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *window_position = state
-    dim, width = key.shape[3], value.shape[3]
+    dim, width, device = key.shape[3], value.shape[3], query.device
     places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
     columns = key_weight.shape[-1] if key_weight.ndim else 0
     features = columns * (1 + (function == HEDGEHOG))
-    per_head, keys, values = (heads,), key.dtype, value.dtype
     expected = (
         ("query", query, (batch, heads, 1, dim), None),
         ("key", key, (batch, kv_heads, 1, dim), None),
@@ -399,19 +398,18 @@ def check_hybrid_step(
         ("key_norm", key_norm, (kv_heads, 1, 1), torch.float32),
         ("query_weight", query_weight, (heads, dim, columns), torch.float32),
         ("log_decay", log_decay, (kv_heads,), torch.float32),
-        ("log_scale", log_scale, per_head, torch.float32),
-        ("norm_weight", norm_weight, per_head, torch.float32),
+        ("log_scale", log_scale, (heads,), torch.float32),
+        ("norm_weight", norm_weight, (heads,), torch.float32),
         ("state", sums, (batch, kv_heads, features, width + 2), torch.float32),
-        ("state", window_key, (batch, kv_heads, places, dim), keys),
-        ("state", window_value, (batch, kv_heads, places, width), values),
+        ("state", window_key, (batch, kv_heads, places, dim), key.dtype),
+        ("state", window_value, (batch, kv_heads, places, width), value.dtype),
         ("state", kind, (batch, places), torch.int8),
-        ("state", sink_key, (batch, kv_heads, sinks, dim), keys),
-        ("state", sink_value, (batch, kv_heads, sinks, width), values),
+        ("state", sink_key, (batch, kv_heads, sinks, dim), key.dtype),
+        ("state", sink_value, (batch, kv_heads, sinks, width), value.dtype),
         ("state", num_seen, (batch, 1), torch.int64),
         ("position", position, (batch, 1), torch.int32),
         *(("state", x, (batch, places), torch.int32) for x in window_position),
     )
-    device = query.device
     for name, tensor, shape, dtype in expected:
         if tensor is None:
             continue
@@ -422,14 +420,10 @@ def check_hybrid_step(
     if (log_scale is None) != (norm_weight is None):
         raise ValueError("`log_scale` and `norm_weight` belong together; pass both or neither.")
     if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and not (key_bias is None and key_norm is None)):
-        raise ValueError(
-            f"Got `function` = {function} {'without' if key_bias is None and key_norm is None else 'with'} `key_bias` "
-            "or `key_norm`; it must be 2 (exp), or 3 (Hedgehog) without both."
-        )
+        raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
     if not places or not dim or not columns:
         raise ValueError(
-            f"Got a window of {places} tokens, keys of {dim} numbers and a `key_weight` of {columns} columns; there "
-            "must be at least one of each."
+            f"Got {places} places, keys of {dim} and weights of {columns} columns; each must be 1 at least."
         )
 
 

@@ -164,7 +164,7 @@ def test_a_feature_map_that_does_not_fit_is_refused(monkeypatch, given):
     key = kernel_map.key._replace(weight=given.get("key_weight", kernel_map.key.weight))
     changed = kernel_map._replace(function=given.get("function", kernel_map.function), key=key)
     monkeypatch.setattr(mechanism.feature_map, "unscaled_map", lambda: changed)
-    with pytest.raises(ValueError, match="it must"):
+    with pytest.raises(ValueError, match="must"):
         mechanism(*(x[:, :, -1:] for x in inputs), attention_mask=None, scaling=0.25, is_causal=True, state=state)
 
 
