@@ -2,7 +2,7 @@
 
     python benchmarks/speed_break_even.py --output_dir outputs/benchmarks
 
-B = 1, 12 heads of 64, float32, forward pass: all that a layer computes between its projections. The mechanism and
+B = 1, 12 heads of 64, float32: the forward pass of what lies between the projections of a layer. The mechanism and
 softmax take turns, and a cell is the median over rounds of softmax's time over the mechanism's. About three minutes.
 With `--update` convert_checkpoint.py and model cards quote the lengths.
 """
@@ -75,9 +75,9 @@ def break_even(lengths: list[int], ratios: list[float]) -> int | None:
 
 def _rounds(rounds: int, length: int, ratios: list[float]) -> int:
     """Fewer rounds where they take long: at long lengths, and where softmax was several times as fast before."""
-    if ratios and ratios[-1] < CLEAR:
+    if length > 2048 or (ratios and ratios[-1] < CLEAR):
         return 1
-    return min(rounds, 2 if length <= 2048 else 1) if length > 1024 else rounds
+    return min(rounds, 2) if length > 1024 else rounds
 
 
 def measure(settings: dict[str, Any], is_causal: bool, lengths: list[int], rounds: int) -> list[float]:

@@ -286,7 +286,10 @@ def plot(plt, figures):
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--rounds", type=int, default=2, help="the last one also measures memory; one beyond 2,048 tokens"
+        "--rounds",
+        type=int,
+        default=2,
+        help="the last one also measures memory; longer inputs than 2,048 tokens have only that one",
     )
     parser.add_argument("--parts", nargs="+", choices=("forward", "training"), default=["forward", "training"])
     parser.add_argument("--long", action="store_true", help="a prefill of 8k and 32k tokens too, one round each")

@@ -423,7 +423,7 @@ def check_hybrid_step(
         raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
     if not places or not dim or not columns:
         raise ValueError(
-            f"Got {places} places, keys of {dim} and weights of {columns} columns; each must be 1 at least."
+            f"Got a window of {places}, keys of {dim} and weights of {columns} columns; each must be at least 1."
         )
 
 

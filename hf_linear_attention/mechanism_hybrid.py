@@ -277,9 +277,10 @@ class HybridAttention(WindowAttention):
 
     def _far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
         """The query, and the key that leaves the window, as the feature map sees them."""
-        query, key, position = accumulated(query), accumulated(old.key[:, :, :1]), old.position
-        if self.shift is None or position is None:
+        query, key = accumulated(query), accumulated(old.key[:, :, :1])
+        if self.shift is None:
             return query, key
+        position: Any = old.position
         return self.shift(query, -positions), self.shift(key, -position[:, :1])
 
     def _step_in_torch(
