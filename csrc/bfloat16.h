@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products of bfloat16 numbers, added in float32, on processors with AVX512-BF16: twice the rate of float32.
+/* Products of bfloat16 numbers, added in float32, on AMD processors with AVX512-BF16: twice the rate of float32 (Zen 4:
+   232 GFLOP/s for 116). Intel's have half the rate of float32 instead (Xeon of family 6, model 207: 96 for 200), so
+   there bfloat16 is widened when it is loaded, as on all other processors.
 
    Two numbers share 32 bits, the first in the lower half: of a left factor two columns, of a right factor two rows.
    They are multiplied with the two of the other factor at once. All sums stay float32. This is for elu + 1 of inputs,
@@ -14,9 +16,15 @@
 #define WITH_BFLOAT16 __attribute__((target("avx512bf16")))
 #define ONES 0x3f803f80
 
+#ifdef PACK_ON_INTEL /* so that sanitizers see this code there, too */
+#define IS_FAST 1
+#else
+#define IS_FAST !__builtin_cpu_is("intel")
+#endif
+
 static inline int takes_packed(const sizes *s, const tensor *x) {
-    return s->map == ELU && !x[KEY_MAP].data && x[QUERY].bytes == 2 && x[KEY].bytes == 2 && x[VALUE].bytes == 2 &&
-           x[OUTPUT].bytes == 2 && __builtin_cpu_supports("avx512bf16");
+    return IS_FAST && s->map == ELU && !x[KEY_MAP].data && x[QUERY].bytes == 2 && x[KEY].bytes == 2 &&
+           x[VALUE].bytes == 2 && x[OUTPUT].bytes == 2 && __builtin_cpu_supports("avx512bf16");
 }
 
 /* b in the upper half of the vector, a in the lower one */
