@@ -16,9 +16,7 @@ from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training.arguments import FACTS
-from hf_linear_attention.training.losses.far_share import has_far_share
 from hf_linear_attention.training.objective_arguments import TEACHER_WEIGHTS, TRANSFER_WEIGHTS
-from hf_linear_attention.training.parameters import MECHANISM
 from hf_linear_attention.training.tasks import TASKS
 
 
@@ -166,6 +164,10 @@ def fit_to(preset: Preset, model: nn.Module) -> Preset:
     left out, and their tokens go to the other stages. If no near and far keys have a common denominator, stages do not
     compare their shares.
     """
+    # These import transformers' models, which `--help` does without.
+    from hf_linear_attention.training.losses.far_share import has_far_share
+    from hf_linear_attention.training.parameters import MECHANISM
+
     stages = preset.stages
     if not has_far_share(model):
         stages = {task: [_without(stage, "far_share_weight") for stage in entry] for task, entry in stages.items()}
