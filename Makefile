@@ -85,11 +85,12 @@ bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchm
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recall.py
 
 .PHONY: bench
-bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (24 minutes on one free core)
+bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (21 minutes on an idle machine)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output_dir $(BENCH_DIR) || exit 1; done
 
 .PHONY: figures
-figures: $(VENV)/.installed ## Write the figures of README and docs from the results in benchmarks/
+figures: $(VENV)/.installed ## Write tables, plots and the figures of README and docs from the results in benchmarks/
+	$(BIN)/python benchmarks/tables.py --write
 	$(BIN)/python benchmarks/quotes.py --write
 
 .PHONY: docs

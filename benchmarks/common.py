@@ -39,14 +39,15 @@ def write(text: str = "") -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns as wide as they need: the first to the left, the others to the right; None is a dash."""
+    """A table of Markdown, its first column to the left and the others to the right; None is a dash."""
     cells = [[_cell(value) for value in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells)]
+    rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
-        for row in cells
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        for row in (cells[0], rules, *cells[1:])
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: Any) -> str:
@@ -84,23 +85,28 @@ def save_results(
     arguments: argparse.Namespace, name: str, figures: Mapping[str, Any], plot: Callable[..., Any]
 ) -> None:
     """Write `<name>.json` (the figures with versions and arguments) and `<name>.png` (`plot(plt, figures)`)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     folder = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     result = {"benchmark": name, "environment": environment(), "arguments": given, **figures}
     (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    draw(plot, figures, folder / f"{name}.png")
+    write(f"\nWritten: {folder / name}.json and .png")
+
+
+def draw(plot: Callable[..., Any], figures: Mapping[str, Any], path: Path) -> None:
+    """Write `plot(plt, figures)` as an image."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     with plt.rc_context(
         {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     ):
         figure = plot(plt, figures)
-        figure.savefig(folder / f"{name}.png", dpi=150)
+        figure.savefig(path, dpi=150)
         plt.close(figure)
-    write(f"\nWritten: {folder / name}.json and .png")
 
 
 def interleaved_times(functions: Mapping[str, Callable[[], Any]], rounds: int = 5) -> dict[str, list[float]]:

@@ -61,6 +61,15 @@ def in_a_process(name: str | None, mode: str, length: int) -> dict[str, float]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
+def report(figures: dict[str, Any]) -> str:
+    cells = [
+        [mode, f"{int(length):,}", f"{row['bytes'] / MEGABYTE:.0f}", f"{row['seconds'] / int(length) * 1e6:.1f}"]
+        for mode, found in figures["rows"].items()
+        for length, row in found.items()
+    ]
+    return table(["", "tokens", "memory, MiB", "CPU us a token"], cells)
+
+
 def plot(plt: Any, figures: dict[str, Any]) -> Any:
     figure, axis = plt.subplots(figsize=(7, 4.5))
     for mode, rows in figures["rows"].items():
@@ -82,17 +91,13 @@ def main(argv: list[str] | None = None) -> None:
         return
     if arguments.quick:
         arguments.lengths, arguments.longest_whole = [512, 9000], 512
-    rows: dict[str, dict[int, Any]] = {mode: {} for mode in MODES}
+    rows: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
     for length in arguments.lengths:
         for mode in MODES[: 1 + (length <= arguments.longest_whole)]:
-            rows[mode][length] = in_a_process(arguments.model_name_or_path, mode, length)
-    cells = [
-        [mode, f"{length:,}", f"{row['bytes'] / MEGABYTE:.0f}", f"{row['seconds'] / length * 1e6:.1f}"]
-        for mode, found in rows.items()
-        for length, row in found.items()
-    ]
-    write(table(["", "tokens", "memory, MiB", "CPU us per token"], cells))
-    save_results(arguments, "long_prompts", {"rows": rows}, plot)
+            rows[mode][str(length)] = in_a_process(arguments.model_name_or_path, mode, length)
+    figures = {"rows": rows}
+    write(report(figures))
+    save_results(arguments, "long_prompts", figures, plot)
 
 
 if __name__ == "__main__":

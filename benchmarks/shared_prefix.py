@@ -56,10 +56,10 @@ def measure(model, length: int, rounds: int) -> dict[str, Any]:
 def report(figures: dict[str, Any]) -> str:
     rows = []
     for row in figures["rows"]:
-        milliseconds = [1000 * statistics.median(row["seconds"][name]) for name in (AGAIN, STORED)]
-        rows.append([f"{row['length']:,}", *milliseconds, row["ratio"], f"{row['bytes']:,}"])
-    header = ["prefix (tokens)", f"{AGAIN} (ms)", f"{STORED} (ms)", "times", "bytes of the state"]
-    return f"{MODEL}, hybrid: the first token behind a shared prefix\n" + table(header, rows)
+        milliseconds = [f"{1000 * statistics.median(row['seconds'][name]):,.1f}" for name in (AGAIN, STORED)]
+        rows.append([f"{row['length']:,}", *milliseconds, f"{row['ratio']:.1f}x", f"{row['bytes']:,}"])
+    header = ["tokens of the prefix", f"{AGAIN}, CPU ms", f"{STORED}, CPU ms", "sooner", "bytes of the state"]
+    return table(header, rows)
 
 
 def plot(plt, figures):

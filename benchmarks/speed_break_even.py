@@ -4,12 +4,11 @@
 
 B = 1, 12 heads of 64, float32: the forward pass of what lies between the projections of a layer. The mechanism and
 softmax take turns, and a cell is the median over rounds of softmax's time over the mechanism's. About three minutes.
-With `--update` convert_checkpoint.py and model cards quote the lengths.
+`make figures` writes the lengths of benchmarks/results/ for convert_checkpoint.py and model cards.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import argument_parser, environment, median_ratio, save_results, table, write
+from benchmarks.common import argument_parser, median_ratio, save_results, table, write
 from benchmarks.speed_kernels import DIM, HEADS, cpu_times, inputs, mechanism_call, mechanism_of
-from hf_linear_attention.conversion.break_even import MEASURED, cost_settings, current_backend
+from hf_linear_attention.conversion.break_even import cost_settings
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -102,11 +101,15 @@ def report(figures: dict[str, Any]) -> str:
     parts = []
     for mode in MODES:
         rows = [
-            [name, *(f"{ratio:.2f}x" for ratio in ratios), f"{break_even(lengths, ratios) or f'> {lengths[-1]}'}"]
+            [name, *(f"{ratio:.2f}" for ratio in ratios), _length(break_even(lengths, ratios), lengths[-1])]
             for name, ratios in figures[mode].items()
         ]
-        parts.append(f"softmax / mechanism, {mode}\n\n" + table(["", *lengths, "faster from"], rows))
+        parts.append(table([f"{mode}, softmax / mechanism", *(f"{n:,}" for n in lengths), "faster from"], rows))
     return "\n\n".join(parts)
+
+
+def _length(found: int | None, longest: int) -> str:
+    return f"> {longest:,}" if found is None else f"{found:,}"
 
 
 def plot(plt, figures):
@@ -128,14 +131,14 @@ def cost_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_conversion(figures: dict[str, Any]) -> dict[str, Any]:
-    """What `convert_checkpoint.py` and model cards quote."""
-    lengths, backend = figures["lengths"], current_backend()
+    """What `convert_checkpoint.py` and model cards quote of a result."""
+    lengths, (backend, instructions) = figures["lengths"], figures["environment"]["kernels"]
     found = {mode: {name: break_even(lengths, ratios) for name, ratios in figures[mode].items()} for mode in MODES}
     return {
         "conditions": CONDITIONS,
         "longest": lengths[-1],
-        "backend": {"name": backend.name, "instruction_set": backend.instruction_set},
-        "environment": environment(),
+        "backend": {"name": backend, "instruction_set": instructions},
+        "environment": figures["environment"],
         "rows": [
             {"name": name, "settings": cost_of(row)}
             | {mode: found[mode][name] for mode in MODES if name in found[mode]}
@@ -148,10 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--update", action="store_true", help=f"write {MEASURED.name}, which conversions quote")
     arguments = parser.parse_args(argv)
-    if arguments.quick and arguments.update:
-        parser.error("--update needs a whole run, without --quick")
     torch.set_num_threads(1)
     if arguments.quick:
         arguments.lengths, arguments.rounds = [64, 128], 1
@@ -162,8 +162,6 @@ def main(argv: list[str] | None = None) -> None:
             for name, settings in rows_of(mode).items()
         }
     write(report(figures))
-    if arguments.update:
-        MEASURED.write_text(json.dumps(for_conversion(figures), indent=2) + "\n", encoding="utf-8")
     save_results(arguments, "speed_break_even", figures, plot)
 
 

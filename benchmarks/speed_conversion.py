@@ -152,8 +152,8 @@ def report(figures: dict[str, Any]) -> str:
     starts = [
         [
             name,
-            statistics.median(seconds),
-            statistics.median(mine - other for mine, other in zip(seconds, base_seconds)),
+            f"{statistics.median(seconds):.2f}",
+            f"{statistics.median(mine - other for mine, other in zip(seconds, base_seconds)):.2f}",
         ]
         for name, seconds in figures["starts"].items()
     ]

@@ -126,26 +126,26 @@ def summary(times: dict[str, list[float]], base: str) -> dict[str, Any]:
 
 
 def report(figures: dict[str, Any]) -> str:
+    keys = (SOFTMAX, *CONVERTED)
     rows = [
         [
-            f"{name}, {context} tokens",
-            key,
-            f"{1000 * seconds:.2f}",
-            result["operations"][key],
-            f"{result[f'{SOFTMAX} over it'][key]:.2f}x",
+            f"{name}, at {int(context):,}",
+            *(f"{1000 * result['seconds'][key]:.2f}" for key in keys),
+            *(f"{result[f'{SOFTMAX} over it'][key]:.2f}x" for key in CONVERTED),
+            *(result["operations"][key] for key in keys),
         ]
         for name, results in figures["decoding"].items()
         for context, result in results.items()
-        for key, seconds in result["seconds"].items()
     ]
-    parts = [table(["decoding", "", "CPU ms/token", "operations/token", "softmax / it"], rows)]
+    counted = [f"operations: {SOFTMAX}", *CONVERTED]
+    parts = [table(["decoding, CPU ms a token", *keys, *(f"/ {key}" for key in CONVERTED), *counted], rows)]
     for title, base in (("products", PRODUCTS), ("compiled", "linear elu1, eager")):
         result = figures[title]
         rows = [
             [key, f"{1000 * seconds:.2f}", f"{result[f'over {base}'][key]:.2f}x"]
             for key, seconds in result["seconds"].items()
         ]
-        parts.append(table([figures["of"][title], "CPU ms/token", f"/ {base}"], rows))
+        parts.append(table([figures["of"][title], "CPU ms a token", f"/ {base}"], rows))
     return "\n\n".join(parts)
 
 

@@ -173,19 +173,17 @@ def report(figures: dict[str, Any]) -> str:
         names = list(figures[mode][next(iter(figures[mode]))]["seconds"])
         rows = [
             [
-                f"{length:,}",
+                f"{int(length):,}",
                 *(_milliseconds(result["seconds"].get(name)) for name in names),
                 *(ratio_text(result["over C"].get(name)) for name in ("torch", PEER)),
             ]
             for length, result in figures[mode].items()
         ]
-        header = ["N", *names, "torch / C", f"{PEER} / C"]
-        parts.append(f"{mode}, CPU milliseconds\n\n{table(header, rows)}")
-    rows = [[name, f"{error:.1e}"] for name, error in figures["errors"].items()]
-    parts.append(f"largest error over the largest output\n\n{table(['', 'error'], rows)}")
-    header = ["layer", "mode", "N", "stock", "accelerated", "stock / accelerated"]
-    parts.append(f"whole layers of stock models, CPU milliseconds\n\n{table(header, figures['layers'])}")
-    return "\n\n".join(parts)
+        parts.append(table([f"{mode}, CPU ms", *names, "torch / C", f"{PEER} / C"], rows))
+    errors = [f"{error:.1e}" for error in figures["errors"].values()]
+    parts.append(table(["", *figures["errors"]], [["largest error over the largest output", *errors]]))
+    header = ["layer, CPU ms", "", "tokens", "stock", "accelerated", "stock / accelerated"]
+    return "\n\n".join([*parts, table(header, figures["layers"])])
 
 
 def _milliseconds(seconds: float | None) -> str | None:
@@ -203,11 +201,11 @@ def main(argv: list[str] | None = None) -> None:
     methods, figures = calls("torch_chunk_gated_delta_rule"), {"lengths": arguments.lengths}
     for mode in ("forward", "forward and backward"):
         figures[mode] = {
-            n: measure(methods, n, mode != "forward", arguments.rounds if n < 1024 else 1, False)
+            str(n): measure(methods, n, mode != "forward", arguments.rounds if n < 1024 else 1, False)
             for n in arguments.lengths
         }
     steps = calls("torch_recurrent_gated_delta_rule")
-    figures["step"] = {1: measure(steps, 1, False, 200 * arguments.rounds, True)}
+    figures["step"] = {"1": measure(steps, 1, False, 200 * arguments.rounds, True)}
     figures["errors"] = errors(methods)
     figures["layers"] = layer_rows(arguments.lengths[-2:-1], min(3, arguments.rounds))
     write(report(figures))

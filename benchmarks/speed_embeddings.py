@@ -102,17 +102,18 @@ def measure(models: dict[str, Any], tokenizer: Any, length: int, count: int, siz
 
 
 def report(figures: dict[str, Any]) -> str:
+    names = list(figures["rows"][0]["texts/s"])
     rows = [
         [
-            f"{row['tokens']} tokens, {row['padding']:.1%} padding",
-            name,
-            f"{speed:.1f}",
-            f"{row['softmax over it'][name]:.2f}x",
+            f"{row['tokens']} tokens",
+            f"{row['padding']:.1%}",
+            *(f"{row['texts/s'][name]:.1f}" for name in names),
+            *(f"{row['softmax over it'][name]:.2f}x" for name in names[1:]),
         ]
         for row in figures["rows"]
-        for name, speed in row["texts/s"].items()
     ]
-    return table(["embedding, batches of " + str(figures["batch"]), "", "texts/s", "softmax / it"], rows)
+    header = [f"at most, in batches of {figures['batch']}", "padding", *(f"{name}, texts/s" for name in names)]
+    return table([*header, *(f"{SOFTMAX} / {name}" for name in names[1:])], rows)
 
 
 def plot(plt, figures):

@@ -44,7 +44,7 @@ from hf_linear_attention.mechanisms import MECHANISMS
 
 
 HEADS, DIM = 12, 64
-OURS, PLAIN_TORCH, SDPA = "C", "torch", "sdpa"
+OURS, PLAIN_TORCH, SDPA, SINGLE = "C", "torch", "sdpa", "C in float32"
 VARIANTS: dict[str, dict[str, Any]] = {
     "exp": {"mechanism": "linear", "feature_map": "exp", "num_features": DIM},
     "decay": {"mechanism": "linear", "feature_map": "elu1", "decay": "learned"},
@@ -186,6 +186,13 @@ def measure(
     return {"seconds": seconds, **over, "share of sgemm": shares, "sgemm": rate}
 
 
+def measure_half(length: int, rounds: int) -> dict[str, Any]:
+    """The forward pass in bfloat16, in turns with that in float32."""
+    ours, single = calls()[OURS], inputs(length)
+    methods = {OURS: ours, SDPA: sdpa, SINGLE: lambda *_: ours(*single)}
+    return measure(length, False, rounds, methods, torch.bfloat16)
+
+
 def shares_of_sgemm(lengths: list[int], rounds: int) -> str:
     """Per length and direction: share of a matrix product's rate in float32, and float32's time over bfloat16's."""
     call, matrix, rows = mechanism_call(mechanism="linear", feature_map="elu1"), torch.randn(1024, 1024), []
@@ -251,31 +258,33 @@ def report(figures: dict[str, Any]) -> str:
     parts = []
     for mode in ("forward", "forward and backward"):
         rows = []
-        names = list(figures[mode][figures["lengths"][0]]["seconds"])
-        for length in figures["lengths"]:
-            result = figures[mode][length]
+        names = list(next(iter(figures[mode].values()))["seconds"])
+        for length, result in figures[mode].items():
             rows.append(
                 [
-                    f"{length:,}",
+                    f"{int(length):,}",
                     *(_milliseconds(result["seconds"].get(name)) for name in names),
                     *(ratio_text(result[f"over {name}"].get(SDPA)) for name in (OURS, PLAIN_TORCH)),
                     *(f"{100 * result['share of sgemm'][name]:.0f} %" for name in (OURS, PLAIN_TORCH)),
                 ]
             )
-        header = ["N", *names, "sdpa / C", "sdpa / torch", "C, of sgemm", "torch, of sgemm"]
-        parts.append(f"{mode}, CPU milliseconds\n\n{table(header, rows)}")
+        header = ["sdpa / C", "sdpa / torch", "C, of sgemm", "torch, of sgemm"]
+        parts.append(table([f"{mode}, CPU ms", *names, *header], rows))
+    header = ["forward, bfloat16, CPU ms", OURS, SDPA, "sdpa / C", f"{SINGLE} / {OURS}"]
+    parts.append(table(header, _half_rows(figures)))
     rows = [[name, *values] for name, values in figures["peak"].items()]
-    peaks = table(["", *figures["peak lengths"]], rows)
-    parts.append(table(["forward, bfloat16", OURS, SDPA, "sdpa / C"], _half_rows(figures)))
-    return "\n\n".join([*parts, f"peak of new memory in [B, H, N, D] tensors, outputs included\n\n{peaks}"])
+    header = ["peak of new memory, in [B, H, N, D] tensors, outputs included"]
+    parts.append(table([*header, *(f"{length:,}" for length in figures["peak lengths"])], rows))
+    return "\n\n".join(parts)
 
 
 def _half_rows(figures: dict[str, Any]) -> list[list[Any]]:
     return [
         [
-            f"{n:,}",
+            f"{int(n):,}",
             *(_milliseconds(result["seconds"].get(name)) for name in (OURS, SDPA)),
             ratio_text(result["over C"].get(SDPA)),
+            f"{result['over C'][SINGLE]:.2f}x",
         ]
         for n, result in figures["bfloat16"].items()
     ]
@@ -292,8 +301,8 @@ def ratio_text(value: float | None) -> str | None:
 def plot(plt, figures):
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
     for axis, mode in zip(axes, ("forward", "forward and backward")):
-        for name in figures[mode][figures["lengths"][0]]["seconds"]:
-            points = [(n, figures[mode][n]["seconds"].get(name)) for n in figures["lengths"]]
+        for name in next(iter(figures[mode].values()))["seconds"]:
+            points = [(int(n), result["seconds"].get(name)) for n, result in figures[mode].items()]
             points = [(n, value) for n, value in points if value is not None]
             axis.plot(*zip(*points), marker="o", markersize=3, label=name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=mode)
@@ -327,11 +336,10 @@ def main(argv: list[str] | None = None) -> None:
     methods, figures = calls(), {"lengths": arguments.lengths, "peak lengths": arguments.peak_lengths}
     for mode in ("forward", "forward and backward"):
         figures[mode] = {
-            length: measure(length, mode != "forward", arguments.rounds if length <= 4096 else 2, methods)
+            str(length): measure(length, mode != "forward", arguments.rounds if length <= 4096 else 2, methods)
             for length in arguments.lengths
         }
-    pair = {name: methods[name] for name in (OURS, SDPA)}
-    figures["bfloat16"] = {n: measure(n, False, 2, pair, torch.bfloat16) for n in arguments.lengths}
+    figures["bfloat16"] = {str(n): measure_half(n, arguments.rounds if n <= 4096 else 2) for n in arguments.lengths}
     figures["peak"] = {
         f"{name}, {mode}": [round(peak_tensors(name, n, mode != "forward"), 2) for n in arguments.peak_lengths]
         for name in (OURS, PLAIN_TORCH)

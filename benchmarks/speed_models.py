@@ -5,9 +5,9 @@
 Tokens a CPU second of the forward pass and of a training step (forward and backward), the models of a line taking turns
 in every round, ratios as medians over rounds; and the peak of the memory that one such call takes beside weights and
 gradients. From the peaks at two lengths follows the longest sequence whose training step fits into 20 GB with the
-weights, their gradients and Adam's two moments. About five minutes; `--long` adds a prefill of 8k and 32k tokens
-(over ten CPU minutes, half of it softmax).
+weights, their gradients and Adam's two moments. About five minutes.
 
+`--long` measures only prefills of 8,192 and 32,768 tokens, once each (six minutes or more, half of it softmax).
 `--compiled` measures only torch.compile (fullgraph) of Llama 125M: the CPU seconds of compilers and first call, which
 other processes spend too, and of later calls: prefill, and a step behind a prompt in a static cache.
 """
@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -223,22 +223,30 @@ def longest_sequences(results: list[dict[str, Any]]) -> dict[str, dict[str, int]
 def report(figures: dict[str, Any]) -> str:
     parts = []
     for title in ("forward", "training step"):
+        keys = _keys(result["tokens/s"] for result in figures[title])
         rows = [
-            [
-                f"{result['model']}, {result['tokens']} tokens",
-                key,
-                f"{speed:,.0f}",
-                f"{result['softmax over it'][key]:.2f}x",
-                f"{result['peak'][key] / 1e6:,.0f}",
-            ]
+            [f"{result['model']}, {result['tokens']:,}", *(_speed(result, key) for key in keys)]
             for result in figures[title]
-            for key, speed in result["tokens/s"].items()
         ]
-        parts.append(table([title, "", "tokens/s", "softmax / it", "MB at the peak"], rows))
+        if rows:
+            parts.append(table([f"{title}, tokens/s (over softmax, MB at the peak)", *keys], rows))
     longest = figures["longest"]
-    header = list(dict.fromkeys(key for found in longest.values() for key in found))
+    header = _keys(longest.values())
     rows = [[name, *(f"{found[key]:,}" if key in found else None for key in header)] for name, found in longest.items()]
-    return "\n\n".join([*parts, table(["tokens that train in 20 GB", *header], rows)])
+    if rows:
+        parts.append(table(["tokens that train in 20 GB", *header], rows))
+    return "\n\n".join(parts)
+
+
+def _keys(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _speed(result: dict[str, Any], key: str) -> str | None:
+    if key not in result["tokens/s"]:
+        return None
+    ratio, megabytes = result["softmax over it"][key], result["peak"][key] / 1e6
+    return f"{result['tokens/s'][key]:,.0f} ({ratio:.2f}x, {megabytes:,.0f})"
 
 
 def report_compiled(results: list[dict[str, Any]]) -> str:
@@ -292,7 +300,7 @@ def main(argv: list[str] | None = None) -> None:
         help="the last one also measures memory; longer inputs than 2,048 tokens have only that one",
     )
     parser.add_argument("--parts", nargs="+", choices=("forward", "training"), default=["forward", "training"])
-    parser.add_argument("--long", action="store_true", help="a prefill of 8k and 32k tokens too, one round each")
+    parser.add_argument("--long", action="store_true", help="prefills of 8,192 and 32,768 tokens alone")
     parser.add_argument("--compiled", action="store_true", help="torch.compile alone")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -303,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
             results.append(measure_compiled("Llama 15M" if arguments.quick else "Llama 125M", *case, arguments.rounds))
             write(report_compiled(results))
         return
-    reading, training = READING, TRAINING
+    reading, training = (LONG_READING, {}) if arguments.long else (READING, TRAINING)
     if arguments.quick:
         reading, arguments.rounds = {("MiniLM", 128): ENCODERS}, 1
         training = {("MiniLM", 64): LINEAR, ("MiniLM", 128): LINEAR}
@@ -312,11 +320,9 @@ def main(argv: list[str] | None = None) -> None:
     figures: dict[str, Any] = {title: [] for title in cases}
     for title, (call_of, rows) in chosen.items():
         figures[title] = [measure(call_of, *case, settings, arguments.rounds) for case, settings in rows.items()]
-    if arguments.long:
-        figures["forward"] += [measure(forward_pass, *case, settings, 1) for case, settings in LONG_READING.items()]
     figures["longest"] = longest_sequences(figures["training step"])
     write(report(figures))
-    save_results(arguments, "speed_models", figures, plot)
+    save_results(arguments, "speed_models_long" if arguments.long else "speed_models", figures, plot)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ decoding of one token after a context. Above 1 we are faster. About two minutes.
 from __future__ import annotations
 
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
+from benchmarks.speed_break_even import break_even
 from benchmarks.speed_decoding import SMALL, decoder, random_cache, steps_of
 from benchmarks.speed_kernels import DIM, SDPA, cpu_times, measure, mechanism_call, sdpa
 from benchmarks.speed_models import SOFTMAX, forward_pass, variants
@@ -56,6 +58,19 @@ def _ratio(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}x"
 
 
+def report(figures: dict[str, Any]) -> str:
+    lengths = figures["lengths"]
+    rows = [
+        [f"{mode}: {name}", *(_ratio(found[str(n)].get(name)) for n in lengths)]
+        for mode, found in figures["ratios"].items()
+        for name in FORMS
+    ]
+    text = table([f"{SDPA} / ours, computed in torch", *(f"{n:,}" for n in lengths)], rows)
+    least = [min(min(found[str(n)].values(), default=inf) for found in figures["ratios"].values()) for n in lengths]
+    faster = break_even(lengths, least)
+    return text if faster is None else f"{text}\n\nEvery row is faster from {faster:,} tokens."
+
+
 def plot(plt, figures):
     figure, axes = plt.subplots(1, len(figures["ratios"]), figsize=(13, 3.8), layout="constrained", sharey=True)
     for axis, (mode, rows) in zip(axes, figures["ratios"].items()):
@@ -89,13 +104,9 @@ def main(argv: list[str] | None = None) -> None:
             }
             for mode, found in modes.items():
                 ratios.setdefault(mode, {})[str(n)] = found
-    rows = [
-        [f"{mode}: {name}", *(_ratio(found[str(n)].get(name)) for n in arguments.lengths)]
-        for mode, found in ratios.items()
-        for name in FORMS
-    ]
-    write(f"time of {SDPA} over ours, computed in torch\n\n{table(['', *arguments.lengths], rows)}")
-    save_results(arguments, "speed_without_kernels", {"lengths": arguments.lengths, "ratios": ratios}, plot)
+    figures = {"lengths": arguments.lengths, "ratios": ratios}
+    write(report(figures))
+    save_results(arguments, "speed_without_kernels", figures, plot)
 
 
 if __name__ == "__main__":
