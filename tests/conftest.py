@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -12,6 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+
+# A shell starts background jobs with SIGINT ignored, and Python keeps that; some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart(session):
