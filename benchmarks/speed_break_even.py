@@ -2,8 +2,9 @@
 
     python benchmarks/speed_break_even.py --output_dir outputs/benchmarks
 
-B = 1, 12 heads of 64, float32: the forward pass of what lies between the projections of a layer. The mechanism and
-softmax take turns, and a cell is the median over rounds of softmax's time over the mechanism's. About three minutes.
+It times the forward pass of the attention alone, without the projections of a layer: a batch of 1, 12 heads of 64,
+float32. The mechanism and softmax take turns, and a cell is the median over rounds of softmax's time over the
+mechanism's. About three minutes.
 `make figures` writes the lengths of benchmarks/results/ for convert_checkpoint.py and model cards.
 """
 

@@ -198,7 +198,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     if arguments.quick:
         arguments.lengths, arguments.rounds = [16, 48], 1
-    methods, figures = calls("torch_chunk_gated_delta_rule"), {"lengths": arguments.lengths}
+    methods = calls("torch_chunk_gated_delta_rule")
+    figures: dict[str, Any] = {}
     for mode in ("forward", "forward and backward"):
         figures[mode] = {
             str(n): measure(methods, n, mode != "forward", arguments.rounds if n < 1024 else 1, False)

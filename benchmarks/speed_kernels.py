@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.threads:
         write(speedups_of_threads(arguments.threads, arguments.lengths, arguments.rounds))
         return
-    methods, figures = calls(), {"lengths": arguments.lengths, "peak lengths": arguments.peak_lengths}
+    methods, figures = calls(), {"peak lengths": arguments.peak_lengths}
     for mode in ("forward", "forward and backward"):
         figures[mode] = {
             str(length): measure(length, mode != "forward", arguments.rounds if length <= 4096 else 2, methods)

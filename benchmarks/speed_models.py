@@ -299,9 +299,10 @@ def main(argv: list[str] | None = None) -> None:
         default=2,
         help="the last one also measures memory; longer inputs than 2,048 tokens have only that one",
     )
-    parser.add_argument("--parts", nargs="+", choices=("forward", "training"), default=["forward", "training"])
-    parser.add_argument("--long", action="store_true", help="prefills of 8,192 and 32,768 tokens alone")
-    parser.add_argument("--compiled", action="store_true", help="torch.compile alone")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--parts", nargs="+", choices=("forward", "training"), default=["forward", "training"])
+    alone.add_argument("--long", action="store_true", help="prefills of 8,192 and 32,768 tokens alone")
+    alone.add_argument("--compiled", action="store_true", help="torch.compile alone")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     if arguments.compiled:
@@ -311,10 +312,13 @@ def main(argv: list[str] | None = None) -> None:
             results.append(measure_compiled("Llama 15M" if arguments.quick else "Llama 125M", *case, arguments.rounds))
             write(report_compiled(results))
         return
-    reading, training = (LONG_READING, {}) if arguments.long else (READING, TRAINING)
+    reading, training, long_reading = READING, TRAINING, LONG_READING
     if arguments.quick:
         reading, arguments.rounds = {("MiniLM", 128): ENCODERS}, 1
         training = {("MiniLM", 64): LINEAR, ("MiniLM", 128): LINEAR}
+        long_reading = {("Llama 15M", 64): LINEAR | HYBRID}
+    if arguments.long:
+        reading, training = long_reading, {}
     cases = {"forward": (forward_pass, reading), "training step": (training_step, training)}
     chosen = {title: case for title, case in cases.items() if title.split()[0] in arguments.parts}
     figures: dict[str, Any] = {title: [] for title in cases}

@@ -38,7 +38,10 @@ def stored(name: str, option: str | None = None) -> dict[str, Any]:
     path = RESULTS / f"{'_'.join(filter(None, (name, option)))}.json"
     if not path.is_file():
         raise SystemExit(f"There is no {path}, which RESULTS.md has tables of. Run the benchmark that writes it.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result["arguments"]["quick"]:
+        raise SystemExit(f"{path} is of a run with --quick, whose figures mean little. Run the benchmark without it.")
+    return result
 
 
 def block(match: re.Match[str]) -> str:

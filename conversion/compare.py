@@ -295,7 +295,7 @@ def distance(
 
 
 def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """State, and the time of a layer."""
+    """The bytes of the state, and the time of one layer."""
     layers = conversion.plan.layers
     dtype = next(conversion.source.read(name).dtype for name in conversion.source.tensors)
     return {

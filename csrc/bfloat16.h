@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products of bfloat16 numbers, added in float32, on AMD processors with AVX512-BF16: twice the rate of float32 (Zen 4:
-   232 GFLOP/s for 116). Intel's have half the rate of float32 instead (Xeon of family 6, model 207: 96 for 200), so
-   there bfloat16 is widened when it is loaded, as on all other processors.
+/* Products of bfloat16 numbers, added in float32, on processors with AVX512-BF16: twice the rate of float32 (AMD Zen 4:
+   232 GFLOP/s for 116). Intel's have half the rate of float32 (Xeon of family 6, model 207: 96 for 200), so on these,
+   as without AVX512-BF16, bfloat16 is widened when it is loaded.
 
    Two numbers share 32 bits, the first in the lower half: of a left factor two columns, of a right factor two rows.
    They are multiplied with the two of the other factor at once. All sums stay float32. This is for elu + 1 of inputs,

@@ -46,6 +46,18 @@ def test_a_quick_run_prints_its_tables_and_writes_its_figures(name, tmp_path, ca
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.benchmarks
+def test_long_prefills_have_a_result_of_their_own(tmp_path):
+    script = importlib.import_module("benchmarks.speed_models")
+    script.main(["--quick", "--long", "--output_dir", str(tmp_path)])
+    assert [path.name for path in tmp_path.glob("*.json")] == ["speed_models_long.json"]
+    result = json.loads((tmp_path / "speed_models_long.json").read_text(encoding="utf-8"))
+    assert result["training step"] == []
+    assert set(result["forward"][0]["softmax over it"]) == {"softmax", "linear elu1", "linear exp", "hybrid"}
+    with pytest.raises(SystemExit):
+        script.main(["--long", "--parts", "training"])
+
+
 def test_every_form_of_the_kernel_is_what_its_column_says():
     script = importlib.import_module("benchmarks.speed_kernels")
     calls, tensors = script.calls(), script.inputs(100)

@@ -72,6 +72,15 @@ def test_a_changed_result_changes_its_table_and_what_conversions_quote(copied, c
     assert next(row for row in quoted if row["name"] == "linear elu1")["causal"] is None
 
 
+def test_a_quick_run_is_not_quoted(copied):
+    result, before = copied.stored("speed_break_even"), copied.MEASURED.read_text(encoding="utf-8")
+    result["arguments"]["quick"] = True
+    (copied.RESULTS / "speed_break_even.json").write_text(json.dumps(result), encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"speed_break_even\.json is of a run with --quick"):
+        copied.main(write=True)
+    assert copied.MEASURED.read_text(encoding="utf-8") == before
+
+
 def test_a_missing_result_is_named(copied):
     (copied.RESULTS / "speed_delta.json").unlink()
     with pytest.raises(SystemExit, match=r"no .*speed_delta\.json"):
