@@ -14,8 +14,14 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 
+# PyPI's torch for Linux brings CUDA; PyTorch has an index of builds for CPUs.
+CPU_TORCH := https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.[ch])
 	$(PYTHON) -m venv $(VENV)
+	@if [ "$$(uname)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1 && ! $(BIN)/python -c "import torch" 2>/dev/null; then \
+	    if timeout 10 $(BIN)/python -c "import urllib.request; urllib.request.urlopen('$(CPU_TORCH)/torch/', timeout=10)" 2>/dev/null; \
+	    then echo "setup: no GPU, so torch's build for CPUs"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --extra-index-url $(CPU_TORCH) torch; \
+	    else echo "setup: $(CPU_TORCH) cannot be reached, so pip takes the torch that it finds: 5.6 GB if that is PyPI's, with CUDA"; fi; fi
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
@@ -27,7 +33,7 @@ help: ## List the targets
 setup: $(VENV)/.installed ## Make .venv and install the project with its tested versions
 
 .PHONY: demo
-demo: $(VENV)/.installed ## Convert the real MiniLM, heal it for two minutes, compare it with the original
+demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that cost and kept (3 minutes)
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
@@ -70,6 +76,7 @@ test-benchmarks: $(VENV)/.installed ## Quick runs of the timed benchmarks (2 min
 
 .PHONY: test-browser
 test-browser: $(VENV)/.installed ## report.html in a real browser (Debian: `apt-get install chromium`; half a minute)
+	@command -v chromium >/dev/null || { echo "test-browser needs chromium: apt-get install chromium" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/conversion
 
 $(VENV)/.bench: $(VENV)/.installed
