@@ -182,11 +182,12 @@ def _our_app(ours: argparse.Namespace) -> Iterator[None]:
         handlers = {"chat": chat_handler, "completion": completion_handler, "response": response_handler}
         return build_app(model_manager, handlers, limits, state=generation_state, enable_cors=enable_cors)
 
-    theirs, server.build_server = server.build_server, build
+    module: Any = server
+    theirs, module.build_server = module.build_server, build
     try:
         yield
     finally:
-        server.build_server = theirs
+        module.build_server = theirs
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # When the request that is being computed must be answered, in seconds of `time.monotonic`.
 DEADLINE: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
 # Seconds after the deadline in which the computation may report it by itself.
-GRACE = 1.0
+OVERTIME = 1.0
 # What a handler raises for a request that it cannot read.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError)
 
@@ -56,7 +56,7 @@ class Limits:
     api_key: str | None = None
 
 
-class Generation(pydantic.BaseModel):
+class GenerationOptions(pydantic.BaseModel):
     """The options of a request on which all three endpoints agree; further fields are the handlers' own."""
 
     model: str | None = None
@@ -71,7 +71,7 @@ class Generation(pydantic.BaseModel):
     generation_config: pydantic.Json[dict[str, Any]] | None = None
 
 
-class Part(pydantic.BaseModel):
+class MessagePart(pydantic.BaseModel):
     """A part of a message: a text, or something that not every model reads."""
 
     type: str
@@ -82,22 +82,22 @@ class Message(pydantic.BaseModel):
     """A message of a chat."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
 
 
-class Chat(Generation):
+class Chat(GenerationOptions):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], pydantic.Field(min_length=1)]
 
 
-class Completion(Generation):
+class Completion(GenerationOptions):
     """The body of `/v1/completions`."""
 
     prompt: str
 
 
-class Answer(Generation):
+class Answer(GenerationOptions):
     """The body of `/v1/responses`."""
 
     input: str | Annotated[list[dict[str, Any]], pydantic.Field(min_length=1)]
@@ -185,7 +185,7 @@ def _routes(name: str, model_id: str, processor: Any, handlers: Mapping[str, Any
     """The paths that need the key: `/reset` and what loads another model are none of them."""
     router = APIRouter(dependencies=[Depends(_key_check(limits.api_key))])
 
-    async def handle(kind: str, form: type[Generation], body: dict[str, Any]) -> Any:
+    async def handle(kind: str, form: type[GenerationOptions], body: dict[str, Any]) -> Any:
         form.model_validate(body)
         if kind != "completion" and not _has_chat_template(processor):
             raise HTTPException(
@@ -278,7 +278,7 @@ class LimitMiddleware:
 
         token = DEADLINE.set(time.monotonic() + self.limits.request_timeout)
         try:
-            async with asyncio.timeout(self.limits.request_timeout + GRACE):
+            async with asyncio.timeout(self.limits.request_timeout + OVERTIME):
                 if length.isdigit():
                     self._check(int(length))
                 await self.app(scope, counted, watched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -153,6 +154,26 @@ def test_a_request_that_takes_too_long_ends(client_of):
     with client.stream("POST", COMPLETION, json={**body, "stream": True}) as answer:
         assert "took too long" in list(answer.iter_lines())[-2]
     assert others.post(COMPLETION, json={**body, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_request_that_does_not_end_by_itself_is_given_up(is_started, monkeypatch):
+    """As one that waits for its turn, or a layer that takes longer than the limit."""
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    from starlette.testclient import TestClient
+
+    from hf_linear_attention.conversion import serve_app
+
+    async def endless(scope, receive, send):
+        if is_started:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(serve_app, "OVERTIME", 0.0)
+    limits = serve_app.Limits(hosts=(), max_request_bytes=100, request_timeout=0.1)
+    answer = TestClient(serve_app.LimitMiddleware(endless, limits)).get("/")
+    assert answer.status_code == (200 if is_started else 504)
+    assert "--request_timeout` allows (0.1 s)" in answer.text
 
 
 def test_who_may_ask(client_of):
