@@ -59,6 +59,11 @@ def _table(rows: Sequence[Sequence[str]], *header: str) -> Markdown:
     return Markdown("\n".join(f"| {' | '.join(map(escaped, cells))} |" for cells in lines))
 
 
+def _prose(text: str) -> Markdown:
+    """A sentence in which code between backticks, which can hold no other markup, stays code."""
+    return Markdown(re.sub(r"\\`([^`\\]+)\\`", r"`\1`", escaped(text)))
+
+
 ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -67,7 +72,7 @@ ENVIRONMENT = jinja2.Environment(
     autoescape=False,  # of HTML alone
     finalize=_written,
 )
-ENVIRONMENT.filters["table"] = _table
+ENVIRONMENT.filters |= {"table": _table, "prose": _prose}
 
 
 def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str | None = None) -> None:
