@@ -1,29 +1,43 @@
-r"""Serve a converted model by the server of transformers, with an OpenAI-compatible API.
+r"""Serve a converted decoder by the server of transformers, with an OpenAI-compatible API.
 
     hf-linear-attention serve OUT --port 8000
-    transformers chat --model_name_or_path OUT localhost:8000
+    transformers chat OUT http://localhost:8000
 
-All options after OUT are those of `transformers serve` (`transformers serve --help`), which by itself cannot find the
-classes of a converted model. It needs `pip install "transformers[serving]"`.
+`transformers chat`, /v1/chat/completions and /v1/responses need a tokenizer with a chat template, which base models do
+not have; /v1/completions needs none. The server answers requests to OUT alone, one after the other.
+
+Options of this command:
+  --api_key KEY            clients must send it as a Bearer token (default: the variable HF_LINEAR_ATTENTION_API_KEY)
+  --allowed_host NAMES     names in the `Host` header of requests besides localhost and --host, with commas; *: any
+  --max_request_mb N       the largest request, in MB (default: 4)
+  --request_timeout N      seconds until a request must be answered (default: 600)
+
+All other options are those of `transformers serve` (`transformers serve --help`), which by itself cannot find the
+classes of a converted model. It needs `pip install "hf-linear-attention[serve]"`.
 
 Exit codes: 0 stopped, 1 failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_linear_attention._common.checkpoint_files import check_checkpoint
-from hf_linear_attention._common.command_line import run_command, typed_name
+from hf_linear_attention._common.command_line import Parser, run_command, typed_name
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.reading import reading
 
 
 # What a converted decoder cannot do in the server; see `init_continuous_batching` of the model.
 REFUSED = ("--continuous-batching", "--continuous_batching")
+API_KEY = "HF_LINEAR_ATTENTION_API_KEY"
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +55,42 @@ def _serve(words: Sequence[str]) -> None:
         raise UsageError(f"{given}; give the folder or name of a converted model first, then options of the server")
     if found := [word for word in words if word in REFUSED]:
         raise UsageError(f"`{found[0]}` keeps paged keys and values, which linear layers do not have; leave it out")
-    register_model(words[0])
-    start(words)
+    ours, others = parse(words)
+    start(ours, others)
+
+
+def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options that this command reads itself, and the words for `transformers serve`.
+
+    Raises:
+        UsageError: for a value that is impossible.
+    """
+    parser = Parser([], add_help=False)
+    parser.add_argument("--api_key", "--api-key", default=os.environ.get(API_KEY) or None)
+    parser.add_argument("--allowed_host", "--allowed-host", default="")
+    parser.add_argument("--max_request_mb", "--max-request-mb", type=float, default=4.0)
+    parser.add_argument("--request_timeout", "--request-timeout", type=float, default=600.0)
+    parser.add_argument("--host", default="localhost")
+    parser.add_argument("--port", type=int, default=8000)
+    ours, others = parser.parse_known_args(list(words))
+    problems = [
+        f"`--{name}` is {getattr(ours, name):g}; give a number above 0"
+        for name in ("max_request_mb", "request_timeout")
+        if not 0 < getattr(ours, name) < float("inf")
+    ]
+    if not 0 <= ours.port <= 65535:
+        problems.append(f"`--port` is {ours.port}; give a whole number from 0 to 65535 (0: any free port)")
+    if ours.api_key == "":
+        problems.append("`--api_key` is empty; give a key, or leave the option out")
+    if wrong := [name for name in _names(ours) if "*" in name.removeprefix("*.") and name != "*"]:
+        problems.append(f"`--allowed_host` is {wrong[0]!r}; give a name such as host.example.org, *.example.org or *")
+    if problems:
+        raise UsageError(*problems)
+    return ours, [*others, "--host", ours.host, "--port", str(ours.port)]
+
+
+def _names(ours: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in ours.allowed_host.split(",") if name.strip()]
 
 
 def register_model(name: str) -> type:
@@ -59,7 +107,8 @@ def register_model(name: str) -> type:
     from hf_linear_attention.modeling_linear_attention import linear_model_class
     from hf_linear_attention.transformers_internals import server_namespace
 
-    folder = Path(name).expanduser()
+    with reading(f"`{name}`", "give the folder or name of a converted model"):  # `~nosuchuser`
+        folder = Path(name).expanduser()
     if folder.is_dir():
         check_checkpoint(folder)
     with reading(f"config.json of {name!r}", "give the folder or name of a converted model"):
@@ -74,19 +123,71 @@ def register_model(name: str) -> type:
     return found
 
 
-def start(words: Sequence[str]) -> None:
+def start(ours: argparse.Namespace, words: Sequence[str]) -> None:
     """Run `transformers serve` with these words until it is stopped.
 
+    Args:
+        ours: the options of this command.
+        words: the model, and the options of `transformers serve`.
+
     Raises:
-        UsageError: if the libraries of the server are missing.
+        UsageError: if the libraries of the server are missing, or for what `transformers serve` does not know.
     """
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise UsageError('the server needs more libraries; run `pip install "transformers[serving]"`')
-    from transformers.cli.transformers import app
+        raise UsageError('the server needs more libraries; run `pip install "hf-linear-attention[serve]"`')
+    import typer
+    from transformers.cli.serve import Serve
 
-    app(["serve", *words], prog_name="transformers", standalone_mode=False)
+    app = typer.Typer(add_completion=False)
+    app.command()(Serve)
+    command = typer.main.get_command(app)
+    try:
+        context = command.make_context("transformers serve", list(words))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what typer raises has it, whichever click it is built on
+            raise
+        raise UsageError(f"{error.format_message()} (`--help` and `transformers serve --help` list options)") from error
+    register_model(words[0])
+    with context, _our_app(ours):
+        command.invoke(context)
+
+
+@contextlib.contextmanager
+def _our_app(ours: argparse.Namespace) -> Iterator[None]:
+    """A context in which the server of transformers runs our application around its handlers."""
+    from transformers.cli.serving import server
+
+    from hf_linear_attention.conversion.serve_app import Limits, build_app
+
+    host = f"[{ours.host}]" if ":" in ours.host else ours.host
+    limits = Limits(
+        hosts=(*LOCAL, host, *_names(ours)),
+        max_request_bytes=int(ours.max_request_mb * 1e6),
+        request_timeout=ours.request_timeout,
+        api_key=ours.api_key,
+    )
+
+    def build(
+        model_manager: Any,
+        chat_handler: Any,
+        completion_handler: Any,
+        response_handler: Any,
+        *_: Any,
+        generation_state: Any,
+        enable_cors: bool = False,
+        **__: Any,
+    ) -> Any:
+        handlers = {"chat": chat_handler, "completion": completion_handler, "response": response_handler}
+        return build_app(model_manager, handlers, limits, state=generation_state, enable_cors=enable_cors)
+
+    module: Any = server
+    theirs, module.build_server = module.build_server, build
+    try:
+        yield
+    finally:
+        module.build_server = theirs
 
 
 if __name__ == "__main__":

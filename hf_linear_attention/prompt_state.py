@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,11 @@ from .mechanisms import MECHANISMS
 METADATA = "prompt_state"
 # The version of the file format.
 #   1  files without the field `format_version`: no checksum
-#   2  with `sha256`, the checksum of the tensors and of all other metadata
-FORMAT_VERSION = 2
+#   2  with `sha256`, the checksum of the tensors and of all other metadata; `weights` sees 64 numbers per tensor
+#   3  `weights` sees every weight; with `tokens` in files of a PromptStore
+FORMAT_VERSION = 3
+# For each model, the checksums of its tensors by what changes when a tensor does.
+_CHECKSUMS: weakref.WeakKeyDictionary[Any, dict[tuple, bytes]] = weakref.WeakKeyDictionary()
 
 
 def save_prompt_state(model: Any, past_key_values: Cache, path: str | os.PathLike) -> None:
@@ -51,6 +55,11 @@ def save_prompt_state(model: Any, past_key_values: Cache, path: str | os.PathLik
         ValueError: for an empty cache, or one with layers that hold more than a state or keys and values.
         OSError: if the file cannot be written.
     """
+    write_prompt_state(model, past_key_values, path)
+
+
+def write_prompt_state(model: Any, past_key_values: Cache, path: str | os.PathLike, **more: str) -> None:
+    """As `save_prompt_state`, with `more` in the metadata of the file."""
     layers = getattr(past_key_values, "layers", [])  # an encoder-decoder cache has no layers of its own
     found = {f"{number}.{name}": tensor for number, layer in enumerate(layers) for name, tensor in _tensors(layer)}
     if not found:
@@ -63,7 +72,7 @@ def save_prompt_state(model: Any, past_key_values: Cache, path: str | os.PathLik
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
     }
     sizes = {"num_layers": len(layers), "num_tokens": int(past_key_values.get_seq_length())}
-    about = {**identity_of(model), **sizes, "format_version": FORMAT_VERSION}
+    about = {**identity_of(model), **sizes, **more}
     metadata = {METADATA: json.dumps({**about, "sha256": _digest(about, tensors)})}
     path = Path(path)
     if not path.parent.is_dir():
@@ -88,6 +97,11 @@ def load_prompt_state(model: Any, path: str | os.PathLike) -> DynamicCache:
         ValueError: if the file is not a prompt state, is damaged, comes from a newer version of this code, or belongs
             to another model, other settings or other weights.
     """
+    return read_prompt_state(model, path)[1]
+
+
+def read_prompt_state(model: Any, path: str | os.PathLike) -> tuple[dict[str, Any], DynamicCache]:
+    """The metadata of a prompt state and, as from `load_prompt_state`, its cache."""
     about, tensors = _read(path)
     refuse_others(model, about, path)
     checksum = about.pop("sha256", None)
@@ -104,7 +118,7 @@ def load_prompt_state(model: Any, path: str | os.PathLike) -> DynamicCache:
         if problem := _layer_problem(named, layer, num_tokens):
             raise _damaged(path, f"in layer {number}, {problem}")
         _fill(cache, number, named, layer, num_tokens)
-    return cache
+    return about, cache
 
 
 def _damaged(path: str | os.PathLike, problem: str) -> ValueError:
@@ -129,17 +143,30 @@ def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tens
         raise _damaged(path, f"its metadata is not JSON ({error})") from error
     if not isinstance(about, dict):
         raise _damaged(path, "its metadata is not a JSON object")
+    return with_format_version(about, path), tensors
+
+
+def with_format_version(about: dict[str, Any], path: str | os.PathLike) -> dict[str, Any]:
+    """The metadata in the file `path` with its `format_version`, which the first version does not name.
+
+    Raises:
+        ValueError: if there is no such version, or it is newer than this code.
+    """
     about.setdefault("format_version", 1)
     check_format_version(about["format_version"], FORMAT_VERSION, f"the prompt state {str(path)!r}")
-    return about, tensors
+    return about
 
 
 def _digest(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(_bytes_of(tensor))
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 @torch.no_grad()
@@ -303,8 +330,8 @@ def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor | Non
     return tuple(named.get(f"{part}.{place}") for place in range(max(places, default=-1) + 1))
 
 
-def identity_of(model: Any) -> dict[str, Any]:
-    """The properties of the model on which a state depends.
+def identity_of(model: Any, format_version: int = FORMAT_VERSION) -> dict[str, Any]:
+    """The properties of the model on which a state depends, as files of this version hold them.
 
     Raises:
         TypeError: for what is not a converted model.
@@ -315,18 +342,46 @@ def identity_of(model: Any) -> dict[str, Any]:
         "model_type": model.config.model_type,
         "linear_attention": json.loads(json.dumps(model.config.linear_attention)),
         "dtype": str(model.dtype),
-        "weights": _fingerprint(model),
+        "weights": _fingerprint(model) if format_version > 2 else _sampled_fingerprint(model),
+        "format_version": format_version,
     }
 
 
 def _fingerprint(model: Any) -> str:
-    """A hash of about 64 numbers per parameter and buffer: cheap to compute, and changed by a training step."""
-    digest = hashlib.sha256()
-    for entry in model.state_dict().values():
-        for tensor in _plain_tensors(entry):
-            sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)]
-            digest.update(sample.cpu().double().numpy().tobytes())  # in this order: Apple GPUs lack float64
+    """A hash of every parameter and persistent buffer, which costs .7 CPU seconds per GiB of weights.
+
+    A tensor is hashed once, and again after it has changed: when torch counted an operation in place, when it has
+    other memory, or when one of 64 numbers of it is another. So one weight that is changed through `.data`, which
+    torch does not count, is seen by the next process, and may be missed by one that has hashed the tensor before.
+    """
+    digest, known, found = hashlib.sha256(), _CHECKSUMS.get(model, {}), {}
+    for tensor in _weights(model):
+        version = None if tensor.is_inference() else tensor._version
+        key = (tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride(), _sample(tensor))
+        if key not in found:
+            about = f"{tensor.dtype} {tuple(tensor.shape)}\n".encode()
+            found[key] = known.get(key) or hashlib.sha256(about + hashlib.sha256(_bytes_of(tensor)).digest()).digest()
+        digest.update(found[key])
+    _CHECKSUMS[model] = found
     return digest.hexdigest()
+
+
+def _sampled_fingerprint(model: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in _weights(model):
+        digest.update(_sample(tensor))
+    return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """About 64 numbers of a tensor."""
+    sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)]
+    return sample.cpu().double().numpy().tobytes()  # in this order: Apple GPUs lack float64
+
+
+def _weights(model: Any) -> Iterator[torch.Tensor]:
+    for entry in model.state_dict().values():
+        yield from _plain_tensors(entry)
 
 
 def _plain_tensors(entry: Any) -> Iterator[torch.Tensor]:
@@ -350,12 +405,12 @@ def _with_defaults(settings: Any) -> Any:
 
 
 def refuse_others(model: Any, about: dict[str, Any], path: str | os.PathLike) -> None:
-    """Refuse the `identity_of` another model, which stands in the file `path`.
+    """Refuse the `identity_of` another model, which stands in the file `path` with its `format_version`.
 
     Raises:
         ValueError: naming every difference.
     """
-    ours = identity_of(model)
+    ours = identity_of(model, about["format_version"])
     theirs = {name: about.get(name) for name in ours}
     theirs["linear_attention"] = _with_defaults(theirs["linear_attention"])
     differing = [

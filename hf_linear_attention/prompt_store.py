@@ -6,7 +6,8 @@
     model.generate(input_ids, past_key_values=cache)
 
 The state after every `boundary` tokens is one file (`prompt_state.py`), named by a hash of all tokens before it, so
-that a prompt finds the longest beginning that it shares with any earlier one, in this process or another.
+that a prompt finds the longest beginning that it shares with any earlier one, in this process or another. The file
+holds this hash too, so that a file that was renamed or copied over another serves no other prompt.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from .prompt_state import identity_of
-from .prompt_state import load_prompt_state
+from .prompt_state import read_prompt_state
 from .prompt_state import refuse_others
-from .prompt_state import save_prompt_state
+from .prompt_state import with_format_version
+from .prompt_state import write_prompt_state
 
 
 logger = logging.get_logger(__name__)
@@ -118,9 +120,14 @@ class PromptStore:
 
     def _longest(self, paths: dict[int, Path]) -> tuple[int, DynamicCache | None]:
         for length in sorted(paths, reverse=True):
+            path = paths[length]
             try:
-                cache = load_prompt_state(self.model, paths[length])
-                os.utime(paths[length])  # the time of its last use
+                about, cache = read_prompt_state(self.model, path)
+                # Files of earlier versions do not say which tokens they hold.
+                is_other = about["format_version"] > 2 and about.get("tokens") != path.stem.split("-")[1]
+                if about["num_tokens"] != length or is_other:
+                    raise ValueError(f"{path} holds the state of another prompt; this one is read again.")
+                os.utime(path)  # the time of its last use
             except FileNotFoundError:
                 continue
             except ValueError as error:  # damaged: the prompt is read again, and the file replaced
@@ -130,7 +137,7 @@ class PromptStore:
         return 0, None
 
     def _store(self, cache: Any, path: Path) -> None:
-        save_prompt_state(self.model, cache, path)
+        write_prompt_state(self.model, cache, path, tokens=path.stem.split("-")[1])
         if self.max_bytes is None:
             return
         size = path.stat().st_size
@@ -159,4 +166,4 @@ def _read_about(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({error}); remove its folder, and prompts are read again.") from error
     if not isinstance(about, dict):
         raise ValueError(f"{path} holds no JSON object; remove its folder, and prompts are read again.")
-    return about
+    return with_format_version(about, path)

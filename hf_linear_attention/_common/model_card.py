@@ -29,13 +29,50 @@ LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
 # The metadata of the source's card that also holds for the result.
 KEPT = ("license", "license_name", "license_link", "language")
 
+# The `type` of a metric on the Hub, by what its name says; the first that fits.
+METRIC_TYPES = (
+    (r"perplexity", "perplexity"),
+    (r"\bkl\b", "kl_divergence"),
+    (r"greedy agreement", "agreement_length"),
+    (r"\bagree|\bsame (top|nearest)", "accuracy"),
+    (r"(recall|ndcg)(?: of retrieval)? at (\d+)", r"\1_at_\2"),
+    (r"cosine", "cosine_similarity"),
+    (r"spearman", "spearmanr"),
+    (r"repeated", "repetition"),
+    (r"closed|share", "ratio"),
+    (r"\bnats\b|\bloss\b", "loss"),
+)
+
+
+class Markdown(str):
+    """A text that is Markdown already; any other text that the template gets is escaped where it is written."""
+
+    __slots__ = ()
+
+
+def _written(value: Any) -> Any:
+    return escaped(value) if isinstance(value, str) and not isinstance(value, Markdown) else value
+
+
+def _table(rows: Sequence[Sequence[str]], *header: str) -> Markdown:
+    lines = [header, ["---"] * len(header), *rows]
+    return Markdown("\n".join(f"| {' | '.join(map(escaped, cells))} |" for cells in lines))
+
+
+def _prose(text: str) -> Markdown:
+    """A sentence in which code between backticks, which can hold no other markup, stays code."""
+    return Markdown(re.sub(r"\\`([^`\\]+)\\`", r"`\1`", escaped(text)))
+
+
 ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
     undefined=jinja2.StrictUndefined,
-    autoescape=False,
+    autoescape=False,  # of HTML alone
+    finalize=_written,
 )
+ENVIRONMENT.filters |= {"table": _table, "prose": _prose}
 
 
 def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str | None = None) -> None:
@@ -62,12 +99,10 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     is_sentence_model = is_without_head(config) and (folder / "modules.json").is_file()
     metadata = _metadata(config, report, facts, title, is_sentence_model)
     text = ENVIRONMENT.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).strip(),
-        title=escaped(title),
-        name=json.dumps(title, ensure_ascii=False)[1:-1],
-        source=f"[{base_model}](https://huggingface.co/{base_model})"
-        if _is_hub_name(base_model)
-        else f"`{without_path(base_model).replace('`', '')}`",
+        metadata=Markdown(_front_matter(metadata)),
+        title=title,
+        name=Markdown(json.dumps(title, ensure_ascii=False)[1:-1]),  # in code, where nothing is markup
+        source=_source(base_model),
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
         preprocessor=_preprocessor(folder, config),
@@ -76,16 +111,23 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         settings=_rows(_settings(facts.get("settings"))),
         faster_from=report.get("faster_from"),
         conversion=_rows(conversion),
-        dropped_features=[escaped(text) for text in report.get("dropped_features") or []],
+        dropped_features=report.get("dropped_features") or [],
         training=_rows(facts.get("training") or {}),
         earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
         metrics=_rows(facts.get("metrics") or {}),
         comparison=facts.get("comparison"),
-        dataset=escaped(without_path(dataset)),
+        dataset=without_path(dataset),
         is_in_python=bool(facts.get("is_in_python")),
         plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def _source(base_model: str) -> Markdown:
+    """The base model as a link to the Hub, or else as code on one line."""
+    if _is_hub_name(base_model):
+        return Markdown(f"[{base_model}](https://huggingface.co/{base_model})")
+    return Markdown(f"`{' '.join(without_path(base_model).replace('`', '').split())}`")
 
 
 def _other_weights(facts: Mapping[str, Any], conversion: Mapping[str, Any]) -> str:
@@ -123,6 +165,19 @@ def _metadata(
     }
 
 
+def _front_matter(metadata: Mapping[str, Any]) -> str:
+    """As YAML, each value on one line, so that none holds the line `---` at which readers end it."""
+
+    def flat(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {flat(key): flat(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [flat(inner) for inner in value]
+        return " ".join(value.split()) if isinstance(value, str) else value
+
+    return yaml.safe_dump(flat(metadata), sort_keys=False, allow_unicode=True, width=10**9).strip()
+
+
 def _is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
@@ -139,13 +194,14 @@ def without_path(text: str) -> str:
 def escaped(text: str) -> str:
     """A text that somebody else chose, on one line and without what Markdown or HTML would make of it."""
     plain = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\[\]|`*\\]|://)", lambda found: "&#58;//" if found[1] == "://" else f"\\{found[1]}", plain)
+    plain = re.sub(r"([\[\]|`*\\]|^#)", r"\\\1", plain)
+    return re.sub(r"(?i)\b(www)\.", r"\1&#46;", plain.replace("://", "&#58;//"))  # what becomes a link by itself
 
 
 def _model_index(name: str, task: str, data: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The figures in the form in which the Hub shows them beside a model."""
     figures = [
-        {"type": key, "name": key, "value": value}
+        {"type": metric_type(key), "name": key, "value": value}
         for key, value in metrics.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
@@ -153,6 +209,16 @@ def _model_index(name: str, task: str, data: str, metrics: Mapping[str, Any]) ->
         return {}
     result = {"task": {"type": task}, "dataset": {"name": data, "type": data}, "metrics": figures}
     return {"model-index": [{"name": name, "results": [result]}]}
+
+
+def metric_type(name: str) -> str:
+    """A short standard name for the kind of a metric, of which there are many in a card: `loss`, `accuracy`."""
+    short = name.removeprefix("eval_")
+    words = short.lower().replace("_", " ")
+    for pattern, kind in METRIC_TYPES:
+        if found := re.search(pattern, words):
+            return found.expand(kind)
+    return short if re.fullmatch(r"\w+", short) else "score"
 
 
 def training_history(source: str) -> list[dict[str, Any]]:
@@ -254,7 +320,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]
 
 
 def format_value(value: Any) -> str:
-    """The text of a figure or setting in a table: numbers are rounded or grouped, and markup is escaped."""
+    """The text of a figure or setting, on one line: numbers are rounded or grouped."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -262,4 +328,4 @@ def format_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     text = (", ".join(map(str, value)) or "none") if isinstance(value, (list, tuple)) else str(value)
-    return escaped(without_path(text))
+    return " ".join(without_path(text).split())

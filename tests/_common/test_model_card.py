@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hf_linear_attention._common.model_card import write_model_card
+from hf_linear_attention._common.model_card import escaped, metric_type, write_model_card
+from hf_linear_attention.conversion.figure_tables import GENERATION, LABELS, quality_rows
+from hf_linear_attention.training.evaluation.metrics import GREATER_IS_BETTER
 
 
 def read_card(folder):
@@ -179,7 +182,7 @@ def test_the_hub_can_read_base_model_data_and_results(linear_llama, tmp_path):
         {
             "task": {"type": "text-generation"},
             "dataset": {"name": "held_out.txt", "type": "held_out.txt"},
-            "metrics": [{"type": "nats per token", "name": "nats per token", "value": 1.25}],
+            "metrics": [{"type": "loss", "name": "nats per token", "value": 1.25}],
         }
     ]
     assert text.startswith("\n# user/linear\n")
@@ -201,3 +204,58 @@ def test_a_card_holds_no_path_of_the_author_and_no_foreign_markup(tmp_path):
     assert "Data: data.txt" in text
     assert "# &lt;i&gt;me&lt;/i&gt;\n" in text
     assert 'from_pretrained("<i>me</i>")' in text  # in code it is text
+
+
+HOSTILE = "x\n\n<script>alert(1)</script>\n# owned\n[a](http://b) `c` www.b.example"
+
+
+def test_no_text_of_others_is_markup_wherever_it_comes_from(tmp_path):
+    """Names and values of every fact, of the report and of config.json, and the title."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["A"], "auto_map": {f"AutoModel{HOSTILE}": "x.A"}, "model_type": "bert"})
+    )
+    report = {
+        "base_model": HOSTILE,
+        "figures": {HOSTILE: HOSTILE, f"# {HOSTILE}": 1.0},
+        "dropped_features": [f"# {HOSTILE}"],
+        "faster_from": HOSTILE,
+        "card_metadata": {"license": f"mit\n---\n{HOSTILE}"},
+        "quality": {"validation_file": HOSTILE},
+    }
+    (tmp_path / "conversion_report.json").write_text(json.dumps(report))
+    facts = {
+        "base_model": "x",
+        "settings": {"mechanism": "linear", HOSTILE: HOSTILE},
+        "training": {HOSTILE: HOSTILE},
+        "earlier_training": [{HOSTILE: [HOSTILE]}],
+        "metrics": {HOSTILE: 1.0, "other": HOSTILE},
+        "comparison": {"header": [HOSTILE, "b"], "rows": [[HOSTILE, "1"]], "notes": [f"# {HOSTILE}"]},
+        "dataset": HOSTILE,
+    }
+    write_model_card(tmp_path, facts, name=HOSTILE)
+    _, text = read_card(tmp_path)
+    in_text = re.sub(r"(?s)^```.*?^```", "", text, flags=re.MULTILINE)
+    assert "owned" in in_text
+    assert [line for line in text.splitlines() if re.match(r"(- )?#+ ", line) and "owned" in line] == [
+        f"# {escaped(HOSTILE)}"
+    ]
+    in_text = re.sub(r"(?<!\\)`[^`\n]*(?<!\\)`", "", in_text)  # in code it is text
+    assert not re.search(r"<|(?<!\\)[\[`]|://|www\.", in_text)
+
+
+def test_the_hub_gets_short_types_of_metrics():
+    quality = {**dict.fromkeys(LABELS, 0.5), "dims": [64], **{f"{name}_dim_64": 0.5 for name in LABELS}}
+    quality["generation"] = [{"length": 512, "greedy": 64, **dict.fromkeys(GENERATION, 0.5)}]
+    rows = quality_rows(quality)
+    assert len(rows) > 40
+    types = {name: metric_type(name) for name in rows}
+    assert "score" not in types.values()
+    assert all(re.fullmatch(r"[a-z0-9_]+", kind) for kind in types.values())
+    assert types["nats per token, the original"] == "loss"
+    assert types["KL(original, this model), nats per token"] == "kl_divergence"
+    assert types["recall of retrieval at 10, the original"] == "recall_at_10"
+    assert types["same top token"] == "accuracy"
+    trained = {name: metric_type(f"eval_{name}") for name in (*GREATER_IS_BETTER, "loss")}
+    assert trained["nats_per_token"] == trained["loss"] == "loss"
+    assert trained["f1"] == "f1"
+    assert trained["exact_match"] == "exact_match"

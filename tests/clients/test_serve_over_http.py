@@ -1,7 +1,10 @@
-"""`hf-linear-attention serve` over HTTP: a chat with OpenAI's client, in one answer and in pieces."""
+"""`hf-linear-attention serve` over HTTP: a chat with OpenAI's client and with `transformers chat`, and signals."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,9 +35,36 @@ def listens(address: str) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def server_of(folder, log, **environment):
+    """A server in a process of its own: the process, and its address. Afterwards it is terminated."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hf_linear_attention", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **environment},
+        )
+    address, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
+    try:
+        while not listens(address):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.5)
+        yield process, address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The folder of a converted decoder and the address of its server."""
+    """The folder of a converted decoder and the address of its server, on a machine that has used no model yet."""
     for name in ("fastapi", "openai", "uvicorn"):
         pytest.importorskip(name, reason="needs the extra `clients`")
     root = tmp_path_factory.mktemp("serve")
@@ -43,25 +73,8 @@ def served(tmp_path_factory):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(root / "source")
     convert_folder(root / "source", root / "out", "--attention", "hybrid", "--window_size", 4, "--no_verify")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["serve", str(root / "out"), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    log = root / "log.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hf_linear_attention", *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file
-        )
-    address, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
-    try:
-        while not listens(address):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.5)
+    with server_of(root / "out", root / "log.txt", HF_HOME=str(root / "no cache")) as (_, address):
         yield root / "out", address
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +107,37 @@ def test_a_chat(served, expected, is_streamed):
     else:
         text = answer.choices[0].message.content
     assert text.strip() == expected.strip()
+
+
+def test_the_model_is_listed_without_a_cache_of_the_hub(served):
+    from openai import OpenAI
+
+    folder, address = served
+    client = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0)
+    assert [model.id for model in client.models.list()] == [str(folder)]
+
+
+def test_transformers_chat(served):
+    """The command of `serve --help`; its library refuses any address where the hub is said to be out of reach."""
+    folder, address = served
+    command = [sys.executable, "-m", "transformers.cli.transformers", "chat", str(folder), address, "max_new_tokens=4"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        command, input="some text\nn\n!exit\n", capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "was already loaded" in done.stdout
+    assert "4 tokens in" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_it_with_its_exit_code(served, tmp_path, number, code, said):
+    folder, _ = served
+    with server_of(folder, tmp_path / "log.txt") as (process, _):
+        process.send_signal(number)
+        assert process.wait(60) == code
+    log = (tmp_path / "log.txt").read_text()
+    assert log.splitlines()[-1].endswith(f"{said}; the server has stopped")
+    assert "Traceback" not in log

@@ -103,7 +103,7 @@ def test_missing_numbers(model, path):
 
 @pytest.mark.parametrize(
     ("version", "match"),
-    [(3, r"in format version 3, .* up to 2\. Upgrade"), (0, "`format_version` = 0"), ("2", "'2'"), (None, "None")],
+    [(4, r"in format version 4, .* up to 3\. Upgrade"), (0, "`format_version` = 0"), ("2", "'2'"), (None, "None")],
 )
 def test_format_versions(model, path, version, match):
     rewrite(path, {"format_version": version})
@@ -152,12 +152,13 @@ def changed_tensors():
 
 
 @pytest.mark.parametrize("case", changed_tensors())
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 3])
 def test_tensors_that_this_model_does_not_make(model, path, case, version):
     change, match = changed_tensors()[case]
     tensors = {name: x.contiguous() for name, x in change(content(path)[1]).items()}
     if version == 1:  # has no checksum, so that only this protects
-        rewrite(path, tensors=tensors, drop=["sha256", "format_version"], signed=False)
+        weights = {"weights": prompt_state.identity_of(model, 1)["weights"]}
+        rewrite(path, weights, tensors=tensors, drop=["sha256", "format_version"], signed=False)
     else:
         rewrite(path, tensors=tensors)
     refuses(model, path, damage(match))
@@ -193,7 +194,9 @@ def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
     for name, tensor in tensors.items():
         longer = torch.cat((tensor, tensor[..., :1]), dim=-1)
         save_file(
-            {**tensors, name: longer}, path, metadata={"prompt_state": json.dumps({**about, "format_version": 1})}
+            {**tensors, name: longer},
+            path,
+            metadata={"prompt_state": json.dumps({**about, **prompt_state.identity_of(model, 1)})},
         )
         refuses(model, path, damage(rf"in layer {name[0]}, "))
 

@@ -165,7 +165,13 @@ def test_the_state_of_another_model_is_refused_by_what_differs(tmp_path):
     )
     refuses(build("softmax-first"), "another model in .*: `linear_attention` is {.*'layers': 'all'")
     refuses(copy.deepcopy(model).to(torch.bfloat16), "`dtype` is 'torch.float32', the model's is 'torch.bfloat16'")
-    trained = copy.deepcopy(model)
+    changed = copy.deepcopy(model)
+    load_prompt_state(changed, tmp_path / "prompt.safetensors")
+    with torch.no_grad():  # every weight counts
+        changed.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-3
+    refuses(changed, "another model in .*: `weights` is .*let this model read the prompt again")
     with torch.no_grad():
-        trained.model.layers[2].self_attn.v_proj.weight *= 1.0001
-    refuses(trained, "another model in .*: `weights` is .*let this model read the prompt again")
+        changed.model.layers[2].mlp.up_proj.weight.copy_(model.model.layers[2].mlp.up_proj.weight)
+    load_prompt_state(changed, tmp_path / "prompt.safetensors")
+    changed.model.layers[2].mlp.up_proj.weight.data *= 1.01  # torch does not count this
+    refuses(changed, "another model in .*: `weights` is")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 import torch
 from matrix import stock_model
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from hf_linear_attention import PromptStore, convert
+from hf_linear_attention import PromptStore, convert, load_prompt_state, prompt_state, save_prompt_state
+from hf_linear_attention.prompt_state import identity_of
 
 
 IDS = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(3))
@@ -54,7 +58,7 @@ def test_the_longest_shared_beginning_is_read_once(model, tmp_path, monkeypatch)
     again = PromptStore(model, tmp_path, boundary=5)  # as in another process
     read = count_reads(model, monkeypatch)
     cache = again.read(IDS)
-    assert sum(read) == 1  # `load_prompt_state` reads one token to know the sizes
+    assert sum(read) == 1  # `read_prompt_state` reads one token to know the sizes
     torch.testing.assert_close(model(input_ids=IDS[:, 20:], past_key_values=cache).logits, expected)
     for shared, found in ((23, 20), (19, 15), (5, 5), (4, 0)):
         ids = other_end(shared)
@@ -123,6 +127,42 @@ def test_a_damaged_file_is_read_again(model, tmp_path):
         torch.testing.assert_close(
             model(input_ids=IDS[:, 16:], past_key_values=cache).logits, model(input_ids=IDS).logits[:, 16:]
         )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", ["a shorter beginning", "another prompt"])
+def test_a_file_under_the_name_of_another_is_not_used(model, tmp_path, given):
+    store = PromptStore(model, tmp_path, boundary=8)
+    store.read(IDS)
+    (_, shorter), (_, path) = files(tmp_path)
+    store.read(other_end(2))
+    (other,) = {other for length, other in files(tmp_path) if length == 16} - {path}
+    path.write_bytes((shorter if given == "a shorter beginning" else other).read_bytes())
+    cache = store.read(IDS)
+    assert cache.get_seq_length() == 16
+    torch.testing.assert_close(
+        model(input_ids=IDS[:, 16:], past_key_values=cache).logits, model(input_ids=IDS).logits[:, 16:]
+    )
+
+
+def test_a_folder_of_an_earlier_version(model, tmp_path, monkeypatch):
+    """Its files do not name their tokens, and its weights were compared by samples."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr("hf_linear_attention.prompt_store.identity_of", lambda model: identity_of(model, 2))
+        PromptStore(model, tmp_path, boundary=8)
+    PromptStore(model, tmp_path, boundary=8).read(IDS)
+    for _, path in files(tmp_path):
+        save_prompt_state(model, load_prompt_state(model, path), path)
+        with safe_open(path, framework="pt") as file:
+            about = json.loads(file.metadata()["prompt_state"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        about |= identity_of(model, 2)
+        del about["sha256"]
+        about["sha256"] = prompt_state._digest(about, tensors)
+        save_file(tensors, path, metadata={"prompt_state": json.dumps(about)})
+    read = count_reads(model, monkeypatch)
+    assert PromptStore(model, tmp_path, boundary=8).read(IDS).get_seq_length() == 16
+    assert sum(read) == 1  # `read_prompt_state` reads one token to know the sizes
 
 
 @pytest.mark.parametrize(
