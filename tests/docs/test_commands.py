@@ -285,7 +285,7 @@ def elsewhere(command: Command) -> Elsewhere | None:
 
 
 def is_run_on_an_earlier_page(command: Command) -> bool:
-    """Whether an earlier page has the same command, and this one compares no output. Tutorials have models of their own."""
+    """Whether an earlier page has the same command, and this one has no output; tutorials have their own models."""
 
     def same(one: Command) -> str:
         text = one.text.replace("python conversion/convert_checkpoint.py", "hf-linear-attention convert")
