@@ -2,7 +2,7 @@ r"""Compare mechanisms for one model: what each costs and keeps, measured here.
 
     hf-linear-attention compare --model_name_or_path SRC
     hf-linear-attention compare --model_name_or_path SRC --mechanisms hybrid,linear \
-        --train_file TEXT.jsonl --tokens 50k --output_dir OUT
+        --train_file stories.jsonl --tokens 50k --output_dir COMPARISON
 
 Each mechanism has the settings of its preset. The distance to the original is measured before any training and, with
 --train_file, after training on --tokens of it, on a tenth of that text that is not trained on. The minutes of the

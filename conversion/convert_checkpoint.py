@@ -22,15 +22,15 @@ An encoder (BERT, ViT, sentence-transformers ...) with Linformer:
 
 Find out which layers are hard to replace, by the spectrum of the attention and the error of the untrained mechanism:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --spectrum --calibration_file TEXT.txt
+    python conversion/convert_checkpoint.py --model_name_or_path SRC --spectrum --calibration_file texts.txt
 
 Convert, train with the original as teacher, and measure on held-out text. The same command resumes a run that was
 killed. --evaluate measures any converted model in the same way:
 
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --preset default \
-        --train_file TEXT.jsonl --tokens 2M --validation_file HELD_OUT.txt
+        --train_file stories.jsonl --tokens 2M --validation_file held_out.txt
     python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --evaluate \
-        --validation_file HELD_OUT.txt
+        --validation_file held_out.txt
 
 Print what would be done, and write nothing; --verbose lists all layers and tensors:
 

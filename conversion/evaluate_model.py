@@ -1,10 +1,10 @@
 r"""Compare a converted model with its original on held-out text, and write the figures into its report and its card.
 
-    hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC --validation_file HELD_OUT.txt
+    hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC --validation_file held_out.txt
 
 For an embedding model, with Spearman's correlation on pairs of sentences (columns sentence1, sentence2 and score):
 
-    hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC --validation_file HELD_OUT.txt \
+    hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC --validation_file held_out.txt \
         --pairs_file stsb_dev.tsv
 
 Exit codes: 0 done, 1 failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM.
@@ -69,7 +69,7 @@ def request_of(argv: Sequence[str]) -> Request:
     parser = Parser(
         [arguments],  # type: ignore[list-item]  # generated at run time, which the stub does not foresee
         prog=typed_name("evaluate_model.py"),
-        usage="%(prog)s --model_name_or_path OUT --validation_file HELD_OUT.txt [options]",
+        usage="%(prog)s --model_name_or_path OUT --validation_file held_out.txt [options]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
