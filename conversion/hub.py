@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,14 @@ def _content(path: Path) -> str | bytes:
 
 
 def without_paths(value: Any) -> Any:
-    """The value with the last part of every absolute path in it, whatever lists and dicts it is made of."""
+    """The value with the last part of every absolute path in it."""
+    return with_texts(value, without_path)
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with every text in it changed, whatever lists and dicts it is made of."""
     if isinstance(value, Mapping):
-        return {name: without_paths(inner) for name, inner in value.items()}
+        return {name: with_texts(inner, change) for name, inner in value.items()}
     if isinstance(value, list):
-        return [without_paths(inner) for inner in value]
-    return without_path(value) if isinstance(value, str) else value
+        return [with_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value

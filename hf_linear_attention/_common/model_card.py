@@ -66,7 +66,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         title=escaped(title),
         name=json.dumps(title, ensure_ascii=False)[1:-1],
         source=f"[{base_model}](https://huggingface.co/{base_model})"
-        if _is_hub_name(base_model)
+        if is_hub_name(base_model)
         else f"`{without_path(base_model).replace('`', '')}`",
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
@@ -115,7 +115,7 @@ def _metadata(
     return {
         **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
         "library_name": "transformers",
-        **({"base_model": base_model, "base_model_relation": "finetune"} if _is_hub_name(base_model) else {}),
+        **({"base_model": base_model, "base_model_relation": "finetune"} if is_hub_name(base_model) else {}),
         **({"datasets": [dataset]} if _is_hub_dataset(dataset) else {}),
         "pipeline_tag": task,
         "tags": _tags(facts.get("settings"), is_sentence_model),
@@ -123,12 +123,13 @@ def _metadata(
     }
 
 
-def _is_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
+    """Whether this could be the name of a model on the Hub, and no file here has it."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
 def _is_hub_dataset(name: str) -> bool:
-    return _is_hub_name(name) and not Path(name).suffix
+    return is_hub_name(name) and not Path(name).suffix
 
 
 def without_path(text: str) -> str:

@@ -18,14 +18,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attention
 from hf_linear_attention import convert, convert_and_heal
-from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.command_line import option_words
+from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention.conversion.recipe_file import RECIPE
+from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
 from hf_linear_attention.training.presets.preset import load_preset
 
 
 WINDOW = ("--window_size", 4, "--num_features", 8)
+SMALL = {"window_size": 4, "num_features": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -135,8 +138,57 @@ def test_five_lines_of_python(llama, text, tmp_path):
     recipe = {"preset": "default", "tokens": "1k", "window_size": 4, "num_features": 8, "train_file": str(text)}
     loaded = convert_and_heal(stock, recipe, tokenizer=tokenizer, output_dir=tmp_path / "kept")
     assert (tmp_path / "kept" / "model.safetensors").is_file()
-    again = convert_and_heal(str(llama), tmp_path / "kept" / RECIPE)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), again.state_dict().values()))
+    for same in (tmp_path / "kept" / RECIPE, yaml.safe_load((tmp_path / "kept" / RECIPE).read_text())):
+        again = convert_and_heal(str(llama), same)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), again.state_dict().values()))
+
+
+def test_values_by_layer_and_lists_in_python():
+    given = {"window_size": {"0-1": 64, 2: 16}, "layers": [0, 2], "projection_size": (8, 6), "decay": None}
+    words = option_words({"model_name_or_path": "x", **given})
+    assert words[1:] == ["--window_size=0-1:64,2:16", "--layers=0,2", "--projection_size=8,6"]
+    assert parse(words).given["window_size"] == {"0-1": 64, "2": 16}
+    with pytest.raises(UsageError, match="`softmax_heads` = .* has lists in it"):
+        option_words({"softmax_heads": [[0, 1]]})
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_was_given_in_memory_is_named_so(named, llama, text, tmp_path):
+    """No file names a folder that is removed, and the model is called what the loaded one was."""
+    stock = AutoModelForCausalLM.from_pretrained(llama)
+    stock.name_or_path = "me/tiny-llama" if named else ""
+    options = {"tokens": "500", "tokenizer": AutoTokenizer.from_pretrained(llama), "validation_file": text, **SMALL}
+    model = convert_and_heal(stock, "default", [text.read_text()[:3000]], output_dir=tmp_path / "kept", **options)
+    model.save_pretrained(tmp_path / "out")
+    everything = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".md", ".json"))
+    assert "/hf-linear-attention-" not in everything
+    assert json.loads((tmp_path / "out" / "conversion_report.json").read_text())["base_model"] == (
+        "me/tiny-llama" if named else "a model in memory"
+    )
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("huggingface.co/me/tiny-llama" if named else "`a model in memory`") in card
+    recipe = (tmp_path / "out" / RECIPE).read_text()
+    assert "# The train_file was in memory" in recipe
+    values = yaml.safe_load(recipe)
+    assert "train_file" not in values
+    assert values.get("model_name_or_path") == ("me/tiny-llama" if named else None)
+    again = convert_and_heal(
+        stock, tmp_path / "out" / RECIPE, [text.read_text()[:3000]], tokenizer=options["tokenizer"]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert "\n# " + ("tiny-llama" if named else "llama") + "-linear" in again.conversion_files["README.md"].decode()
+
+
+def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text, monkeypatch, caplog):
+    def terminated(*arguments):
+        raise TerminatedError("/tmp/checkpoint-3 was written")
+
+    monkeypatch.setattr("hf_linear_attention.conversion.preset_run._train", terminated)
+    assert not issubclass(TerminatedError, Exception)
+    with pytest.raises(TerminatedError, match="^nothing of the run is kept$") as caught:
+        convert_and_heal(str(llama), "default", [text.read_text()[:3000]], tokens="500", **SMALL)
+    assert caught.value.code == 143
+    assert [record.getMessage() for record in caplog.records][-1] == "terminated; nothing of the run is kept"
 
 
 @pytest.mark.parametrize(
