@@ -148,7 +148,7 @@ def test_values_by_layer_and_lists_in_python():
     words = option_words({"model_name_or_path": "x", **given})
     assert words[1:] == ["--window_size=0-1:64,2:16", "--layers=0,2", "--projection_size=8,6"]
     assert parse(words).given["window_size"] == {"0-1": 64, "2": 16}
-    with pytest.raises(UsageError, match="`softmax_heads` = .* has lists in it"):
+    with pytest.raises(UsageError, match=r"`softmax_heads` = .* has lists in it"):
         option_words({"softmax_heads": [[0, 1]]})
 
 
@@ -185,7 +185,7 @@ def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text,
 
     monkeypatch.setattr("hf_linear_attention.conversion.preset_run._train", terminated)
     assert not issubclass(TerminatedError, Exception)
-    with pytest.raises(TerminatedError, match="^nothing of the run is kept$") as caught:
+    with pytest.raises(TerminatedError, match=r"^nothing of the run is kept$") as caught:
         convert_and_heal(str(llama), "default", [text.read_text()[:3000]], tokens="500", **SMALL)
     assert caught.value.code == 143
     assert [record.getMessage() for record in caplog.records][-1] == "terminated; nothing of the run is kept"
