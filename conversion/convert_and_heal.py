@@ -18,7 +18,7 @@ from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT, is_hub_name
 from hf_linear_attention.conversion.hub import with_texts
-from hf_linear_attention.conversion.pipeline import prepare
+from hf_linear_attention.conversion.pipeline import prepare, writing
 from hf_linear_attention.conversion.recipe_file import RECIPE
 from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.training.presets.preset import preset_names
@@ -79,7 +79,8 @@ def convert_and_heal(
         is_named = source == name and given.get("train_file") == str(train_data)
         again = "the same call resumes the run ({work})" if output_dir is not None and is_named else None
         try:
-            run_training(conversion, conversion.training, again)
+            with writing(conversion):
+                run_training(conversion, conversion.training, again)
         except TerminatedError as error:
             logger.warning("terminated; %s", error)
             raise

@@ -102,7 +102,7 @@ def _answer(request: Request) -> str:
     """The text to print. The imports are here because `--help` and errors about options need no model."""
     if request.arguments.list_architectures:  # given with a value, or in the YAML file
         return architecture_table()
-    from hf_linear_attention.conversion.pipeline import prepare, run
+    from hf_linear_attention.conversion.pipeline import prepare, run, writing
     from hf_linear_attention.conversion.quality import evaluate
     from hf_linear_attention.conversion.report import describe_result
 
@@ -112,12 +112,13 @@ def _answer(request: Request) -> str:
     chosen = _default_lines(conversion)
     if not conversion.is_written:
         return "\n".join([*chosen, *_preview(conversion)])
-    if conversion.training is not None:
-        from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
+    with writing(conversion):
+        if conversion.training is not None:
+            from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
-        text = run_training(conversion, conversion.training)
-    else:
-        text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
+            text = run_training(conversion, conversion.training)
+        else:
+            text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
     return "\n".join([*chosen, text, *_pushed(conversion)])
 
 

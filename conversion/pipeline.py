@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
+from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
@@ -136,6 +137,20 @@ def prepare(request: Request) -> Conversion:
     if stock_type not in supported_model_types():
         logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+
+
+@contextlib.contextmanager
+def writing(conversion: Conversion) -> Iterator[None]:
+    """A context in which this process alone writes to the output folder of a conversion.
+
+    Raises:
+        UsageError: if another process writes there, or has written there since the conversion was planned.
+    """
+    if conversion.output_dir is None:
+        raise UsageError("`--output_dir` is missing; name the folder to write")
+    with only_writer(conversion.output_dir):
+        check_output(str(conversion.output_dir), conversion.request.arguments.overwrite, None)
+        yield
 
 
 def _check_memory(plan: Plan) -> None:

@@ -60,9 +60,7 @@ def staging(output_dir: Path, *, replaces: bool = True) -> Iterator[Path]:
         made.append(temporary)
         with _held(temporary):
             yield temporary
-            if output_dir.exists() and not replaces:
-                raise RunError(f"{output_dir} was written by another process meanwhile; it is not replaced")
-            replace(temporary, output_dir)
+            replace(temporary, output_dir, replaces=replaces)
     except BaseException:
         if temporary in made:
             shutil.rmtree(made.pop(), ignore_errors=True)
@@ -121,11 +119,17 @@ def commit(folder: Path, final: Path) -> None:
     replace(folder, final)
 
 
-def replace(folder: Path, final: Path) -> None:
-    """Flush a folder to the disk and rename it to `final`, which is removed if it exists."""
+def replace(folder: Path, final: Path, *, replaces: bool = True) -> None:
+    """Flush a folder to the disk and rename it to `final`, which is removed if it exists.
+
+    Raises:
+        RunError: without `replaces`, if another process has written `final` in the meantime.
+    """
     flush(folder)
-    if not final.exists():
-        folder.rename(final)
+    if final.exists() and not replaces:
+        raise RunError(f"{final} was written by another process meanwhile; it is not replaced")
+    if not replaces or not final.exists():
+        folder.rename(final)  # which fails if another process has just written there
     else:
         old = _beside(final, "old")
         final.rename(old)

@@ -130,6 +130,28 @@ def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(t
     assert_nothing_written(tmp_path, "out", alive.name, other.name)
 
 
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_the_second_of_two_processes_is_refused_at_once_and_told_who_writes(
+    llama, linear_llama, files, tmp_path, command, monkeypatch
+):
+    out = tmp_path / "deep" / "out"
+    code = "import sys, time; from pathlib import Path; from hf_linear_attention._common.output_lock import only_writer"
+    code += "\nwith only_writer(Path(sys.argv[1])): print('locked', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "locked\n"
+            words = ("--model_name_or_path", llama, "--output_dir", out, "--num_features", 8)
+            with monkeypatch.context() as patch:
+                patch.setattr(pipeline, "load_converted", lambda *_: pytest.fail("it began"))
+                result = convert(*words) if command == "convert" else _train(linear_llama, files, out)
+            assert_refused(result, str(out), f"process {other.pid} on ", " since 2")
+            assert_nothing_written(out.parent, ".out.lock")
+        finally:
+            other.kill()
+    assert (convert(*words) if command == "convert" else _train(linear_llama, files, out))[0] == 0
+    assert_nothing_written(out.parent, "out")  # what the killed process left is used again, and removed
+
+
 def test_the_second_of_two_conversions_refuses_at_the_end(tmp_path):
     def write():
         with staging(tmp_path / "out", replaces=False):
