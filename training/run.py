@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +205,9 @@ def _train(
     if checkpoint is not None:
         plan.checkpointer.restore(checkpoint, loop.stateful)
         logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
-    # Even if no step was left to train, the model is evaluated.
-    figures = loop.train() or context.evaluate(state.step, state.tokens)
+    with nullcontext() if plan.cached is None else closing(plan.cached):
+        # Even if no step was left to train, the model is evaluated.
+        figures = loop.train() or context.evaluate(state.step, state.tokens)
     # There is no best evaluation if the evaluation has changed and nothing was trained since.
     if recipe.run.load_best_model_at_end and state.best:
         figures = _load_best(context, state)
