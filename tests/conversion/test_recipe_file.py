@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -12,7 +14,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, files, run, save_twin, tiny_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from task_twins import TWINS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -229,6 +231,18 @@ def test_a_model_converted_in_python_is_saved_with_report_and_card(llama, tmp_pa
     assert not (tmp_path / "other" / "README.md").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again" / "README.md").exists()  # loaded, not converted: checkpoints of a trainer stay small
+
+
+def test_only_weights_that_should_be_there_are_reported_missing(llama, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    convert(str(llama), mechanism="linear", feature_map="hedgehog")
+    assert "MISSING" not in caplog.text
+    shutil.copytree(llama, tmp_path / "damaged")
+    weights = load_file(llama / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if k != "model.norm.weight"}, tmp_path / "damaged/model.safetensors")
+    convert(str(tmp_path / "damaged"), mechanism="linear", feature_map="hedgehog")
+    assert "model.norm.weight" in caplog.text
+    assert ".linear_attention." not in caplog.text
 
 
 def test_a_linear_class_converts_what_it_loads(llama, linear_llama):
