@@ -132,11 +132,20 @@ def prepare(request: Request) -> Conversion:
     if arguments.softmax_heads is not None and not chooses_heads(arguments):
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
     _check_memory(plan)
+    _note_unused_drop(plan)
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+
+
+def _note_unused_drop(plan: Plan) -> None:
+    """Say which features of `--drop` no converted layer has: one setting may serve a family of models."""
+    named = {feature for entry in entries_of(plan.settings) for feature in entry.get("drop", ())}
+    dropped = {text.partition(":")[0] for text in plan.dropped_features}
+    for feature in sorted(named - dropped):
+        logger.info("no converted layer has the feature `%s`, so `--drop` leaves nothing out there", feature)
 
 
 @contextlib.contextmanager

@@ -130,9 +130,9 @@ class TrainInputs:
             return
         data = int(self.source.examples.lengths.sum()) if unit == "tokens" else len(self.source)
         logger.warning(
-            "the training data has %s %s, and this run trains on %s: %s epochs, which learn it by heart; give more data, "
-            "or train on less", f"{data:,}", unit, f"{data * epochs:,.0f}", f"{epochs:,.0f}",
-        )  # fmt: skip
+            f"the training data has {data:,} {unit}, and this run trains on {data * epochs:,.0f}: {epochs:,.0f} "
+            "epochs, which learn it by heart; give more data, or train on less"
+        )
 
 
 @torch.no_grad()
