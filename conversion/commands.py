@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"choose one of {', '.join(COMMANDS)}"
+        name = name if len(name) <= 60 else f"{name[:60]}..."
         sys.stderr.write(f"{PROGRAM}: error: `{name}` is not a command; {hint}\n")
         return 2
     with typed_as(f"{PROGRAM} {name}"):

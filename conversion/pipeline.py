@@ -165,6 +165,14 @@ def writing(conversion: Conversion) -> Iterator[None]:
 def _check_memory(plan: Plan) -> None:
     """Refuse sizes that this machine cannot hold, before anything of these sizes is allocated."""
     needs = {"new weights": 4 * plan.weights["new"], "state per sequence": plan.state_bytes or 0}
+    if plan.extension is not None:
+        tables = plan.extension.tables
+        needed = sum(4 * tables[t.target].new_rows * t.shape[1] for t in plan.mapped if t.target in tables)
+        if needed > (memory := memory_of_machine()):
+            raise UsageError(
+                f"`--max_position_embeddings {plan.extension.tokens}` needs {needed:,} bytes, and this machine has "
+                f"{memory:,}; choose fewer positions"
+            )
     for what, needed in needs.items():
         if needed > (memory := memory_of_machine()):
             sizes = {

@@ -96,7 +96,7 @@ def _finetune(argv: Sequence[str], speaks: bool, finished: Callable[[Path], None
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     is_first = os.environ.get("RANK", "0") == "0"
     folder = asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"])
-    with only_writer(folder.expanduser().resolve()) if is_first else nullcontext():
+    with only_writer(folder.resolve()) if is_first else nullcontext():
         figures = _run(asked)
         if finished is not None and is_first:
             finished(folder)

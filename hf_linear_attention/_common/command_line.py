@@ -20,6 +20,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, one_line
+from hf_linear_attention._common.options import unusable_texts
 from hf_linear_attention._common.reading import require_permission
 from hf_linear_attention._common.safe_yaml import load_yaml
 
@@ -101,7 +102,13 @@ class Parser(HfArgumentParser):
         known = [name[2:].replace("-", "_") for action in self._actions for name in action.option_strings]
         if unknown := [name for name in given_names(sys.argv[1:] if args is None else args) if name not in known]:
             raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, known)}" for name in unknown))
-        return super().parse_args(args, namespace)
+        values = super().parse_args(args, namespace)
+        if problems := list(unusable_texts(vars(values))):
+            places = [action.dest for action in self._actions if not action.option_strings]
+            for place in places:  # what stands without an option
+                problems = [problem.replace(f"`--{place} ", f"`{place.upper()} ") for problem in problems]
+            raise UsageError(*problems)
+        return values
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` instead of printing the usage."""
@@ -303,6 +310,7 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
 
 
 def _say(line: str, code: int, speaks: bool) -> int:
+    line = re.sub(r"\S{500,}", lambda found: f"{found[0][:200]}...", line)  # a name of thousands of characters
     if speaks:
         sys.stderr.write(f"{line}\n")
     return code

@@ -46,18 +46,26 @@ def test_one_folder_inside_of_the_other(llama, files, tmp_path, place, command):
     assert sorted(path.name for path in source.iterdir()) == sorted(path.name for path in llama.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["file", "full", "under a file", "long", "NUL", "empty", "null device"])
+@pytest.mark.parametrize(
+    "kind",
+    ["file", "full", "under a file", "long", "longer", "NUL", "empty", "null device", "no UTF-8", "loop", "user"],
+)
 @pytest.mark.parametrize("command", ["convert", "train"])
 def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kind, command):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     out = {
         "file": tmp_path / "file",
         "full": tmp_path / "full",
         "under a file": tmp_path / "file" / "out",
         "long": tmp_path / ("a" * 300),
+        "longer": "a/" * 2500,
         "NUL": f"{tmp_path}/a\0b",
+        "no UTF-8": os.fsdecode(os.fsencode(tmp_path) + b"/\xff"),
+        "loop": tmp_path / "loop" / "out",
+        "user": "~nosuchuser/x",
         "empty": "",
         "null device": "/dev/null",
     }[kind]
@@ -65,7 +73,8 @@ def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kin
     result = convert("--model_name_or_path", model, "--output_dir", out) if command == "convert" else _train(
         model, files, out)  # fmt: skip
     assert_refused(result, "--output_dir")
-    assert_nothing_written(tmp_path, "file", "full")
+    assert len(result[2]) < 1000
+    assert_nothing_written(tmp_path, "file", "full", "loop")
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 
 
