@@ -260,6 +260,12 @@ def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks
     return 0
 
 
+def ignore_interrupts() -> None:
+    """Ignore Ctrl-C from now on: the command is done, and Python would end in a traceback while it cleans up."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def not_essential(what: str) -> Iterator[None]:
     """A context for what accompanies a finished model: if it cannot be written, that is said, and the model is kept."""
