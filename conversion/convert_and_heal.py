@@ -62,7 +62,7 @@ def convert_and_heal(
     with tempfile.TemporaryDirectory(prefix="hf-linear-attention-") as folder, quiet_transformers():
         # What was given in memory is written there, under names that reports and cards can show.
         scratch, name = Path(folder), _name_of(model)
-        title = Path(name or model.config.model_type).name
+        title = model.config.model_type if name is None and isinstance(model, PreTrainedModel) else Path(str(name)).name
         source = _source(model, tokenizer, scratch / "model" / (Path(name).name if name else UNNAMED))
         given: dict[str, Any] = {"model_name_or_path": source, "output_dir": output_dir}
         if output_dir is None:

@@ -48,9 +48,9 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
 def _kept_by_others(path: Path) -> Iterator[Path]:
     """The folders in `path`, or itself, in which this user may not remove everything."""
     folders = (os.path.join(parent, name) for parent, names, _ in os.walk(path) for name in names)
-    for folder in (path, *folders):
+    for folder in map(Path, [str(path), *folders]):
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            yield Path(folder)
+            yield folder
 
 
 def check_shipped(folder: Path) -> None:
