@@ -95,6 +95,16 @@ def measured_speed(settings: Mapping[str, Any], is_causal: bool | None) -> dict[
     return {"lengths": lengths, "longest": measured["longest"], "measured": conditions} if lengths else None
 
 
+def why_unknown(settings: Mapping[str, Any]) -> str:
+    """Why `faster_from` has no length for these settings."""
+    if _has_gpu():
+        return "not measured on GPUs"
+    heads = sorted({row["settings"]["head_dim"] for row in _measured()["rows"]})
+    if settings and settings["head_dim"] not in heads:
+        return f"not measured for heads of {settings['head_dim']} (only of {', '.join(map(str, heads))})"
+    return "not measured for these settings"
+
+
 def difference_here() -> str | None:
     """How the backend of this process differs from the measured one, in a sentence or two; None if it does not."""
     measured, here = Backend(**_measured()["backend"]), current_backend()

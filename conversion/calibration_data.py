@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import TrainingError, UsageError
+from hf_linear_attention._common.reading import short
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
 from hf_linear_attention.conversion.calibration_rows import TaskRows, reads_rows
 from hf_linear_attention.conversion.companions import load_image_processor, load_source_tokenizer
@@ -195,13 +196,27 @@ class TextFile:
 
         recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
         rows = load_rows(recipe.data, "train")
-        if rows is None or "text" not in rows.column_names:
-            raise UsageError(
-                f"`--calibration_file` = {self.path!r} has no column `text`; rename the column of its texts"
-            )
-        if not any(text and text.strip() for text in rows["text"]):
+        if rows is None or not texts_of(rows, f"`--calibration_file` = {self.path!r}"):
             raise UsageError(f"`--calibration_file` = {self.path!r} contains no text; give another file")
         return recipe, rows
+
+
+def texts_of(rows: Dataset, name: str) -> list[str]:
+    """The texts of a file that are not empty.
+
+    Args:
+        rows: its rows.
+        name: the option and its value, for the message.
+
+    Raises:
+        UsageError: without a column `text`, or if it holds something else.
+    """
+    if "text" not in rows.column_names:
+        raise UsageError(f"{name} has no column `text`; rename the column of its texts")
+    texts = [text for text in rows["text"] if text is not None]
+    if (wrong := next((text for text in texts if not isinstance(text, str)), None)) is not None:
+        raise UsageError(f"{name}: `text` is {short(wrong)}, not a text; correct it, or give another file")
+    return [text for text in texts if text.strip()]
 
 
 class ImageInputs:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_linear_attention._common.errors import TrainingError, UsageError
+from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
@@ -91,7 +92,6 @@ class TaskRows:
             return inputs
         config = self.plan.config
         names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-        known = [token for name in names if (token := getattr(config, name, None)) is not None]
-        shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=known[0] if known else 0)
+        shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=special_token(config, *names))
         padding = pad_token_id(processor)
         return {**inputs, "decoder_input_ids": torch.where(shifted == IGNORED, padding, shifted)}

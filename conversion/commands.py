@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from hf_linear_attention import __version__
-from hf_linear_attention._common.command_line import PROGRAM, typed_as
+from hf_linear_attention._common.command_line import PROGRAM, ignore_interrupts, typed_as
 
 
 EXAMPLES = f"""\
@@ -45,7 +45,13 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that `argv` names (by default that of the process), and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    if argv is None:
+        ignore_interrupts()
+    return code
+
+
+def _run(words: list[str]) -> int:
     name = words[0] if words else ""
     if name in ("", "-h", "--help"):
         (sys.stdout if name else sys.stderr).write(overview())
@@ -56,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"choose one of {', '.join(COMMANDS)}"
+        name = name if len(name) <= 60 else f"{name[:60]}..."
         sys.stderr.write(f"{PROGRAM}: error: `{name}` is not a command; {hint}\n")
         return 2
     with typed_as(f"{PROGRAM} {name}"):

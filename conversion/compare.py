@@ -37,7 +37,7 @@ from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import unusable_texts
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_data import check_text_file, real_inputs
+from hf_linear_attention.conversion.calibration_data import check_text_file, real_inputs, texts_of
 from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.export import check_output
@@ -192,11 +192,9 @@ def _text_files(path: str | None, tokens: int | None, folder: Path) -> tuple[Pat
     from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
 
     rows: Any = load_rows(data_recipe("", "embedding", train_file=path).data, "train")
-    if rows is None or "text" not in rows.column_names:
-        raise UsageError(f"`--train_file` = {path!r} has no column `text`; rename the column of its texts")
     texts, count, most = [], 0, CHARACTERS * tokens + MORE_CHARACTERS
-    for text in rows["text"]:
-        if text and text.strip() and count < most:
+    for text in texts_of(rows, f"`--train_file` = {path!r}"):
+        if count < most:
             texts.append(text[: most - count])
             count += len(texts[-1])
     if count < 100:

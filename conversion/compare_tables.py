@@ -88,7 +88,11 @@ def _notes(content: Mapping[str, Any]) -> list[str]:
     if not rows:
         return [Path(content["base_model"]).name]
     measure = next((MEASURES[row["measure"]] for row in rows if row["measure"]), "no text could be read")
-    text = "the built-in sentences" if content["train_file"] is None else f"the last tenth of {content['train_file']}"
+    text = (
+        "the built-in sentences as one text"
+        if content["train_file"] is None
+        else f"the last tenth of {content['train_file']}"
+    )
     tokens = "" if content["tokens"] is None else f", trained on {content['tokens']:,} tokens"
     return [
         f"{Path(content['base_model']).name}: {measure}, on {text}{tokens}.",

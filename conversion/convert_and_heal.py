@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.command_line import option_words
+from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
-from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT
-from hf_linear_attention.conversion.pipeline import prepare
+from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT, is_hub_name
+from hf_linear_attention.conversion.hub import with_texts
+from hf_linear_attention.conversion.pipeline import prepare, writing
 from hf_linear_attention.conversion.recipe_file import RECIPE
 from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.training.presets.preset import preset_names
 
 
 BESIDE_THE_WEIGHTS = ("README.md", REPORT, HISTORY, PLOT, RECIPE)
+logger = logging.getLogger(__name__)
+UNNAMED, TEXTS = "a model in memory", "texts in memory"
 
 
 def convert_and_heal(
@@ -34,14 +40,15 @@ def convert_and_heal(
 ) -> PreTrainedModel:
     """A linear copy of a pretrained model, trained to imitate it: `hf-linear-attention convert --preset` from Python.
 
-        model = convert_and_heal("SRC", "default", ["A text.", "Another text."], tokens="200k")
+        model = convert_and_heal("SRC", "default", "texts.txt", tokens="200k")
         model.save_pretrained("OUT")
 
     Args:
         model: a folder or hub name; or a loaded model, which does not change, with its `tokenizer`.
         recipe: the name of a preset, a recipe.yaml that a conversion left, or a dict of the options of `convert`.
-        train_data: texts, or a file as `--train_file` takes it; may be left out if the recipe names a file.
-        output_dir: a folder to write too, in which a run that was killed is resumed; otherwise nothing is left.
+        train_data: a file as `--train_file` takes it, or texts; may be left out if the recipe names a file.
+        output_dir: a folder to write too; the same call resumes a run that was killed, if model and data are named and
+            not in memory. Otherwise nothing is left.
         **options: further options of `hf-linear-attention convert`, such as `tokens`, `seed` or `window_size`.
 
     Returns:
@@ -50,31 +57,53 @@ def convert_and_heal(
     Raises:
         UsageError: for options that do not fit each other or the model.
         ConversionError, TrainingError: if a step failed.
+        TerminatedError: after SIGTERM; it is a `SystemExit`, which no `except Exception` stops.
     """
     with tempfile.TemporaryDirectory(prefix="hf-linear-attention-") as folder, quiet_transformers():
-        scratch = Path(folder)
-        given: dict[str, Any] = {"model_name_or_path": _source(model, tokenizer, scratch / "source")}
-        given["output_dir"] = scratch / "result" if output_dir is None else output_dir
+        # What was given in memory is written there, under names that reports and cards can show.
+        scratch, name = Path(folder), _name_of(model)
+        title = model.config.model_type if name is None and isinstance(model, PreTrainedModel) else Path(str(name)).name
+        source = _source(model, tokenizer, scratch / "model" / (Path(name).name if name else UNNAMED))
+        given: dict[str, Any] = {"model_name_or_path": source, "output_dir": output_dir}
+        if output_dir is None:
+            given["output_dir"] = scratch / "result" / f"{title}-linear"
         if train_data is not None:
-            given["train_file"] = _file(train_data, scratch / "train.jsonl")
-        words = [f"--{name}={value}" for name, value in {**given, **options}.items() if value is not None]
-        conversion = prepare(parse([*_words_of(recipe), *words]))
+            given["train_file"] = _file(train_data, scratch / f"{TEXTS}.jsonl")
+        if source != name and name is not None and is_hub_name(name):
+            given["base_model"] = name
+        conversion = prepare(parse([*_words_of(recipe), *option_words({**given, **options})]))
         if conversion.training is None or conversion.output_dir is None:
             raise UsageError("`recipe` names no preset, so nothing would be trained; use `convert`, or name a preset")
         from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
-        run_training(conversion, conversion.training)
+        is_named = source == name and given.get("train_file") == str(train_data)
+        again = "the same call resumes the run ({work})" if output_dir is not None and is_named else None
+        try:
+            with writing(conversion):
+                run_training(conversion, conversion.training, again)
+        except TerminatedError as error:
+            logger.warning("terminated; %s", error)
+            raise
+        _forget(conversion.output_dir, scratch, {source: name or UNNAMED, given.get("train_file"): TEXTS})
         return _load(conversion.plan.linear_class, conversion.output_dir)
 
 
 def _words_of(recipe: str | os.PathLike | Mapping[str, Any]) -> list[str]:
     if isinstance(recipe, Mapping):
-        return [f"--{name}={value}" for name, value in recipe.items() if value is not None]
+        return option_words(recipe)
     if str(recipe) in preset_names():
         return [f"--preset={recipe}"]
     if Path(recipe).is_file():
         return [f"--config={os.fspath(recipe)}"]
     raise UsageError(f"`recipe` = {str(recipe)!r} is neither a file nor a preset; presets: {', '.join(preset_names())}")
+
+
+def _name_of(model: Any) -> str | None:
+    """The folder or hub name that was given, or from which a loaded model comes; None if nothing there has it now."""
+    if not isinstance(model, PreTrainedModel):
+        return os.fspath(model)
+    name = str(model.name_or_path)
+    return name if os.path.isdir(name) or is_hub_name(name) else None
 
 
 def _source(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> str:
@@ -104,13 +133,30 @@ def _file(train_data: Sequence[str] | str | os.PathLike, path: Path) -> str:
     return str(path)
 
 
+def _forget(folder: Path, scratch: Path, names: Mapping[str | None, str]) -> None:
+    """Replace the paths below `scratch`, which is removed, by the `names` of what was there.
+
+    A recipe cannot name what was in memory: it gets a comment that says what to give.
+    """
+
+    def known(text: str) -> str:
+        return names.get(text, Path(text).name) if text.startswith(str(scratch)) else text
+
+    for path in (folder / REPORT, folder / HISTORY):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(with_texts(content, known), indent=2) + "\n", encoding="utf-8")
+    text = (folder / RECIPE).read_text(encoding="utf-8")
+    values = {name: known(value) if isinstance(value, str) else value for name, value in yaml.safe_load(text).items()}
+    lost = [name for name, value in values.items() if value in (UNNAMED, TEXTS)]
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    comments += [f"# The {name} was in memory, and is to be given again." for name in lost]
+    kept = yaml.safe_dump({n: v for n, v in values.items() if n not in lost}, sort_keys=False, allow_unicode=True)
+    (folder / RECIPE).write_text("\n".join([*comments, kept]), encoding="utf-8")
+
+
 def _load(linear_class: Any, folder: Path) -> PreTrainedModel:
     """The model, which keeps what stands beside its weights for its own `save_pretrained`."""
     model = linear_class.from_pretrained(folder, dtype="auto").eval()
-    model.conversion_files = {
-        path.name: path.read_bytes()
-        for path in folder.iterdir()
-        if path.suffix in (".md", ".png")
-        or path.name in ("conversion_report.json", "training_report.json", "recipe.yaml")
-    }
+    files = (folder / name for name in BESIDE_THE_WEIGHTS)
+    model.conversion_files = {path.name: path.read_bytes() for path in files if path.is_file()}
     return model

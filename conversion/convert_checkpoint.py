@@ -51,7 +51,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ if not __package__:  # the file was started as a script, and its folder must not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from hf_linear_attention._common.command_line import run_command
+from hf_linear_attention._common.command_line import ignore_interrupts, run_command
 from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.conversion.request import Request, parse
@@ -86,49 +86,55 @@ PACKAGE = "hf_linear_attention.conversion"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    return run_command("convert_checkpoint.py", lambda: _convert(argv), stopped="--output_dir is unchanged")
+    words = sys.argv[1:] if argv is None else argv
+    stopped = "--output_dir is complete, or as it was before"
+    code = run_command("convert_checkpoint.py", lambda: _convert(words), stopped=stopped)
+    if argv is None:
+        ignore_interrupts()
+    return code
 
 
 def _convert(argv: Sequence[str]) -> None:
     """Do what the command line asks for, and print the result."""
+    if "--list_architectures" in argv:  # the table needs no model
+        sys.stdout.write(f"{architecture_table()}\n")
+        return
     with to_stderr(PACKAGE, "hf_linear_attention._common"), quiet_transformers():
-        is_table = "--list_architectures" in argv  # the table needs no model
-        text = architecture_table() if is_table else _answer(parse(argv, __doc__))
-    sys.stdout.write(f"{text}\n")
+        for text in _answers(parse(argv, __doc__)):
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()  # what follows may fail
 
 
-def _answer(request: Request) -> str:
-    """The text to print. The imports are here because `--help` and errors about options need no model."""
+def _answers(request: Request) -> Iterator[str]:
+    """The texts to print. The imports are here because `--help` and errors about options need no model."""
     if request.arguments.list_architectures:  # given with a value, or in the YAML file
-        return architecture_table()
-    from hf_linear_attention.conversion.pipeline import prepare, run
+        yield architecture_table()
+        return
+    from hf_linear_attention.conversion.pipeline import prepare, run, writing
     from hf_linear_attention.conversion.quality import evaluate
     from hf_linear_attention.conversion.report import describe_result
 
     if request.arguments.evaluate:
-        return evaluate(request)
+        yield evaluate(request)
+        return
     conversion = prepare(request)
     chosen = _default_lines(conversion)
     if not conversion.is_written:
-        return "\n".join([*chosen, *_preview(conversion)])
-    if conversion.training is not None:
-        from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
+        yield "\n".join([*chosen, *_preview(conversion)])
+        return
+    with writing(conversion):
+        if conversion.training is not None:
+            from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
-        text = run_training(conversion, conversion.training)
-    else:
-        text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
-    return "\n".join([*chosen, text, *_pushed(conversion)])
+            text = run_training(conversion, conversion.training)
+        else:
+            text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
+    yield "\n".join([*chosen, text])
+    name, folder = request.arguments.push_to_hub, conversion.output_dir
+    if name is not None and folder is not None:
+        from hf_linear_attention.conversion.hub import push
 
-
-def _pushed(conversion: Conversion) -> list[str]:
-    """Where the result is on the Hub, if it was asked for."""
-    name, folder = conversion.request.arguments.push_to_hub, conversion.output_dir
-    if name is None or folder is None:
-        return []
-    from hf_linear_attention.conversion.hub import push
-
-    return ["", f"Pushed to {push(folder, name)}"]
+        yield f"\nPushed to {push(folder, name)}"
 
 
 def _default_lines(conversion: Conversion) -> list[str]:
@@ -144,11 +150,11 @@ def _preview(conversion: Conversion) -> list[str]:
     from hf_linear_attention.conversion.diagnosis import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted
     from hf_linear_attention.conversion.preset_plan import describe_stages
-    from hf_linear_attention.conversion.report import describe, describe_tensors
+    from hf_linear_attention.conversion.report import describe, describe_tensors, describe_unknown_speed
     from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
 
     arguments = conversion.request.arguments
-    lines = [describe(conversion.plan, conversion.source)]
+    lines = [describe(conversion.plan, conversion.source), *describe_unknown_speed(conversion.plan)]
     if arguments.verbose:
         lines.append(describe_tensors(conversion.plan))
     if is_automatic(arguments):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from hf_linear_attention._common.errors import ConversionError, UsageError
@@ -30,12 +32,25 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
         raise UsageError(f"`--output_dir` = {output_dir!r} is a file; choose the name of a folder")
     if not overwrite:
         raise UsageError(f"`--output_dir` = {output_dir!r} exists; give `--overwrite` to replace it, or another name")
+    if (folder := next(_kept_by_others(path), None)) is not None:
+        raise UsageError(
+            f"`--output_dir` = {output_dir!r}: this user may not remove what is in {folder}, so it cannot be replaced; "
+            "choose another name"
+        )
     if any(path.iterdir()) and not (path / "config.json").is_file():
         raise UsageError(
             f"`--output_dir` = {output_dir!r} has no config.json, so it is not a model folder and is not overwritten; "
             "choose another name"
         )
     return path
+
+
+def _kept_by_others(path: Path) -> Iterator[Path]:
+    """The folders in `path`, or itself, in which this user may not remove everything."""
+    folders = (os.path.join(parent, name) for parent, names, _ in os.walk(path) for name in names)
+    for folder in map(Path, [str(path), *folders]):
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            yield folder
 
 
 def check_shipped(folder: Path) -> None:

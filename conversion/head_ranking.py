@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.special_tokens import special_tokens
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan, make_plan
@@ -165,7 +166,7 @@ def repeated_tokens(model: PreTrainedModel, seed: int = 0) -> Tensor:
     longest = max_length_of(model.config)
     length = min(COPY_LENGTH, longest // 2) if longest is not None and longest > 0 else COPY_LENGTH
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    special = torch.tensor([getattr(model.config, name, None) or 0 for name in names])
+    special = torch.tensor([0, *special_tokens(model.config, *names)])
     allowed = torch.arange(model.config.vocab_size)
     allowed = allowed[~torch.isin(allowed, special)]
     generator = torch.Generator().manual_seed(seed)

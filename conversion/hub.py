@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_linear_attention._common.errors import RunError, UsageError
+from hf_linear_attention._common.errors import RunError, UsageError, one_line
 from hf_linear_attention._common.model_card import HISTORY, REPORT, without_path
 from hf_linear_attention.conversion.recipe_file import RECIPE
 
@@ -51,10 +51,11 @@ def push(folder: Path, name: str) -> str:
         api = HfApi()
         url = api.create_repo(name, exist_ok=True)
         api.create_commit(url.repo_id, operations, commit_message="Upload converted model")
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # whatever it is, such as an error of the HTTP library, it must not hide the model
+        known = isinstance(error, (HfHubHTTPError, ValueError))
+        what = "failed" if known else f"could not reach the Hub ({constants.ENDPOINT})"
         raise RunError(
-            f"the model is complete in {folder}, but `--push_to_hub {name}` failed: {reason}; "
+            f"the model is complete in {folder}, but `--push_to_hub {name}` {what}: {one_line(error)}; "
             f"`hf upload {name} {folder}` tries again"
         ) from error
     return str(url)
@@ -78,9 +79,14 @@ def _content(path: Path) -> str | bytes:
 
 
 def without_paths(value: Any) -> Any:
-    """The value with the last part of every absolute path in it, whatever lists and dicts it is made of."""
+    """The value with the last part of every absolute path in it."""
+    return with_texts(value, without_path)
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with every text in it changed, whatever lists and dicts it is made of."""
     if isinstance(value, Mapping):
-        return {name: without_paths(inner) for name, inner in value.items()}
+        return {name: with_texts(inner, change) for name, inner in value.items()}
     if isinstance(value, list):
-        return [without_paths(inner) for inner in value]
-    return without_path(value) if isinstance(value, str) else value
+        return [with_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
+from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
@@ -131,6 +132,7 @@ def prepare(request: Request) -> Conversion:
     if arguments.softmax_heads is not None and not chooses_heads(arguments):
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
     _check_memory(plan)
+    _note_unused_drop(plan)
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
@@ -138,9 +140,39 @@ def prepare(request: Request) -> Conversion:
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
 
 
+def _note_unused_drop(plan: Plan) -> None:
+    """Say which features of `--drop` no converted layer has: one setting may serve a family of models."""
+    named = {feature for entry in entries_of(plan.settings) for feature in entry.get("drop", ())}
+    dropped = {text.partition(":")[0] for text in plan.dropped_features}
+    for feature in sorted(named - dropped):
+        logger.info("no converted layer has the feature `%s`, so `--drop` leaves nothing out there", feature)
+
+
+@contextlib.contextmanager
+def writing(conversion: Conversion) -> Iterator[None]:
+    """A context in which this process alone writes to the output folder of a conversion.
+
+    Raises:
+        UsageError: if another process writes there, or has written there since the conversion was planned.
+    """
+    if conversion.output_dir is None:
+        raise UsageError("`--output_dir` is missing; name the folder to write")
+    with only_writer(conversion.output_dir):
+        check_output(str(conversion.output_dir), conversion.request.arguments.overwrite, None)
+        yield
+
+
 def _check_memory(plan: Plan) -> None:
     """Refuse sizes that this machine cannot hold, before anything of these sizes is allocated."""
     needs = {"new weights": 4 * plan.weights["new"], "state per sequence": plan.state_bytes or 0}
+    if plan.extension is not None:
+        tables = plan.extension.tables
+        needed = sum(4 * tables[t.target].new_rows * t.shape[1] for t in plan.mapped if t.target in tables)
+        if needed > (memory := memory_of_machine()):
+            raise UsageError(
+                f"`--max_position_embeddings {plan.extension.tokens}` needs {needed:,} bytes, and this machine has "
+                f"{memory:,}; choose fewer positions"
+            )
     for what, needed in needs.items():
         if needed > (memory := memory_of_machine()):
             sizes = {

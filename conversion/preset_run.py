@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_linear_attention._common import folders
-from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
@@ -49,14 +49,22 @@ HELD_OUT = {"tokens": "text", "images": "images", "recordings": "recordings"}
 REQUEST, FINAL = "request.json", "final"
 
 
-def run_training(conversion: Conversion, training: Training) -> str:
+def run_training(
+    conversion: Conversion, training: Training, again: str | None = "the same command resumes the run ({work})"
+) -> str:
     """Convert, train, measure and write; returns the text to print.
+
+    Args:
+        conversion: the plan.
+        training: the preset.
+        again: how a run that was stopped is resumed; None if nothing of it is kept.
 
     Raises:
         UsageError: if there is an unfinished run of another request.
         ConversionError, TrainingError, OSError: if a step failed; the finished steps are kept.
     """
     work, final = training.work, training.work / FINAL
+    again = "nothing of the run is kept" if again is None else again.format(work=work)
     _open(conversion, training)
     try:
         if not (work / CONVERTED).is_dir():
@@ -64,8 +72,10 @@ def run_training(conversion: Conversion, training: Training) -> str:
         if not final.is_dir():
             _train(conversion, training)
             _finish(conversion, training)
+    except TerminatedError:
+        raise TerminatedError(again) from None
     except BaseException:
-        logger.warning("stopped; the same command resumes the run (%s)", work)
+        logger.warning("stopped; %s", again)
         raise
     text = _describe(conversion, training)
     if training.output_dir.exists() and not conversion.request.arguments.overwrite:

@@ -12,7 +12,13 @@ import transformers
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config, max_length_of
-from hf_linear_attention.conversion.break_even import current_backend, difference_here, faster_from, measured_speed
+from hf_linear_attention.conversion.break_even import (
+    current_backend,
+    difference_here,
+    faster_from,
+    measured_speed,
+    why_unknown,
+)
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
 from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_heads
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
@@ -87,6 +93,13 @@ def describe(plan: Plan, source: Source) -> str:
         lines.append(_line("untrained", f"{_names([t.target for t in plan.new_base])} (not in the checkpoint)"))
     lines += [_line("left out", feature) for feature in plan.dropped_features]
     return "\n".join(lines)
+
+
+def describe_unknown_speed(plan: Plan) -> list[str]:
+    """For `--dry_run`, what tells the length from which the mechanism is faster, if no measurement does."""
+    if _faster_from(plan) is not None or not plan.layers:
+        return []
+    return [_line("speed", f"{why_unknown(plan.cost_settings)}; `{PROGRAM} compare` measures it here")]
 
 
 def _attention_lines(plan: Plan) -> list[str]:
@@ -192,7 +205,7 @@ def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
     }
     found = [text.format(outputs[name]) for name, text in texts.items() if name in outputs]
     label = "untrained" if has_layers else "outputs"
-    return [*lines, _line(label, "against the original, on small built-in samples: " + ", ".join(found))]
+    return [*lines, _line(label, "against the original, on each built-in sample alone: " + ", ".join(found))]
 
 
 def _loading_lines(plan: Plan, output_dir: str) -> list[str]:

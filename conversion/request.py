@@ -12,6 +12,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import (
     BYTES,
     COUNT,
+    POSITIONS,
     SEED,
     Bounds,
     OnResume,
@@ -95,7 +96,7 @@ class ConversionArguments(EmbeddingArguments):
         "extend the learned positions of the model to inputs of this number of tokens, together with the limits of its "
         "tokenizer and of sentence-transformers (RoBERTa's config counts 2 rows more)",
         None,
-        bounds=COUNT,
+        bounds=POSITIONS,
         group="source",
     )
     position_init: str = option(

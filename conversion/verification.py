@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.errors import ConversionError
+from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.plan import Plan
@@ -119,7 +120,7 @@ def _inputs(model: PreTrainedModel, sample: torch.Tensor) -> dict[str, torch.Ten
     """The inputs of a model; the decoder of an encoder-decoder gets the same text, or a few tokens if that is sound."""
     inputs = {model.main_input_name: sample}
     if model.config.is_encoder_decoder:
-        start = getattr(model.config, "decoder_start_token_id", None) or 0
+        start = special_token(model.config, "decoder_start_token_id")
         inputs["decoder_input_ids"] = sample if sample.dtype == torch.long else torch.full((1, 4), start)
     return inputs
 
@@ -162,7 +163,7 @@ def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alo
     Causal models that accept `position_ids` are padded on the left, as for generation; padding on the right would not
     test anything, because causal attention does not see it.
     """
-    pad = getattr(model.config, "pad_token_id", None) or 0
+    pad = special_token(model.config, "pad_token_id")
     left = _is_causal(model) and "position_ids" in inspect.signature(model.base_model.forward).parameters
     width = max(sample.shape[1] for sample in samples)
     ids = torch.full((len(samples), width), pad)

@@ -181,7 +181,8 @@ def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[s
     """Refuse features of the layers to convert that linear attention cannot reproduce, unless `drop` names them.
 
     Raises:
-        ValueError: naming each such feature, and each entry of `drop` that no layer has.
+        ValueError: naming each such feature. An entry of `drop` that no layer has changes nothing, so that one setting
+            serves a family.
     """
     if not converted:
         return
@@ -199,7 +200,6 @@ def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[s
         problems.append("keep these layers softmax" + (f": set `layers` to `{others}`" if clean else " (`layers`)"))
         if names := [f"`{feature}`" for feature in kept if feature in DROPPABLE]:
             problems.append(f"or convert them without it: set `drop` to a list with {', '.join(names)}")
-    problems += [f"`drop` names `{name}`, which no layer to convert has" for name in drop if name not in found]
     if problems:
         raise ValueError(
             f"{type(model).__name__} has attention that linear attention cannot reproduce:\n"

@@ -25,7 +25,7 @@ from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
 from .modeling_linear_attention import RotaryError, linear_attention_modules, linear_model_class
 from .position_extension import Extension, LongerPositions, plan_extension
-from .transformers_internals import base_model_class
+from .transformers_internals import base_model_class, converting
 
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -160,7 +160,8 @@ def convert(
         original = stock_class.from_pretrained(model, **arguments)
         return _converted(original, stock_class, positions, settings, linear_attention)
     config = _convert_config(stock, settings, stock_class, linear_attention)
-    loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
+    with converting():
+        loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
     # transformers returns (model, loading info) if it is asked for both
     (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
     return loaded

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 
+# Above these sizes an input takes seconds or gigabytes, however short it is and whatever the model: features, landmarks
+# and the like per head, and exact keys.
+MOST_FEATURES, MOST_KEYS = 2**14, 2**17
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 State = tuple[torch.Tensor, ...]
 
@@ -30,6 +33,7 @@ class Option:
     help: str
     choices: tuple[str, ...] = ()
     minimum: int | float | None = None
+    maximum: int = LARGEST
     below: float | None = None
     is_per_layer: bool = False  # whether a list with one value per attention layer is allowed too
     needs: Mapping[str, Container[Any]] = field(default_factory=dict)  # values of other options; else it has no effect
@@ -51,8 +55,8 @@ class Option:
             return "must be a finite number"
         if self.choices and value not in self.choices:
             return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
-        if self.kind is int and value > LARGEST:
-            return f"must be at most {LARGEST:,}"
+        if self.kind is int and value > self.maximum:
+            return f"must be at most {self.maximum:,}; choose a smaller number"
         if self.minimum is not None and value < self.minimum:
             return f"must be at least {self.minimum}"
         if self.below is not None and value >= self.below:

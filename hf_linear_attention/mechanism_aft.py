@@ -34,6 +34,7 @@ from .kernels import is_eager
 from .kernels import kernel_sums
 from .kernels_torch import largest_visible
 from .kernels_torch import normalize
+from .mechanism import MOST_KEYS
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
@@ -79,7 +80,12 @@ class AftAttention(AttentionMechanism):
             str, "simple", "which position biases are learned", choices=("simple", "local", "conv", "full")
         ),
         "window_size": Option(
-            int, 32, "W: local and conv learn biases for |t - s| < W", minimum=1, needs={"variant": ("local", "conv")}
+            int,
+            32,
+            "W: local and conv learn biases for |t - s| < W",
+            minimum=1,
+            maximum=MOST_KEYS,
+            needs={"variant": ("local", "conv")},
         ),
         "position_rank": Option(
             int, 64, "rank of full's matrix of biases; 0 learns all T x T", minimum=0, needs={"variant": ("full",)}

@@ -30,6 +30,7 @@ from transformers import initialization as init
 from .delta_rule import DeltaRule
 from .kernels_torch import accumulated
 from .kernels_torch import with_dtype
+from .mechanism import MOST_FEATURES
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
@@ -84,7 +85,7 @@ class GatedDeltaAttention(AttentionMechanism):
             "what follows the affine map of queries and keys, before they get length 1",
             choices=("silu", "identity"),
         ),
-        "num_features": Option(int, None, "features per head; by default head_dim", minimum=1),
+        "num_features": Option(int, None, "features per head; by default head_dim", minimum=1, maximum=MOST_FEATURES),
         "decay": Option(
             str,
             "head",
@@ -99,6 +100,7 @@ class GatedDeltaAttention(AttentionMechanism):
             "the number of newest tokens in a short causal convolution over queries, keys and values, at least 2; 0 is "
             "none",
             minimum=0,
+            maximum=MOST_FEATURES,
         ),
         **ROPE_OPTIONS,
     }

@@ -52,6 +52,7 @@ from .kernels_torch import with_dtype
 from .kernels_window import NORMALIZATIONS
 from .kernels_window import log_size
 from .kernels_window import Part
+from .mechanism import MOST_FEATURES
 from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
@@ -103,7 +104,9 @@ class HybridAttention(WindowAttention):
             choices=("exp", "hedgehog"),
             needs={"far": (LINEAR, BOTH)},
         ),
-        "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
+        "num_features": Option(
+            int, None, "features per head; by default what the feature map suggests", minimum=1, maximum=MOST_FEATURES
+        ),
         "normalization": Option(
             str,
             "joint",
@@ -162,11 +165,12 @@ class HybridAttention(WindowAttention):
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
-        """`num_features` must fit the feature map."""
+        """`num_features` must fit the feature map, and the window the model."""
+        problems = super().problems(settings, max_length)
         if settings["num_features"] is None or settings["far"] == DELTA:
-            return []
+            return problems
         problem = FEATURE_MAPS[settings["feature_map"]].check_num_features(settings["num_features"])
-        return [f"`num_features` = {settings['num_features']} {problem}"] if problem else []
+        return [*problems, f"`num_features` = {settings['num_features']} {problem}"] if problem else problems
 
     def reset_parameters(self) -> None:
         """Initialise the feature map, the parameters that mix near and far keys, and the decay."""

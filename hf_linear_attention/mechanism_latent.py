@@ -22,6 +22,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .kernels_torch import accumulated
+from .mechanism import MOST_FEATURES
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
@@ -36,7 +37,9 @@ class LatentAttention(AttentionMechanism):
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "num_latents": Option(int, 64, "L, the learned latent queries per head of the keys", minimum=1),
+        "num_latents": Option(
+            int, 64, "L, the learned latent queries per head of the keys", minimum=1, maximum=MOST_FEATURES
+        ),
         "seed": Option(int, 0, "seed of the latents' initialisation", minimum=0),
     }
     supports_bidirectional = supports_cross = supports_padding = supports_gqa = supports_constants = True

@@ -18,6 +18,7 @@ from .kernels_torch import EXP
 from .kernels_torch import KernelMap
 from .kernels_torch import read_state
 from .kernels_torch import with_dtype
+from .mechanism import MOST_FEATURES
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
@@ -47,7 +48,9 @@ class LinearAttention(AttentionMechanism):
 
     options: ClassVar[dict[str, Option]] = {
         "feature_map": Option(str, "exp", "phi of queries and keys", choices=tuple(FEATURE_MAPS)),
-        "num_features": Option(int, None, "features per head; by default what the feature map suggests", minimum=1),
+        "num_features": Option(
+            int, None, "features per head; by default what the feature map suggests", minimum=1, maximum=MOST_FEATURES
+        ),
         "decay": GATED_DECAY_OPTION,
         "input_gate": INPUT_GATE_OPTION,
         **ROPE_OPTIONS,

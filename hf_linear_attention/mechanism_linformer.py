@@ -30,6 +30,7 @@ from transformers import initialization as init
 
 from .kernels_torch import accumulated
 from .kernels_torch import accumulation_dtype
+from .mechanism import MOST_FEATURES
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
@@ -68,7 +69,7 @@ class LinformerAttention(AttentionMechanism):
             choices=("learned", "mean-pool", "stretched", "conv", "random"),
         ),
         "projection_size": Option(
-            int, 128, "k, the number of compressed keys and values", minimum=1, is_per_layer=True
+            int, 128, "k, the number of compressed keys and values", minimum=1, maximum=MOST_FEATURES, is_per_layer=True
         ),
         "projection_sharing": Option(
             str,

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .kernels_torch import accumulation_dtype
+from .mechanism import MOST_FEATURES
 from .mechanism import AttentionMechanism
 from .mechanism import LayerShape
 from .mechanism import Option
@@ -42,10 +43,14 @@ class NystromAttention(AttentionMechanism):
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "num_landmarks": Option(int, 64, "M, the segment means of queries and keys", minimum=1),
-        "pinv_iterations": Option(int, 6, "steps towards the pseudo-inverse", minimum=1),
+        "num_landmarks": Option(int, 64, "M, the segment means of queries and keys", minimum=1, maximum=MOST_FEATURES),
+        "pinv_iterations": Option(int, 6, "steps towards the pseudo-inverse", minimum=1, maximum=64),
         "conv_kernel_size": Option(
-            int, 0, "tokens under a convolution of the values that is added, an odd number, or 0 for none", minimum=0
+            int,
+            0,
+            "tokens under a convolution of the values that is added, an odd number, or 0 for none",
+            minimum=0,
+            maximum=MOST_FEATURES,
         ),
     }
     supports_bidirectional = supports_padding = supports_gqa = True

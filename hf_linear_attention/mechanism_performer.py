@@ -11,6 +11,7 @@ from transformers import initialization as init
 
 from .kernels import kernel_attention
 from .kernels import state_after
+from .mechanism import MOST_FEATURES
 from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
@@ -45,7 +46,9 @@ class PerformerAttention(LinearAttention):
             "the random features: of softmax, or of generalised attention (relu, sigmoid, abs, generalized_exp)",
             choices=tuple(RANDOM_FEATURES),
         ),
-        "num_features": Option(int, None, "random features per head; by default 4 x head_dim", minimum=1),
+        "num_features": Option(
+            int, None, "random features per head; by default 4 x head_dim", minimum=1, maximum=MOST_FEATURES
+        ),
         "orthogonal": Option(bool, True, "projections in orthogonal blocks; false draws every row by itself"),
         "redraw_interval": Option(int, 0, "training forwards between new projections; 0 never redraws", minimum=0),
         "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0, below=1),

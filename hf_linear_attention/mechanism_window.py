@@ -27,6 +27,7 @@ from .kernels_torch import with_dtype
 from .kernels_window import NearKeys
 from .kernels_window import Part
 from .kernels_window import SinkKeys
+from .mechanism import MOST_KEYS
 from .mechanism import LayerShape
 from .mechanism import Option
 from .mechanism import State
@@ -42,6 +43,9 @@ from .window_keys import SINK
 from .window_keys import Line
 from .window_keys import far_and_near
 from .window_keys import within_sequences
+
+
+FEW_KEYS = 8192  # this many may exceed the longest input
 
 
 class WindowState(NamedTuple):
@@ -68,6 +72,7 @@ class WindowAttention(BidirectionalWindow):
             64,
             "the number w of newest real tokens that every query attends to exactly; in encoders w - 1 to either side",
             minimum=1,
+            maximum=MOST_KEYS,
         ),
         "num_sinks": Option(
             int,
@@ -75,6 +80,7 @@ class WindowAttention(BidirectionalWindow):
             "the number s of first real tokens that every query attends to exactly; in encoders they also attend to "
             "every token exactly",
             minimum=0,
+            maximum=MOST_KEYS,
         ),
         "trained_length": TRAINED_LENGTH_OPTION,
     }
@@ -84,6 +90,17 @@ class WindowAttention(BidirectionalWindow):
     keeps_positions = False
     # Whether the largest logit of the exact keys cancels, so that it needs no gradient.
     is_scale_constant = True
+
+    @classmethod
+    def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
+        """Exact keys beyond the longest input of the model cost time in every input, and are never seen."""
+        most = MOST_KEYS if max_length is None else max(FEW_KEYS, max_length)
+        return [
+            f"`{name}` = {settings[name]} must be at most {most:,} in a model that reads {max_length} tokens; choose a "
+            "smaller number"
+            for name in ("window_size", "num_sinks")
+            if settings[name] > most
+        ]
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)

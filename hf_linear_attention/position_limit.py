@@ -15,11 +15,15 @@ import torch
 from torch import nn
 
 
+MOST_RESERVED = 2  # the rows in front of the positions in OPT and BART
 INPUTS = ("input_ids", "inputs_embeds", "input_embeds")
 
 
 def position_tables(model: Any) -> dict[str, nn.Embedding]:
-    """`{name: module}` of the embeddings with a row for each position that the config counts, or a few rows more."""
+    """`{name: module}` of the embeddings with a row for each position that the config counts, or a few rows more.
+
+    A table with many more rows has a length of its own, as in Whisper, where `max_position_embeddings` means nothing.
+    """
     positions = getattr(model.config, "max_position_embeddings", None)
     if type(positions) is not int or positions < 1:  # XLNet says -1: it has no limit
         return {}
@@ -28,7 +32,7 @@ def position_tables(model: Any) -> dict[str, nn.Embedding]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding)
         and re.search("pos|wpe", name.rpartition(".")[2])
-        and module.num_embeddings >= positions
+        and 0 <= module.num_embeddings - positions <= max(MOST_RESERVED, (module.padding_idx or 0) + 1)
     }
 
 

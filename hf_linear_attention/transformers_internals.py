@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +26,20 @@ def attention_implementation(config: Any) -> str:
 def set_attention_implementation(config: Any, name: str) -> None:
     """Set the attention function of this config alone, without the checks and sub-configs of the public setter."""
     config._attn_implementation_internal = name
+
+
+# Whether the weights that are loaded are those of a softmax model, which has none of mechanisms.
+_CONVERTS: ContextVar[bool] = ContextVar("a softmax checkpoint is converted", default=False)
+
+
+@contextmanager
+def converting() -> Iterator[None]:
+    """A context in which transformers reports no missing weights of mechanisms, which are new."""
+    token = _CONVERTS.set(True)
+    try:
+        yield
+    finally:
+        _CONVERTS.reset(token)
 
 
 class ModelHooks:
@@ -63,6 +79,12 @@ class ModelHooks:
     def stock_attention_implementation(self) -> str:
         """The attention function that the stock model would choose."""
         return super()._check_and_adjust_attn_implementation(None)
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any, *args: Any, **kwargs: Any) -> None:
+        super()._adjust_missing_and_unexpected_keys(loading_info, *args, **kwargs)
+        if _CONVERTS.get():
+            missing = loading_info.missing_keys
+            loading_info.missing_keys = {name for name in missing if ".linear_attention." not in name}
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         own = self.default_attention_implementation() if attn_implementation is None else None

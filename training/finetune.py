@@ -48,6 +48,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
+from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention.training.presets.preset import Preset
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse, parse_preset
@@ -92,9 +94,12 @@ def _finetune(argv: Sequence[str], speaks: bool, finished: Callable[[Path], None
     asked = parse_preset(argv, __doc__) or parse(argv, __doc__)
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
-    figures = _run(asked)
-    if finished is not None and os.environ.get("RANK", "0") == "0":
-        finished(asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"]))
+    is_first = os.environ.get("RANK", "0") == "0"
+    folder = asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"])
+    with only_writer(folder.resolve()) if is_first else nullcontext():
+        figures = _run(asked)
+        if finished is not None and is_first:
+            finished(folder)
     logger.info("done: %s", figures)
 
 

@@ -209,9 +209,7 @@ class TrainingLoop:
         self._collect()
         saved = self.plan.checkpointer.save(self.state, self.context.student, self.context.processor, self.stateful)
         if self.is_terminated:
-            raise TerminatedError(
-                f"SIGTERM was received and {saved} was written; `--resume_from_checkpoint latest` resumes from it"
-            )
+            raise TerminatedError(f"{saved} was written; `--resume_from_checkpoint latest` resumes from it")
 
     def _log(self, progress: Any) -> None:
         self._collect()

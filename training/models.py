@@ -16,7 +16,8 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import DataError, SetupError
-from hf_linear_attention._common.loaded_weights import check_complete, check_finite
+from hf_linear_attention._common.loaded_weights import check_complete, check_finite, shown
+from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.adapters import add_adapters
 from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
@@ -138,12 +139,14 @@ def _must_agree(recipe: Recipe) -> dict[str, bool]:
 def _load(recipe: Recipe, path: str, is_trained: bool, **options: Any) -> PreTrainedModel:
     """The model of a folder or hub name with all of its weights; a head for classes may be new if it `is_trained`."""
     options = {"trust_remote_code": recipe.model.trust_remote_code, "output_loading_info": True, **options}
-    with reading(_files(path)):
+    with reading(_files(path)), quiet_transformers():
         model, loading = auto_class_of(recipe.model.task).from_pretrained(path, **options)
     if not recipe.model.allow_missing:
         has_new_head = is_trained and recipe.task.logits is not None and not recipe.task.reads_running_text
         new = f"{model.base_model_prefix}." if has_new_head else None
         check_complete(path, model, loading["missing_keys"], loading["unexpected_keys"], new)
+    if missing := sorted(loading["missing_keys"]):
+        logger.info("%s has no %s, which are new and random", path, shown(missing))
     check_finite(path, model)
     return model
 

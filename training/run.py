@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import SetupError, TrainingError
-from hf_linear_attention._common.folders import find_damage
-from hf_linear_attention.training.checkpoints.checkpointing import TrainingState, clear_output, newest_intact_checkpoint
+from hf_linear_attention.training.checkpoints.checkpointing import (
+    TrainingState,
+    clear_output,
+    damage_of,
+    newest_intact_checkpoint,
+)
 from hf_linear_attention.training.checkpoints.final_model import save_final
 from hf_linear_attention.training.checkpoints.weights import TrainedParameters, whole_weights
 from hf_linear_attention.training.context import RunContext
@@ -145,7 +149,7 @@ def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | 
         if checkpoint is None:
             logger.warning("there is no intact checkpoint in %s; training starts from the beginning", output_dir)
         return checkpoint
-    damage = find_damage(Path(wanted))
+    damage = damage_of(Path(wanted).resolve())
     if damage is None:
         return Path(wanted)
     return SetupError(
@@ -201,8 +205,9 @@ def _train(
     if checkpoint is not None:
         plan.checkpointer.restore(checkpoint, loop.stateful)
         logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
-    # Even if no step was left to train, the model is evaluated.
-    figures = loop.train() or context.evaluate(state.step, state.tokens)
+    with nullcontext() if plan.cached is None else closing(plan.cached):
+        # Even if no step was left to train, the model is evaluated.
+        figures = loop.train() or context.evaluate(state.step, state.tokens)
     # There is no best evaluation if the evaluation has changed and nothing was trained since.
     if recipe.run.load_best_model_at_end and state.best:
         figures = _load_best(context, state)

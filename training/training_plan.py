@@ -60,6 +60,7 @@ def make_training_plan(
     """The plan for training the student of `context`, whose parameters are frozen, wrapped or sharded as it says."""
     recipe, accelerator = context.recipe, context.accelerator
     optimization, total_steps = recipe.optimization, inputs.total_steps()
+    inputs.warn_of_repetition(total_steps)
     warmup = optimization.warmup_steps or math.ceil(optimization.warmup_ratio * total_steps)
     if recipe.model.freeze_pattern is not None:
         freeze(context.student, recipe.model.freeze_pattern)

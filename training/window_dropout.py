@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_linear_attention._common.errors import SetupError
+from hf_linear_attention.mechanism_hybrid import HybridAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -23,17 +24,19 @@ class WindowDropout:
     """
 
     def __init__(self, model: nn.Module, rates: tuple[float, ...], total_steps: int) -> None:
-        """Find the layers of `model` that have a window.
+        """Find the `hybrid` layers of `model`.
 
         Raises:
-            SetupError: if `rates` are given and no layer has a window.
+            SetupError: if `rates` are given and no layer is a `hybrid`.
         """
         mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
-        self.mechanisms = [mechanism for mechanism in mechanisms if hasattr(mechanism, "window_size")]
+        # Others have nothing beside their window that could be trained (`window`), or positions in it (`aft`).
+        self.mechanisms = [mechanism for mechanism in mechanisms if isinstance(mechanism, HybridAttention)]
         self.rates, self.total_steps = rates, total_steps
         if rates and not self.mechanisms:
+            found = ", ".join(sorted({mechanism.settings["mechanism"] for mechanism in mechanisms})) or "softmax"
             raise SetupError(
-                "`--window_dropout` needs `hybrid` layers, but no layer of the model has a window; drop the option"
+                f"`--window_dropout` needs `hybrid` layers, and those of the model are {found}; drop the option"
             )
 
     def rate(self, step: int) -> float:

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from hf_linear_attention._common.errors import RunError, UsageError, one_line
+from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, one_line
+from hf_linear_attention._common.options import unusable_texts
 from hf_linear_attention._common.reading import require_permission
 from hf_linear_attention._common.safe_yaml import load_yaml
 
@@ -101,7 +102,13 @@ class Parser(HfArgumentParser):
         known = [name[2:].replace("-", "_") for action in self._actions for name in action.option_strings]
         if unknown := [name for name in given_names(sys.argv[1:] if args is None else args) if name not in known]:
             raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, known)}" for name in unknown))
-        return super().parse_args(args, namespace)
+        values = super().parse_args(args, namespace)
+        if problems := list(unusable_texts(vars(values))):
+            places = [action.dest for action in self._actions if not action.option_strings]
+            for place in places:  # what stands without an option
+                problems = [problem.replace(f"`--{place} ", f"`{place.upper()} ") for problem in problems]
+            raise UsageError(*problems)
+        return values
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` instead of printing the usage."""
@@ -164,18 +171,41 @@ def _config_path(path: str | None, named: Path | None) -> str | None:
 def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> list[str]:
     if path is None:
         return []
-    values, problems, words = _read_yaml(path), [], []
-    for name, value in values.items():
-        if name not in names:
-            problems.append(f"`{name}` in {path} is not an option{_suggestion(str(name), names)}")
-        elif isinstance(value, list) and joins_lists:
-            words.append(f"--{name}={','.join(map(str, value))}")
-        elif isinstance(value, (list, dict)):
-            problems.append(f"`{name}` in {path} is {value!r}; give a single value")
-        elif value is not None:
-            words.append(f"--{name}={value}")
+    values = _read_yaml(path)
+    problems = [
+        f"`{name}` in {path} is not an option{_suggestion(str(name), names)}" for name in values if name not in names
+    ]
+    if not joins_lists:
+        problems += [
+            f"`{name}` in {path} is {value!r}; give a single value"
+            for name, value in values.items()
+            if isinstance(value, (list, dict))
+        ]
     if problems:
         raise UsageError(*problems)
+    return option_words(values)
+
+
+def option_words(values: Mapping[str, Any]) -> list[str]:
+    """Options as words: a list with commas, values by layer as `0-3:64,4-:16`; None leaves an option out.
+
+    Raises:
+        UsageError: for lists in lists, and the like.
+    """
+    words = []
+    for name, value in values.items():
+        parts = [value]
+        if isinstance(value, Mapping):
+            parts = [part for pair in value.items() for part in pair]
+            text = ",".join(f"{layers}:{part}" for layers, part in value.items())
+        elif isinstance(value, (list, tuple)):
+            parts, text = list(value), ",".join(map(str, value))
+        else:
+            text = str(value)
+        if any(isinstance(part, (Mapping, list, tuple, set)) for part in parts):
+            raise UsageError(f"`{name}` = {value!r} has lists in it; give it as on the command line, in one text")
+        if value is not None:
+            words.append(f"--{name}={text}")
     return words
 
 
@@ -223,11 +253,17 @@ def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks
     # This is the outermost level: any error is reported in one line instead of a traceback.
     except Exception as error:
         return _report(name, error, speaks)
-    except _TerminatedExit:
-        return _say(f"{name}: terminated; {stopped}", 143, speaks)
+    except TerminatedError as error:
+        return _say(f"{name}: terminated; {str(error) or stopped}", 143, speaks)
     except KeyboardInterrupt:
         return _say(f"{name}: interrupted; {stopped}", 130, speaks)
     return 0
+
+
+def ignore_interrupts() -> None:
+    """Ignore Ctrl-C from now on: the command is done, and Python would end in a traceback while it cleans up."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -240,13 +276,9 @@ def not_essential(what: str) -> Iterator[None]:
                        type(error).__name__, one_line(error))  # fmt: skip
 
 
-class _TerminatedExit(SystemExit):
-    """SIGTERM as an exception: cleanup code runs, and no `except Exception` catches it."""
-
-
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """A context in which SIGTERM raises `_TerminatedExit`; afterwards it has its earlier effect."""
+    """A context in which SIGTERM raises `TerminatedError`; afterwards it has its earlier effect."""
     if threading.current_thread() is not threading.main_thread():  # other threads cannot set signal handlers
         yield
         return
@@ -258,7 +290,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: object) -> None:
-    raise _TerminatedExit(128 + number)
+    raise TerminatedError("")
 
 
 def _report(name: str, error: Exception, speaks: bool) -> int:
@@ -284,6 +316,7 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
 
 
 def _say(line: str, code: int, speaks: bool) -> int:
+    line = re.sub(r"\S{500,}", lambda found: f"{found[0][:200]}...", line)  # a name of thousands of characters
     if speaks:
         sys.stderr.write(f"{line}\n")
     return code

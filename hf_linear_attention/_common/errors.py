@@ -44,10 +44,19 @@ class DataError(UsageError, TrainingError):
     """The data cannot be used as it is: exit code 2, because the user gave it."""
 
 
-class TerminatedError(TrainingError):
-    """SIGTERM arrived and a checkpoint was written: exit code 143 = 128 + 15, as shells report a terminated program."""
+class TerminatedError(SystemExit):
+    """SIGTERM arrived: exit code 143 = 128 + 15, as shells report a terminated program.
 
-    exit_code = 143
+    As with `KeyboardInterrupt`, cleanup code runs, and no `except Exception` stops it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 143
+
+    def __str__(self) -> str:
+        """The message, which `SystemExit` would have as its code."""
+        return str(self.args[0])
 
 
 def one_line(error: object) -> str:

@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,7 @@ def staging(output_dir: Path, *, replaces: bool = True) -> Iterator[Path]:
         made.append(temporary)
         with _held(temporary):
             yield temporary
-            if output_dir.exists() and not replaces:
-                raise RunError(f"{output_dir} was written by another process meanwhile; it is not replaced")
-            replace(temporary, output_dir)
+            replace(temporary, output_dir, replaces=replaces)
     except BaseException:
         if temporary in made:
             shutil.rmtree(made.pop(), ignore_errors=True)
@@ -121,11 +119,17 @@ def commit(folder: Path, final: Path) -> None:
     replace(folder, final)
 
 
-def replace(folder: Path, final: Path) -> None:
-    """Flush a folder to the disk and rename it to `final`, which is removed if it exists."""
+def replace(folder: Path, final: Path, *, replaces: bool = True) -> None:
+    """Flush a folder to the disk and rename it to `final`, which is removed if it exists.
+
+    Raises:
+        RunError: without `replaces`, if another process has written `final` in the meantime.
+    """
     flush(folder)
-    if not final.exists():
-        folder.rename(final)
+    if final.exists() and not replaces:
+        raise RunError(f"{final} was written by another process meanwhile; it is not replaced")
+    if not replaces or not final.exists():
+        folder.rename(final)  # which fails if another process has just written there
     else:
         old = _beside(final, "old")
         final.rename(old)
@@ -194,12 +198,14 @@ def write_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def find_damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `commit` wrote, or None."""
+def find_damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
+    """What is wrong with a folder that `commit` wrote, in which the files `needed` must be, or None."""
     try:
         content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"{CHECKSUMS} cannot be read ({error})"
+    if not isinstance(content, dict) or not all(map(_is_checksum, content.values())):
+        return f"{CHECKSUMS} does not hold a size and a SHA-256 for each file"
     for name, (size, digest) in content.items():
         path = folder / name
         if not path.is_file():
@@ -208,7 +214,11 @@ def find_damage(folder: Path) -> str | None:
             return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
         if _sha256(path) != digest:
             return f"the content of {name} has changed since it was written"
-    return None
+    return next((f"{CHECKSUMS} does not list {name}" for name in needed if name not in content), None)
+
+
+def _is_checksum(value: Any) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == [int, str]
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
 
 def _source(base_model: str) -> Markdown:
     """The base model as a link to the Hub, or else as code on one line."""
-    if _is_hub_name(base_model):
+    if is_hub_name(base_model):
         return Markdown(f"[{base_model}](https://huggingface.co/{base_model})")
     return Markdown(f"`{' '.join(without_path(base_model).replace('`', '').split())}`")
 
@@ -157,7 +157,7 @@ def _metadata(
     return {
         **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
         "library_name": "transformers",
-        **({"base_model": base_model, "base_model_relation": "finetune"} if _is_hub_name(base_model) else {}),
+        **({"base_model": base_model, "base_model_relation": "finetune"} if is_hub_name(base_model) else {}),
         **({"datasets": [dataset]} if _is_hub_dataset(dataset) else {}),
         "pipeline_tag": task,
         "tags": _tags(facts.get("settings"), is_sentence_model),
@@ -178,12 +178,13 @@ def _front_matter(metadata: Mapping[str, Any]) -> str:
     return yaml.safe_dump(flat(metadata), sort_keys=False, allow_unicode=True, width=10**9).strip()
 
 
-def _is_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
+    """Whether this could be the name of a model on the Hub, and no file here has it."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
 def _is_hub_dataset(name: str) -> bool:
-    return _is_hub_name(name) and not Path(name).suffix
+    return is_hub_name(name) and not Path(name).suffix
 
 
 def without_path(text: str) -> str:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from hf_linear_attention._common.errors import one_line
 
 
 class OnResume(enum.Flag):
@@ -55,6 +59,7 @@ class Bounds:
 COUNT = Bounds(least=1)
 BYTES = Bounds(least=1, below=2**50)
 SIZE = Bounds(least=1, below=2**20)  # of a batch and the like: more would exhaust any memory
+POSITIONS = Bounds(least=1, below=2**31)  # as in any config.json
 SEED = Bounds(least=0, below=2**32)  # what NumPy accepts
 NOT_NEGATIVE = Bounds(least=0)
 POSITIVE = Bounds(above=0)
@@ -123,7 +128,7 @@ def out_of_bounds(facts: Mapping[str, Facts], values: Mapping[str, Any]) -> Iter
             yield f"`--{name} {value}`: it must be {fact.bounds}"
 
 
-PATH_NAMES = ("_path", "_file", "_dir", "_folder", "dataset_name", "tokenizer_name", "_checkpoint")
+PATH_NAMES = ("folder", "_path", "_file", "_dir", "_folder", "dataset_name", "tokenizer_name", "_checkpoint")
 
 
 def unusable_texts(values: Mapping[str, Any]) -> Iterator[str]:
@@ -131,13 +136,26 @@ def unusable_texts(values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         if value == "":
             yield f"`--{name}` is empty; give a value, or leave it out"
-        elif isinstance(value, str) and name.endswith(PATH_NAMES) and not _can_be_path(value):
-            yield f"`--{name} {value[:60]}...` is no usable name: a part of it has more than 225 bytes, or a NUL"
+        elif isinstance(value, str) and name.endswith(PATH_NAMES) and (problem := _path_problem(value)):
+            shown = value if len(value) <= 60 else f"{value[:60]}..."
+            yield f"`--{name} {shown.encode(errors='replace').decode()}` is no usable name: {problem}"
 
 
-def _can_be_path(text: str) -> bool:
-    """Whether a file system allows this path, and the name of a temporary folder beside it."""
-    return "\0" not in text and all(len(part.encode(errors="replace")) <= 225 for part in text.split("/"))
+def _path_problem(text: str) -> str | None:
+    """Why no file can have this path, or no temporary folder can be beside it; or None."""
+    if "\0" in text or any(len(part.encode(errors="replace")) > 225 for part in text.split("/")):
+        return "a part of it has more than 225 bytes, or a NUL"
+    try:
+        text.encode()
+        os.stat(text)
+    except UnicodeEncodeError:
+        return "it is not UTF-8"
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            return one_line(error.strerror)
+        if text.startswith("~") and os.path.expanduser(text).startswith("~"):
+            return f"there is no user {text.split('/')[0][1:]}"
+    return None
 
 
 def without_needs(facts: Mapping[str, Facts], values: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:

@@ -122,6 +122,7 @@ def test_what_a_dry_run_quotes(measured_llama, words, is_measured):
     assert code == 0, err
     assert (QUOTED in out) == is_measured
     assert (f"{json.loads(break_even.MEASURED.read_text())['environment']['processor']})" in out) == is_measured
+    assert ("not measured for these settings; `hf-linear-attention compare` measures it here" in out) != is_measured
 
 
 def test_an_encoder_quotes_its_own_form(measured_bert):
@@ -136,6 +137,7 @@ def test_an_encoder_quotes_its_own_form(measured_bert):
 
 
 def test_heads_of_another_size_have_no_figure(llama, measured_llama):
+    assert "not measured for heads of 8 (only of 64); " in run("--model_name_or_path", llama, "--dry_run")[1]
     settings = {"mechanism": "linear", "feature_map": "exp", "num_features": 128}
     plans = [make_plan(open_source(str(source)), settings) for source in (measured_llama, llama)]
     assert plans[0].cost_settings == plans[1].cost_settings | {"head_dim": 64}

@@ -150,3 +150,12 @@ def test_the_module_is_the_command():
         [sys.executable, "-m", "hf_linear_attention", "--version"], cwd=folder, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, f"{commands.versions()}\n")
+
+
+def test_ctrl_c_after_the_end_is_no_traceback():
+    """Python cleans up for a while after the command has said that it is done."""
+    code = "import atexit, os, signal, sys; from hf_linear_attention.conversion.commands import main\n"
+    code += "atexit.register(os.kill, os.getpid(), signal.SIGINT); sys.argv[1:] = ['--version']; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("hf-linear-attention ")

@@ -85,7 +85,7 @@ def test_without_a_text_an_encoder_is_compared_on_the_built_in_sentences(tmp_pat
         ("nystrom", None, True),
         ("linear", None, True),
     ]
-    assert "cosine to the original's embeddings, on the built-in sentences" in shown
+    assert "cosine to the original's embeddings, on the built-in sentences as one text" in shown
     assert re.search(r"(?m)^nystrom +[01]\.\d{4} +- ", shown)
     assert shown.splitlines()[-1].startswith("Take `")
 

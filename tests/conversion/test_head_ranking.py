@@ -55,6 +55,12 @@ def test_listed_heads_are_kept_and_their_bytes_are_reported(llama, tmp_path):
     assert sum(layer.state_bytes() for layer in cache.layers) == model_state_bytes(model, 10)
 
 
+def test_special_tokens_may_be_lists_and_are_not_drawn():
+    model = stock_model("llama")
+    model.config.update({"bos_token_id": 1, "eos_token_id": [3, 7], "pad_token_id": -1})  # as Llama 3.1 and LLaMA 1
+    assert set(repeated_tokens(model).flatten().tolist()) <= set(range(model.config.vocab_size)) - {1, 3, 7}
+
+
 def test_the_score_is_the_rise_of_the_loss_in_a_model_with_one_linear_head():
     model = convert(stock_model("llama"), mechanism="linear", feature_map="elu1")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -117,6 +117,19 @@ def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(llama, tmp_
     assert sorted(hub.committed) == pushed != list(files(trained))
 
 
+def test_without_a_network_the_result_is_shown_and_can_be_pushed_later(llama, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    out = tmp_path / "out"
+    words = ("--output_dir", out, "--attention", "linear", "--no_verify", "--push_to_hub", "user/model")
+    code, said, err = run("--model_name_or_path", llama, *words)
+    assert code == 1
+    assert f"written to  {out}" in said
+    line = err.splitlines()[-1]
+    assert f"the model is complete in {out}" in line
+    assert "could not reach the Hub (http://127.0.0.1:9): " in line
+    assert line.endswith(f"`hf upload user/model {out}` tries again")
+
+
 def test_what_the_hub_refuses_leaves_the_folder(llama, tmp_path, hub):
     hub.refuses = True
     words = ("--attention", "linear", "--no_verify", "--push_to_hub", "user/model")

@@ -104,6 +104,10 @@ def test_what_a_linear_layer_cannot_keep_is_listed(tmp_path):
     plan = make_plan(open_source(str(tmp_path / "mistral")), {**LINEAR, "drop": ["sliding_window"]})
     assert plan.dropped_features == ["sliding_window: MistralAttention sees the nearest 8 tokens only"]
     assert make_plan(open_source(str(tmp_path / "mistral")), {"layers": "none"}).dropped_features == []
+    save_twin(tmp_path / "without", "mistral", sliding_window=None)  # as the later versions: one setting for all
+    code, _, err = run("--model_name_or_path", tmp_path / "without", "--dry_run", "--drop", "sliding_window")
+    assert code == 0
+    assert "no converted layer has the feature `sliding_window`, so `--drop` leaves nothing out" in err
     save_twin(tmp_path / "bert", "bert", attention_probs_dropout_prob=0.25)
     features = make_plan(open_source(str(tmp_path / "bert")), LINEAR).dropped_features
     assert features == ["attention dropout of 0.25 (in training only)"]

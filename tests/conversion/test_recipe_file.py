@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -12,20 +14,23 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, files, run, save_twin, tiny_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from task_twins import TWINS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attention
 from hf_linear_attention import convert, convert_and_heal
-from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.command_line import option_words
+from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention.conversion.recipe_file import RECIPE
+from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
 from hf_linear_attention.training.presets.preset import load_preset
 
 
 WINDOW = ("--window_size", 4, "--num_features", 8)
+SMALL = {"window_size": 4, "num_features": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -135,8 +140,57 @@ def test_five_lines_of_python(llama, text, tmp_path):
     recipe = {"preset": "default", "tokens": "1k", "window_size": 4, "num_features": 8, "train_file": str(text)}
     loaded = convert_and_heal(stock, recipe, tokenizer=tokenizer, output_dir=tmp_path / "kept")
     assert (tmp_path / "kept" / "model.safetensors").is_file()
-    again = convert_and_heal(str(llama), tmp_path / "kept" / RECIPE)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), again.state_dict().values()))
+    for same in (tmp_path / "kept" / RECIPE, yaml.safe_load((tmp_path / "kept" / RECIPE).read_text())):
+        again = convert_and_heal(str(llama), same)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), again.state_dict().values()))
+
+
+def test_values_by_layer_and_lists_in_python():
+    given = {"window_size": {"0-1": 64, 2: 16}, "layers": [0, 2], "projection_size": (8, 6), "decay": None}
+    words = option_words({"model_name_or_path": "x", **given})
+    assert words[1:] == ["--window_size=0-1:64,2:16", "--layers=0,2", "--projection_size=8,6"]
+    assert parse(words).given["window_size"] == {"0-1": 64, "2": 16}
+    with pytest.raises(UsageError, match=r"`softmax_heads` = .* has lists in it"):
+        option_words({"softmax_heads": [[0, 1]]})
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_was_given_in_memory_is_named_so(named, llama, text, tmp_path):
+    """No file names a folder that is removed, and the model is called what the loaded one was."""
+    stock = AutoModelForCausalLM.from_pretrained(llama)
+    stock.name_or_path = "me/tiny-llama" if named else ""
+    options = {"tokens": "500", "tokenizer": AutoTokenizer.from_pretrained(llama), "validation_file": text, **SMALL}
+    model = convert_and_heal(stock, "default", [text.read_text()[:3000]], output_dir=tmp_path / "kept", **options)
+    model.save_pretrained(tmp_path / "out")
+    everything = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".md", ".json"))
+    assert "/hf-linear-attention-" not in everything
+    assert json.loads((tmp_path / "out" / "conversion_report.json").read_text())["base_model"] == (
+        "me/tiny-llama" if named else "a model in memory"
+    )
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("huggingface.co/me/tiny-llama" if named else "`a model in memory`") in card
+    recipe = (tmp_path / "out" / RECIPE).read_text()
+    assert "# The train_file was in memory" in recipe
+    values = yaml.safe_load(recipe)
+    assert "train_file" not in values
+    assert values.get("model_name_or_path") == ("me/tiny-llama" if named else None)
+    again = convert_and_heal(
+        stock, tmp_path / "out" / RECIPE, [text.read_text()[:3000]], tokenizer=options["tokenizer"]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert "\n# " + ("tiny-llama" if named else "llama") + "-linear" in again.conversion_files["README.md"].decode()
+
+
+def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text, monkeypatch, caplog):
+    def terminated(*arguments):
+        raise TerminatedError("/tmp/checkpoint-3 was written")
+
+    monkeypatch.setattr("hf_linear_attention.conversion.preset_run._train", terminated)
+    assert not issubclass(TerminatedError, Exception)
+    with pytest.raises(TerminatedError, match=r"^nothing of the run is kept$") as caught:
+        convert_and_heal(str(llama), "default", [text.read_text()[:3000]], tokens="500", **SMALL)
+    assert caught.value.code == 143
+    assert [record.getMessage() for record in caplog.records][-1] == "terminated; nothing of the run is kept"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +231,18 @@ def test_a_model_converted_in_python_is_saved_with_report_and_card(llama, tmp_pa
     assert not (tmp_path / "other" / "README.md").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again" / "README.md").exists()  # loaded, not converted: checkpoints of a trainer stay small
+
+
+def test_only_weights_that_should_be_there_are_reported_missing(llama, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    convert(str(llama), mechanism="linear", feature_map="hedgehog")
+    assert "MISSING" not in caplog.text
+    shutil.copytree(llama, tmp_path / "damaged")
+    weights = load_file(llama / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if k != "model.norm.weight"}, tmp_path / "damaged/model.safetensors")
+    convert(str(tmp_path / "damaged"), mechanism="linear", feature_map="hedgehog")
+    assert "model.norm.weight" in caplog.text
+    assert ".linear_attention." not in caplog.text
 
 
 def test_a_linear_class_converts_what_it_loads(llama, linear_llama):

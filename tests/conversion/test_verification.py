@@ -105,6 +105,12 @@ def test_numbers_that_are_not_finite_are_noticed(llama, linear_llama, tmp_path):
         verify(folder, source, make_plan(source, SETTINGS), None)
 
 
+def test_a_config_without_a_token_for_padding(linear_llama):
+    model = AutoModelForCausalLM.from_pretrained(linear_llama)
+    model.config.pad_token_id = -1  # the exports of LLaMA 1 have -1
+    assert compare_outputs(model, tiny_tokenizer())["padding_difference"] < 1e-5
+
+
 def test_padding_that_leaks_shows_in_the_figure(linear_llama, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(linear_llama)
     assert compare_outputs(model, tiny_tokenizer())["padding_difference"] < 1e-5

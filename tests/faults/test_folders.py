@@ -46,18 +46,26 @@ def test_one_folder_inside_of_the_other(llama, files, tmp_path, place, command):
     assert sorted(path.name for path in source.iterdir()) == sorted(path.name for path in llama.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["file", "full", "under a file", "long", "NUL", "empty", "null device"])
+@pytest.mark.parametrize(
+    "kind",
+    ["file", "full", "under a file", "long", "longer", "NUL", "empty", "null device", "no UTF-8", "loop", "user"],
+)
 @pytest.mark.parametrize("command", ["convert", "train"])
 def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kind, command):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     out = {
         "file": tmp_path / "file",
         "full": tmp_path / "full",
         "under a file": tmp_path / "file" / "out",
         "long": tmp_path / ("a" * 300),
+        "longer": "a/" * 2500,
         "NUL": f"{tmp_path}/a\0b",
+        "no UTF-8": os.fsdecode(os.fsencode(tmp_path) + b"/\xff"),
+        "loop": tmp_path / "loop" / "out",
+        "user": "~nosuchuser/x",
         "empty": "",
         "null device": "/dev/null",
     }[kind]
@@ -65,7 +73,8 @@ def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kin
     result = convert("--model_name_or_path", model, "--output_dir", out) if command == "convert" else _train(
         model, files, out)  # fmt: skip
     assert_refused(result, "--output_dir")
-    assert_nothing_written(tmp_path, "file", "full")
+    assert len(result[2]) < 1000
+    assert_nothing_written(tmp_path, "file", "full", "loop")
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 
 
@@ -128,6 +137,28 @@ def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(t
         with staging(tmp_path / "out") as folder:
             (folder / "x").write_text("x")
     assert_nothing_written(tmp_path, "out", alive.name, other.name)
+
+
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_the_second_of_two_processes_is_refused_at_once_and_told_who_writes(
+    llama, linear_llama, files, tmp_path, command, monkeypatch
+):
+    out = tmp_path / "deep" / "out"
+    code = "import sys, time; from pathlib import Path; from hf_linear_attention._common.output_lock import only_writer"
+    code += "\nwith only_writer(Path(sys.argv[1])): print('locked', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "locked\n"
+            words = ("--model_name_or_path", llama, "--output_dir", out, "--num_features", 8)
+            with monkeypatch.context() as patch:
+                patch.setattr(pipeline, "load_converted", lambda *_: pytest.fail("it began"))
+                result = convert(*words) if command == "convert" else _train(linear_llama, files, out)
+            assert_refused(result, str(out), f"process {other.pid} on ", " since 2")
+            assert_nothing_written(out.parent, ".out.lock")
+        finally:
+            other.kill()
+    assert (convert(*words) if command == "convert" else _train(linear_llama, files, out))[0] == 0
+    assert_nothing_written(out.parent, "out")  # what the killed process left is used again, and removed
 
 
 def test_the_second_of_two_conversions_refuses_at_the_end(tmp_path):

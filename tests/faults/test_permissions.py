@@ -49,6 +49,19 @@ def test_a_place_where_nothing_may_be_written(llama, linear_llama, files, tmp_pa
     assert_nothing_written(place)
 
 
+@pytest.mark.parametrize("kind", ["read-only", "other user"])
+@pytest.mark.parametrize("part", [".", "deep"])
+def test_a_result_of_somebody_else_is_not_replaced(llama, tmp_path, kind, part):
+    out = copy_of(llama, tmp_path / "out")
+    (out / "deep").mkdir()
+    (out / "deep" / "theirs").write_text("theirs")
+    _forbid(out / part, kind)
+    assert_refused(_convert(llama, out, "--overwrite"), "--output_dir", "cannot be replaced")
+    (out / part).chmod(0o700)
+    assert_nothing_written(tmp_path, "out")
+    assert (out / "deep" / "theirs").read_text() == "theirs"
+
+
 @pytest.mark.parametrize("part", [".", "config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("command", ["convert", "train"])
 def test_a_source_that_may_not_be_read(llama, linear_llama, files, tmp_path, part, command):

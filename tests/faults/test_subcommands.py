@@ -6,6 +6,7 @@ import pytest
 from faults import assert_nothing_written, assert_refused, change_json, command, copy_of
 
 
+MODEL = "--model_name_or_path"
 REPORTS = {
     "empty": b"", "text": b"x", "list": b"[]", "no UTF-8": b'{"a": "\xff"}', "deep": b"[" * 100_000,
     "number": b'{"base_model": 3}', "null": b'{"base_model": null}', "gone": b'{"base_model": "/nowhere/x"}',
@@ -33,6 +34,33 @@ def test_evaluate_with_another_model(request, files, model, teacher, said):
     model, teacher = request.getfixturevalue(model), request.getfixturevalue(teacher)
     words = ["--model_name_or_path", model, "--teacher_name_or_path", teacher, "--validation_file", files / "good.txt"]
     assert_refused(command("evaluate", *words), said)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "LOOP", "a" * 5000, "b" * 90 + "/" + "c" * 5000])
+@pytest.mark.parametrize("words", [("doctor",), ("compare", "--model_name_or_path"), ("convert", "--dry_run", MODEL)])
+def test_models_that_no_folder_can_be(tmp_path, words, name):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    result = command(*words, tmp_path / "loop" if name == "LOOP" else name)
+    assert_refused(result, "is no usable name")
+    assert len(result[2]) < 1000
+
+
+def test_numbers_in_place_of_texts(llama, tmp_path):
+    (tmp_path / "five.jsonl").write_text('{"text": 5}\n{"text": "a b"}\n')
+    source = ("--model_name_or_path", llama)
+    told = "five.jsonl': `text` is 5, not a text"
+    assert_refused(command("convert", *source, "--spectrum", "--calibration_file", tmp_path / "five.jsonl"), told)
+    assert_refused(command("compare", *source, "--train_file", tmp_path / "five.jsonl"), told)
+
+
+@pytest.mark.parametrize("tokens", [10**9, 10**12, 10**20])
+def test_positions_beyond_every_memory(bert, tmp_path, tokens, monkeypatch):
+    monkeypatch.setattr("hf_linear_attention.conversion.pipeline.memory_of_machine", lambda: 2**30)
+    words = ("--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--max_position_embeddings", tokens)
+    result = command("convert", *words)
+    assert_refused(result, f"--max_position_embeddings {tokens}")
+    assert len(result[2]) < 400
+    assert_nothing_written(tmp_path)
 
 
 DAMAGE = {

@@ -73,6 +73,9 @@ def test_all_problems_are_named_at_once():
         ({"mechanism": "performer", "uniform_mixing": math.nan}, "`uniform_mixing` = nan must be a finite number"),
         ({"mechanism": "performer", "uniform_mixing": math.inf}, "`uniform_mixing` = inf must be a finite number"),
         ({"mechanism": "performer", "uniform_mixing": -math.inf}, "`uniform_mixing` = -inf must be a finite number"),
+        ({"mechanism": "performer", "num_features": 10**5}, r"= 100000 must be at most 16,384; choose a smaller"),
+        ({"mechanism": "nystrom", "pinv_iterations": 10**9}, "must be at most 64; choose a smaller number"),
+        ({"mechanism": "hybrid", "window_size": 10**6}, "must be at most 131,072; choose a smaller number"),
         ({"mechanism": "linear", "format_version": 2}, r"in format version 2, .* up to 1\. Upgrade hf_"),
         ({"mechanism": "linear", "format_version": 2, "new": 1}, "Upgrade hf_linear_attention"),
         (
@@ -92,6 +95,16 @@ def test_all_problems_are_named_at_once():
 def test_impossible_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         LinearAttentionSettings(settings)
+
+
+@pytest.mark.parametrize("name", ["window_size", "num_sinks"])
+@pytest.mark.parametrize("mechanism", ["window", "hybrid"])
+def test_exact_keys_are_bounded_by_what_the_model_reads(mechanism, name):
+    """In a model of a megabyte, 10^6 of them take half a minute for an input of 40 tokens."""
+    words = rf"`{name}` = 9000 must be at most 8,192 in a model that reads 64 tokens; choose a smaller number"
+    with pytest.raises(ValueError, match=words):
+        LinearAttentionSettings({"mechanism": mechanism, name: 9000}, max_length=64)
+    assert LinearAttentionSettings({"mechanism": mechanism, name: 9000}, max_length=9000)
 
 
 def test_causal_linformer_is_refused_when_the_config_is_built():

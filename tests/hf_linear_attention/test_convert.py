@@ -35,6 +35,20 @@ def test_what_transformers_keeps_in_float32_stays_so(tmp_path):
     assert converted.get_parameter(wo).dtype == torch.float32
 
 
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_a_position_bias_that_nothing_reads_is_not_trained(layers):
+    """An optimizer, DDP and gradient checkpointing expect a gradient of whatever requires one."""
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    stock = transformers.T5ForConditionalGeneration(config)
+    model = convert(stock, mechanism="linear", feature_map="elu1", drop=["position_bias"], layers=layers).train()
+    ids = torch.arange(1, 9)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None} == set()
+    table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    assert table.requires_grad == (layers != "all")
+
+
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
 def test_buffers_outside_checkpoints_keep_dtype_and_value(family):
     """Rotary frequencies in bfloat16 turn far tokens by other angles."""

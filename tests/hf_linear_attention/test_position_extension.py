@@ -111,6 +111,18 @@ def test_a_model_that_was_not_extended_refuses_readably_too():
         hidden(convert(twin("bert")), tokens(65))
 
 
+def test_a_table_with_a_length_of_its_own_has_no_other_limit():
+    """Whisper's decoder has `max_target_positions`, whatever else a config holds."""
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8, "vocab_size": 99}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    lengths = {"max_source_positions": 30, "max_target_positions": 40, "max_position_embeddings": 20}
+    config = transformers.WhisperConfig(**sizes, **layers, **tokens, **lengths)
+    model = convert(transformers.WhisperForConditionalGeneration(config))
+    labels = torch.ones(1, 40, dtype=torch.long)
+    assert model(input_features=torch.randn(1, 8, 60), labels=labels).logits.shape[1] == 40
+
+
 def test_tokens_before_the_input_count():
     model = convert(twin("gpt2"))
     with torch.no_grad():

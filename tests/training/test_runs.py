@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,20 @@ def test_tokens_limit_the_run(finetune, causal: list[str]) -> None:
     events = finetune(*causal, "--max_train_tokens", 1000, "--max_eval_samples", 1, "--logging_steps", 1)
     tokens = [event["tokens"] for event in losses(events)]
     assert tokens[-2] < 1000 <= tokens[-1]
+
+
+def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal, tmp_path, caplog) -> None:
+    (tmp_path / "short.txt").write_text("A text of a few words.")
+    words = [*causal, "--train_file", tmp_path / "short.txt"]
+    with caplog.at_level(logging.WARNING):
+        finetune(*words, "--max_train_tokens", 100, output_dir=tmp_path / "few")
+        assert "by heart" not in caplog.text
+        finetune(*words, "--max_train_tokens", 2000, output_dir=tmp_path / "many")
+    (said,) = [text for text in caplog.messages if "by heart" in text]
+    data, budget, epochs = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said))
+    assert epochs > 20
+    assert 2000 <= budget < 2000 + data
+    assert data * epochs == budget
 
 
 def test_few_tokens_are_divided_into_enough_steps(finetune, causal: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hf_linear_attention.training.recipe import parse_rates
 from hf_linear_attention.training.window_dropout import WindowDropout
 
 
+AFT = {"mechanism": "aft", "variant": "local", "window_size": 4}
 INPUTS = {"input_ids": torch.arange(5, 25)[None]}
 
 
@@ -60,9 +61,10 @@ def test_it_is_drawn_as_often_as_the_rate_says(teacher) -> None:
     assert abs(sizes.count(1) - 750) < 4 * (1000 * 0.75 * 0.25) ** 0.5  # four standard deviations
 
 
-def test_a_model_without_windows_is_refused(teacher) -> None:
-    model = convert(teacher, mechanism="linear")
-    with pytest.raises(TrainingError, match="no layer of the model has a window"):
+@pytest.mark.parametrize("settings", [{"mechanism": "linear"}, {"mechanism": "window"}, AFT], ids=str)
+def test_a_model_without_hybrid_layers_is_refused(teacher, settings) -> None:
+    model = convert(teacher, **settings)
+    with pytest.raises(TrainingError, match=f"those of the model are {settings['mechanism']}"):
         WindowDropout(model, (0.5,), 1)
 
 

@@ -31,9 +31,10 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common import folders
-from hf_linear_attention._common.errors import SetupError, TrainingError
+from hf_linear_attention._common.errors import SetupError, TrainingError, UsageError
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import Facts, OnResume
+from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.training.arguments import DEFAULTS, FACTS
 from hf_linear_attention.training.checkpoints.weights import save_model, whole_weights
 from hf_linear_attention.training.data.inputs import CONTENT
@@ -78,10 +79,31 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 def newest_intact_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint whose files all match their checksums, or None; damaged ones are reported in warnings."""
     for checkpoint in reversed(list_checkpoints(output_dir)):
-        damage = folders.find_damage(checkpoint)
+        damage = damage_of(checkpoint)
         if damage is None:
             return checkpoint
         logger.warning("%s is damaged (%s), so the checkpoint before it is used", checkpoint, damage)
+    return None
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    if (damage := folders.find_damage(checkpoint, (STATE_FILE, "optimizer.pt"))) is not None:
+        return damage
+    try:
+        content = read_json(checkpoint / STATE_FILE)
+    except UsageError as error:
+        return str(error)
+    state, recipe = content.get("state"), content.get("recipe")
+    if not isinstance(state, dict) or not isinstance(recipe, dict):
+        return f"{STATE_FILE} has no `state` or no `recipe`"
+    known = {entry.name: getattr(TrainingState(), entry.name) for entry in dataclasses.fields(TrainingState)}
+    wrong = [name for name, value in state.items() if name not in known or type(value) is not type(known[name])]
+    counts = [state.get(name) for name, value in known.items() if isinstance(value, int)]
+    if wrong or not all(type(count) is int and count >= 0 for count in counts):
+        return f"`state` in {STATE_FILE} is not the progress of a run"
+    if checkpoint.name != f"checkpoint-{state['step']}":
+        return f"{STATE_FILE} is that of step {state['step']}"
     return None
 
 
@@ -194,7 +216,7 @@ class Checkpointer:
         Raises:
             TrainingError: if it is a checkpoint of another run.
         """
-        content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        content = read_json(checkpoint / STATE_FILE)
         changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
         state = TrainingState(**content["state"])
         if changed.evaluation and state.best:

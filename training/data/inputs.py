@@ -33,6 +33,7 @@ from hf_linear_attention.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 DEFAULT_EPOCHS = 3.0
+MANY_EPOCHS = 20
 CONTENT = "train_content"  # the fact that says which rows a run was trained on
 
 
@@ -119,6 +120,19 @@ class TrainInputs:
             most = min(limits, default=plan.max_train_tokens)  # a step has at least one token
             return steps_for_tokens(self.source, per_step, plan.max_train_tokens, most)
         return min(limits)
+
+    def warn_of_repetition(self, total_steps: int) -> None:
+        """Warn of a run that repeats its data so often that it learns them by heart, unless epochs were asked for."""
+        if isinstance(self.source, StreamedExamples) or self.recipe.optimization.num_train_epochs is not None:
+            return
+        epochs, unit = total_steps * self.sequences_per_step / len(self.source), self.recipe.unit
+        if epochs <= MANY_EPOCHS or not self.accelerator.is_main_process:
+            return
+        data = int(self.source.examples.lengths.sum()) if unit == "tokens" else len(self.source)
+        logger.warning(
+            f"the training data has {data:,} {unit}, and this run trains on {data * epochs:,.0f}: {epochs:,.0f} "
+            "epochs, which learn it by heart; give more data, or train on less"
+        )
 
 
 @torch.no_grad()

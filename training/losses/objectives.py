@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_config
@@ -48,7 +49,7 @@ class TaskLoss(Objective):
 
     def __init__(self, recipe: Recipe) -> None:
         self.task = recipe.model.task
-        self.blank = int(load_config(recipe).pad_token_id or 0) if self.task == "ctc" else None
+        self.blank = special_token(load_config(recipe), "pad_token_id") if self.task == "ctc" else None
 
     def units(self, batch: Batch) -> Tensor:
         """Number of labels, a long scalar."""

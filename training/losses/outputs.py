@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linear_attention._common.errors import SetupError
+from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import IGNORED
@@ -113,7 +114,7 @@ def decoder_inputs(model: Any, labels: Tensor) -> Tensor:
             "config.json"
         )
     shifted = F.pad(labels[:, :-1], (1, 0), value=start)
-    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id or 0)
+    return shifted.masked_fill(shifted == IGNORED, special_token(model.config, "pad_token_id"))
 
 
 def logits_of(outputs: Any, batch: Batch) -> Tensor | None:

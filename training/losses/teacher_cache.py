@@ -24,9 +24,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import zlib
 from collections.abc import Iterable
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,16 +142,19 @@ class RowFile:
         """Open the files, or create them."""
         self.kind, self.lengths = kind, lengths
         self.places = np.concatenate(([0], np.cumsum(lengths))) * kind.size
-        flags = os.O_RDWR | os.O_CREAT
-        self.rows = os.open(folder / f"{kind.name}.rows", flags, 0o644)
-        self.sums = os.open(folder / f"{kind.name}.sums", flags, 0o644)
+        self.rows, self.sums = (_opened(folder / f"{kind.name}.{part}") for part in ("rows", "sums"))
+
+    def close(self) -> None:
+        """Close the files."""
+        self.rows.close()
+        self.sums.close()
 
     def read(self, row: int, tokens: bytes) -> Tensor | None:
         """The bytes [n, size] of a row of n tokens; None if it is not there."""
-        checksum = int.from_bytes(os.pread(self.sums, 4, 4 * row), "little")
+        checksum = int.from_bytes(_read(self.sums, 4, 4 * row), "little")
         if not checksum:
             return None
-        data = os.pread(self.rows, int(self.lengths[row]) * self.kind.size, int(self.places[row]))
+        data = _read(self.rows, int(self.lengths[row]) * self.kind.size, int(self.places[row]))
         if _checksum(data, tokens) != checksum:
             return None
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, self.kind.size)
@@ -166,14 +169,26 @@ class RowFile:
 
     def count(self) -> int:
         """The number of rows that are there."""
-        size = os.fstat(self.sums).st_size
-        return int(np.count_nonzero(np.frombuffer(os.pread(self.sums, size, 0), np.uint32)))
+        data = _read(self.sums, 4 * len(self.lengths), 0)
+        return int(np.count_nonzero(np.frombuffer(data[: len(data) // 4 * 4], np.uint32)))  # it may be cut
 
 
-def _write(file: int, data: bytes, place: int) -> None:
+def _opened(path: Path) -> RawIOBase:
+    """A file to read and write anywhere, which is created if it is missing, and never cut."""
+    path.touch()
+    return path.open("r+b", buffering=0)
+
+
+def _read(file: RawIOBase, size: int, place: int) -> bytes:
+    file.seek(place)
+    return file.read(size) or b""
+
+
+def _write(file: RawIOBase, data: bytes, place: int) -> None:
+    file.seek(place)
     done = 0
     while done < len(data):  # a full disk is an OSError
-        done += os.pwrite(file, data[done:], place + done)
+        done += file.write(data[done:]) or 0
 
 
 def _checksum(data: bytes, tokens: bytes) -> int:
@@ -186,6 +201,11 @@ class CachedTeacher:
     def __init__(self, teacher: Teacher | None, files: list[RowFile]) -> None:
         """Wrap a teacher, which is None if another model computes its outputs (`note`)."""
         self.teacher, self.files = teacher, files
+
+    def close(self) -> None:
+        """Close the files of the outputs."""
+        for file in self.files:
+            file.close()
 
     def __call__(self, batch: Batch) -> Outputs:
         """The outputs for a batch, whose logits are `TopLogits` if only the largest are kept."""

@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_linear_attention._common.folders import find_damage
+from hf_linear_attention._common.folders import find_damage, write_checksums
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention.training.checkpoints.checkpointing import (
     latest_checkpoint,
@@ -88,6 +88,21 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def checksums(content: Any) -> Any:
+    """Damage that replaces the checksums."""
+    return lambda path: path.write_text(json.dumps(content))
+
+
+def state(content: Any) -> Any:
+    """Damage that replaces the progress of the run, and the checksums with it."""
+
+    def damage(path: Path) -> None:
+        path.write_text("{" if content is None else json.dumps(content))
+        write_checksums(path.parent)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "name", "word"),
     [
@@ -95,6 +110,13 @@ def flip_a_bit(path: Path) -> None:
         (flip_a_bit, "optimizer.pt", "has changed since"),
         (Path.unlink, "rng-0.pt", "missing"),
         (truncate, "checksums.json", "cannot be read"),
+        (checksums([]), "checksums.json", "does not hold"),
+        (checksums({}), "checksums.json", "does not list"),
+        (state(None), "trainer_state.json", "not valid JSON"),
+        (state([]), "trainer_state.json", "must hold an object"),
+        (state({"state": {"step": 6}}), "trainer_state.json", "no `recipe`"),
+        (state({"state": {"step": -5}, "recipe": {}}), "trainer_state.json", "not the progress"),
+        (state({"state": {"step": 6, "tokens": "x", "steps_in_sums": 0}, "recipe": {}}), "trainer_state.json", "not"),
     ],
 )
 def test_latest_goes_back_to_the_newest_intact_checkpoint(

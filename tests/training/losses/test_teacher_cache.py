@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +17,7 @@ from hf_linear_attention import convert
 from hf_linear_attention.training.losses.divergence import TopLogits, chunked_kl
 from hf_linear_attention.training.losses.outputs import Outputs
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.losses.teacher_cache import HiddenStates, Logits
+from hf_linear_attention.training.losses.teacher_cache import HiddenStates, Logits, RowFile
 
 
 AGAIN = ["--overwrite_output_dir"]
@@ -71,6 +74,23 @@ def test_a_resumed_run_and_damaged_rows(finetune: Any, causal: list[Any], llama:
         finetune(*options, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
         again = load_file(tmp_path / "out" / "model.safetensors")
         assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize("size", [0, 3, 4, 1000])
+def test_damaged_checksums_are_rows_that_are_not_there(size: int, tmp_path: Path) -> None:
+    kind, kept = Logits(8, 1.0), torch.arange(48, dtype=torch.uint8).view(3, 16)
+    with closing(RowFile(tmp_path, kind, np.array([3, 3]))) as file:
+        for row in range(2):
+            file.write(row, b"tokens", kept)
+        assert file.count() == 2
+    assert file.rows.closed
+    assert file.sums.closed
+    os.truncate(tmp_path / "logits.sums", size)
+    with closing(RowFile(tmp_path, kind, np.array([3, 3]))) as file:
+        assert file.count() == (2 if size == 1000 else size // 4)
+        assert (file.read(1, b"tokens") is None) == (size < 1000)
+        file.write(1, b"tokens", kept)
+        assert torch.equal(file.read(1, b"tokens"), kept)
 
 
 def test_embeddings(finetune: Any, bert: str, bert_teacher: str, files: Path, tmp_path: Path, monkeypatch: Any) -> None:
