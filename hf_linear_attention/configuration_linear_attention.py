@@ -115,6 +115,20 @@ class LinearAttentionSettings(dict):
         super().__init__(mechanism=given["mechanism"], **filled, **common, format_version=FORMAT_VERSION)
 
 
+def default_entry() -> dict[str, Any]:
+    """The settings of a config that was given none: the defaults of `linear`, or of a mechanism that is there.
+
+    transformers before 5.20 builds such a config of every class that it loads, to compare the loaded one with it. The
+    code in a checkpoint has only the checkpoint's own mechanisms, whose defaults need not fit the defaults of the
+    model type: they are checked when a model is built.
+    """
+    from .mechanisms import MECHANISMS
+
+    name = "linear" if "linear" in MECHANISMS else next(iter(MECHANISMS))
+    filled = MECHANISMS[name].filled({})
+    return {"mechanism": name, **filled, **copy.deepcopy(COMMON_SETTINGS), "format_version": FORMAT_VERSION}
+
+
 def entries_of(settings: Any) -> list[Any]:
     """`config.linear_attention` as a list; it has one entry if all converted layers share their settings."""
     return [settings] if settings is None or isinstance(settings, Mapping) else list(settings)
@@ -324,15 +338,18 @@ class LinearAttentionConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.linear_attention = checked_settings(
-            self.linear_attention,
-            model_type=self.stock_model_type,
-            # The attention modules of an encoder-decoder differ; each is checked when the model is built.
-            is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
-            num_layers=num_attention_layers(self),
-            max_length=max_length_of(self),
-            is_saved=self.transformers_version is not None,
-        )
+        if self.linear_attention is None:
+            self.linear_attention = default_entry()
+        else:
+            self.linear_attention = checked_settings(
+                self.linear_attention,
+                model_type=self.stock_model_type,
+                # The attention modules of an encoder-decoder differ; each is checked when the model is built.
+                is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
+                num_layers=num_attention_layers(self),
+                max_length=max_length_of(self),
+                is_saved=self.transformers_version is not None,
+            )
         # With this, every saved config (also in a Trainer checkpoint) names the class of every head.
         if getattr(self, "auto_map", None) is None:
             self.auto_map = auto_map(self.stock_model_type)
