@@ -409,8 +409,17 @@ def max_length_of(config: PreTrainedConfig) -> int | None:
 def model_heads(model_type: str) -> dict[str, str]:
     """`{auto class: stock model class}` for every head that transformers has for a stock model type."""
     family = CONFIG_MAPPING_NAMES[model_type].removesuffix("Config")
-    # Some heads wrap this model type in a composite of another model type with its own config.
-    return {name: stock for name, stock in stock_heads(model_type) if stock.startswith(family)}
+    heads = [(name, stock) for name, stock in stock_heads(model_type) if stock]
+    return {name: stock for name, stock in heads if stock.startswith(family) or _is_head_of(model_type, stock)}
+
+
+def _is_head_of(model_type: str, stock: str) -> bool:
+    """Whether a class with another name takes this config (`Gemma3ForCausalLM` that of `gemma3_text`).
+
+    Other heads wrap this model type in a composite with its own config. To ask the class imports its file.
+    """
+    config_class = getattr(getattr(transformers, stock, None), "config_class", None)
+    return config_class is not None and config_class.model_type == model_type
 
 
 def auto_map(model_type: str) -> dict[str, str]:

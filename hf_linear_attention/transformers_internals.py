@@ -158,7 +158,7 @@ def copy_checkpoint_conversion(source: str, target: str) -> None:
 def _sparing_mechanisms(rule: Any) -> Any:
     """A rule that does not rename what is in `linear_attention`.
 
-    Before 5.20 a pattern may end inside a name: ViT's `attention.value` is in `linear_attention.value_...` too.
+    In 5.16 to 5.19 a pattern may end inside a name: ViT's `attention.value` is in `linear_attention.value_...` too.
     """
     from transformers.core_model_loading import WeightRenaming
 
