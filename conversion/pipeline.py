@@ -130,23 +130,13 @@ def prepare(request: Request) -> Conversion:
         plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
     if arguments.softmax_heads is not None and not chooses_heads(arguments):
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
-    _check_memory(plan)
     _check_samples(arguments, plan)
+    _check_memory(plan)
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
     stock_type = plan.config.stock_model_type
     if stock_type not in supported_model_types():
         logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
-
-
-def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
-    """Refuse to compare a model of text and images with its source: the built-in inputs are of one kind."""
-    takes_text = plan.stock_class.main_input_name == "input_ids"
-    if takes_text and not hasattr(plan.config, "vocab_size") and not arguments.no_verify:
-        raise UsageError(
-            f"`{plan.config.stock_model_type}` takes more than text, and there are no built-in inputs on which to "
-            "compare the result with its source; give `--no_verify`, and compare it yourself"
-        )
 
 
 def _check_memory(plan: Plan) -> None:
@@ -164,6 +154,16 @@ def _check_memory(plan: Plan) -> None:
                 f"{needed:,} bytes of {what} are needed with {', '.join(sorted(sizes))}, and this machine has "
                 f"{memory:,}; choose smaller sizes"
             )
+
+
+def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
+    """Refuse to compare a model of text and images with its source: the built-in inputs are of one kind."""
+    takes_text = plan.stock_class.main_input_name == "input_ids"
+    if takes_text and not hasattr(plan.config, "vocab_size") and not arguments.no_verify:
+        raise UsageError(
+            f"`{plan.config.stock_model_type}` takes more than text, and there are no built-in inputs on which to "
+            "compare the result with its source; give `--no_verify`, and compare it yourself"
+        )
 
 
 def _plan(request: Request, source: Source) -> Plan:
