@@ -131,6 +131,7 @@ def prepare(request: Request) -> Conversion:
         plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
     if arguments.softmax_heads is not None and not chooses_heads(arguments):
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
+    _check_samples(arguments, plan)
     _check_memory(plan)
     _note_unused_drop(plan)
     training = None if arguments.preset is None else plan_training(arguments, source, plan, output_dir)
@@ -185,6 +186,16 @@ def _check_memory(plan: Plan) -> None:
                 f"{needed:,} bytes of {what} are needed with {', '.join(sorted(sizes))}, and this machine has "
                 f"{memory:,}; choose smaller sizes"
             )
+
+
+def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
+    """Refuse to compare a model of text and images with its source: the built-in inputs are of one kind."""
+    takes_text = plan.stock_class.main_input_name == "input_ids"
+    if takes_text and not hasattr(plan.config, "vocab_size") and not arguments.no_verify:
+        raise UsageError(
+            f"`{plan.config.stock_model_type}` takes more than text, and there are no built-in inputs on which to "
+            "compare the result with its source; give `--no_verify`, and compare it yourself"
+        )
 
 
 def _plan(request: Request, source: Source) -> Plan:

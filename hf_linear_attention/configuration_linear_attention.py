@@ -115,6 +115,20 @@ class LinearAttentionSettings(dict):
         super().__init__(mechanism=given["mechanism"], **filled, **common, format_version=FORMAT_VERSION)
 
 
+def default_entry() -> dict[str, Any]:
+    """The settings of a config that was given none: the defaults of `linear`, or of a mechanism that is there.
+
+    transformers before 5.20 builds such a config of every class that it loads, to compare the loaded one with it. The
+    code in a checkpoint has only the checkpoint's own mechanisms, whose defaults need not fit the defaults of the
+    model type: they are checked when a model is built.
+    """
+    from .mechanisms import MECHANISMS
+
+    name = "linear" if "linear" in MECHANISMS else next(iter(MECHANISMS))
+    filled = MECHANISMS[name].filled({})
+    return {"mechanism": name, **filled, **copy.deepcopy(COMMON_SETTINGS), "format_version": FORMAT_VERSION}
+
+
 def entries_of(settings: Any) -> list[Any]:
     """`config.linear_attention` as a list; it has one entry if all converted layers share their settings."""
     return [settings] if settings is None or isinstance(settings, Mapping) else list(settings)
@@ -324,15 +338,18 @@ class LinearAttentionConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.linear_attention = checked_settings(
-            self.linear_attention,
-            model_type=self.stock_model_type,
-            # The attention modules of an encoder-decoder differ; each is checked when the model is built.
-            is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
-            num_layers=num_attention_layers(self),
-            max_length=max_length_of(self),
-            is_saved=self.transformers_version is not None,
-        )
+        if self.linear_attention is None:
+            self.linear_attention = default_entry()
+        else:
+            self.linear_attention = checked_settings(
+                self.linear_attention,
+                model_type=self.stock_model_type,
+                # The attention modules of an encoder-decoder differ; each is checked when the model is built.
+                is_causal=None if self.is_encoder_decoder else is_causal_config(self, self.stock_model_type),
+                num_layers=num_attention_layers(self),
+                max_length=max_length_of(self),
+                is_saved=self.transformers_version is not None,
+            )
         # With this, every saved config (also in a Trainer checkpoint) names the class of every head.
         if getattr(self, "auto_map", None) is None:
             self.auto_map = auto_map(self.stock_model_type)
@@ -392,8 +409,17 @@ def max_length_of(config: PreTrainedConfig) -> int | None:
 def model_heads(model_type: str) -> dict[str, str]:
     """`{auto class: stock model class}` for every head that transformers has for a stock model type."""
     family = CONFIG_MAPPING_NAMES[model_type].removesuffix("Config")
-    # Some heads wrap this model type in a composite of another model type with its own config.
-    return {name: stock for name, stock in stock_heads(model_type) if stock.startswith(family)}
+    heads = [(name, stock) for name, stock in stock_heads(model_type) if stock]
+    return {name: stock for name, stock in heads if stock.startswith(family) or _is_head_of(model_type, stock)}
+
+
+def _is_head_of(model_type: str, stock: str) -> bool:
+    """Whether a class with another name takes this config (`Gemma3ForCausalLM` that of `gemma3_text`).
+
+    Other heads wrap this model type in a composite with its own config. To ask the class imports its file.
+    """
+    config_class = getattr(getattr(transformers, stock, None), "config_class", None)
+    return config_class is not None and config_class.model_type == model_type
 
 
 def auto_map(model_type: str) -> dict[str, str]:

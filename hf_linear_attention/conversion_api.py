@@ -19,6 +19,7 @@ from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of
 from .configuration_linear_attention import linear_config_class
 from .configuration_linear_attention import max_length_of
+from .configuration_linear_attention import model_heads
 from .attention_layer import LinearizedCrossAttention
 from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
@@ -98,7 +99,9 @@ def stock_model_class(config: PreTrainedConfig) -> Any:
     name = (getattr(config, "architectures", None) or [None])[0]
     if name is None:
         return base_model_class(type(config))
-    model_class = getattr(transformers, name, None)
+    # Configs that were published before transformers had the class spell it as their authors did: `MPTForCausalLM`.
+    spelled = {stock.lower(): stock for stock in model_heads(config.model_type).values()}
+    model_class = getattr(transformers, spelled.get(name.lower(), name), None)
     if model_class is None:
         raise ValueError(
             f"The checkpoint names the class `{name}`, which transformers {transformers.__version__} does not have; "

@@ -7,6 +7,7 @@ Imports stand inside the functions where they take long: `import hf_linear_atten
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -172,7 +173,20 @@ def copy_checkpoint_conversion(source: str, target: str) -> None:
     from transformers import conversion_mapping
 
     if (mapping := conversion_mapping.get_checkpoint_conversion_mapping(source)) is not None:
-        conversion_mapping.register_checkpoint_conversion_mapping(target, mapping, overwrite=True)
+        rules = [_sparing_mechanisms(rule) for rule in mapping]
+        conversion_mapping.register_checkpoint_conversion_mapping(target, rules, overwrite=True)
+
+
+def _sparing_mechanisms(rule: Any) -> Any:
+    """A rule that does not rename what is in `linear_attention`.
+
+    In 5.16 to 5.19 a pattern may end inside a name: ViT's `attention.value` is in `linear_attention.value_...` too.
+    """
+    from transformers.core_model_loading import WeightRenaming
+
+    patterns = [re.sub("^attention", "(?<!linear_)attention", pattern) for pattern in rule.source_patterns]
+    is_plain = type(rule) is WeightRenaming and patterns != rule.source_patterns
+    return WeightRenaming(patterns, rule.target_patterns) if is_plain else rule
 
 
 def loaded_names(names: Iterable[str], model: Any, expected: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:

@@ -77,6 +77,12 @@ def results_with_the_package(converted, hub, trainer_checkpoint, tmp_path_factor
 
 
 @pytest.fixture(scope="session")
+def run_alone():
+    """`run_alone(jobs, folder for its files, folder of the hub's cache)`: `{job: result}` of alone.py."""
+    return _run_alone
+
+
+@pytest.fixture(scope="session")
 def resaved(results, results_with_the_package, tmp_path_factory) -> dict[str, list[Path]]:
     """`{name: folders}` that alone.py wrote, over the checkpoint of another mechanism."""
     root = tmp_path_factory.getbasetemp()
