@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -72,7 +73,7 @@ def layer_times(module: Any, length: int, dtype: torch.dtype, rounds: int = ROUN
 def speed_curve(module: Any, lengths: Sequence[int], dtype: torch.dtype, rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """`length`, `seconds` and `softmax_seconds` of one layer at rising lengths, up to the first slow call."""
     found: list[dict[str, Any]] = []
-    for length in lengths:
+    for length in progress(lengths, "timing"):
         try:
             mine, softmax = layer_times(module, length, dtype, rounds)
         except ValueError:  # of a mechanism that has a longest input, such as `linformer` with learned projections

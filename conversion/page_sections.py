@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_linear_attention._common.model_card import format_value
-from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison, quality_rows, retrieval_note
+from hf_linear_attention.conversion.earlier_figures import EARLIER
+from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison, data_notes, quality_rows
 from hf_linear_attention.conversion.page_plots import Chart, HeatMap, Line, bytes_text, grouped, heat_map, line_chart
 
 
@@ -52,6 +53,7 @@ def sections(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> li
         cost_section(report),
         dropped_section(report),
         quality_section(quality),
+        *earlier_sections(quality),
         command_section(report),
     ]
     return [section for section in found if section is not None]
@@ -69,10 +71,21 @@ def quality_section(quality: Mapping[str, Any]) -> Section | None:
     if not rows:
         return None
     text = f"Measured on {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most)."
-    notes = [retrieval_note(quality["retrieval"])] if quality.get("retrieval") else []
-    return Section(
-        "All figures of held-out text", [text], notes=notes, tables=[{"header": ["figure", "value"], "rows": rows}]
-    )
+    tables = [{"header": ["figure", "value"], "rows": rows}]
+    return Section("All figures of held-out text", [text], notes=data_notes(quality), tables=tables)
+
+
+def earlier_sections(quality: Mapping[str, Any]) -> list[Section]:
+    """The figures of earlier evaluations on other texts that have not all been measured again."""
+    found = []
+    for record in quality.get(EARLIER, ()):
+        section, table = quality_section(record), comparison(record)
+        if section is not None:
+            tables = section.tables + ([table] if table is not None else [])
+            notes = [*section.notes, *(table["notes"] if table is not None else ())]
+            title = f"Measured earlier, on {record['validation_file']}"
+            found.append(replace(section, title=title, tables=tables, notes=notes))
+    return found
 
 
 def position_section(quality: Mapping[str, Any]) -> Section | None:
