@@ -9,7 +9,7 @@ from hf_linear_attention.conversion.figure_tables import comparison, quality_row
 
 
 # What says whether two evaluations read the same text.
-TEXT = ("validation_file", "max_tokens", "max_length", "targets")
+SAME_TEXT = ("validation_file", "max_tokens", "max_length", "targets")
 # Figures of embeddings that come from files of their own, and what is measured without a text.
 OF_OTHER_FILES = ("pairs_file", "spearman", "retrieval", "recall_at", "ndcg_at", "heads", "speed")
 EARLIER = "earlier"
@@ -26,7 +26,7 @@ def with_earlier(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> di
     others = []
     for record in records:
         record = {name: value for name, value in record.items() if name != EARLIER}
-        if all(record.get(name) == now.get(name) for name in TEXT):
+        if all(record.get(name) == now.get(name) for name in SAME_TEXT):
             result = _filled(result, record)
         else:
             result = _filled(result, _of_any_text(record))

@@ -30,7 +30,7 @@ from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.earlier_figures import EARLIER, with_earlier
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
-from hf_linear_attention.conversion.layer_speed import model_speed
+from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
@@ -182,7 +182,7 @@ def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path 
     tokenizer, longest = load_tokenizer(recipe), most_positions(teacher) or text.max_length
     stream = running_text(text.examples)
     samples = shown_continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
-    return {**figures, "samples": samples, **_of_layers(student, tokenizer)}
+    return {**figures, "samples": samples, **_costs_and_heads(student, teacher, tokenizer, writes=True)}
 
 
 def held_out_text(folder: Path, source: Source, data: HeldOut) -> tuple[Any, Any]:
@@ -233,12 +233,20 @@ def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str
         if files is not None
     ]
     student, teacher = load_models(recipes[0], folder)
-    return {**embedding_figures(student, teacher, *recipes), **_of_layers(student, load_tokenizer(recipes[0]))}
+    tokenizer = load_tokenizer(recipes[0])
+    figures = embedding_figures(student, teacher, *recipes)
+    return {**figures, **_costs_and_heads(student, teacher, tokenizer, writes=False)}
 
 
-def _of_layers(student: Any, tokenizer: Any) -> dict[str, Any]:
-    """The errors of the heads and, on a CPU, the time of a layer."""
-    speed = model_speed(student, torch.float32) if student.device.type == "cpu" else None
+def _costs_and_heads(student: Any, teacher: Any, tokenizer: Any, writes: bool) -> dict[str, Any]:
+    """The errors of the heads and, on a CPU, the times of a layer and of the whole model."""
+    from hf_linear_attention.training.evaluation.position_figures import most_positions
+
+    speed = None
+    if student.device.type == "cpu":
+        logger.info("timing both models")
+        whole = whole_model_speed(student, teacher, most_positions(teacher), writes)
+        speed = {**model_speed(student, torch.float32), "model": whole}
     return {"heads": head_figures(student, tokenizer), "speed": speed}
 
 
