@@ -111,8 +111,10 @@ def position_section(quality: Mapping[str, Any]) -> Section | None:
         if highest > _top(positions["buckets"])
         else [text]
     )
-    charts = [chart] if nearer is None else [chart, nearer]
-    return Section("How far it reads", texts, charts, notes=table["notes"])
+    if nearer is None:
+        return Section("How far it reads", texts, [chart], notes=table["notes"])
+    texts.append("The second plot has the differences to this model, enlarged: where a line is above 0, it is worse.")
+    return Section("How far it reads", texts, [chart, nearer], notes=table["notes"])
 
 
 def _difference_chart(buckets: Sequence[Mapping[str, Any]]) -> Chart | None:

@@ -79,7 +79,8 @@ def next_step(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> s
     return f"Next: train longer, with {longer}; more of the text that it will read helps most."
 
 
-def _short(tokens: int) -> str:
+def _short(tokens: float) -> str:
+    tokens = float(f"{tokens:.2g}")
     return f"{tokens / 1e6:.3g}M" if tokens >= 10**6 else f"{tokens / 1e3:.3g}k"
 
 
