@@ -76,4 +76,5 @@ def _batches(recipe: Recipe) -> Sequence[Batch]:
     tokenizer = load_tokenizer(recipe)
     examples: Any = load_data(recipe, tokenizer).validation
     plan = EvaluationBatches(len(examples), _batch_size(recipe), 0, 1)
-    return loader(Stream(examples, recipe.run.seed, shuffle=False), plan, pad_token_id(tokenizer))
+    batches: Any = loader(Stream(examples, recipe.run.seed, shuffle=False), plan, pad_token_id(tokenizer))
+    return batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,13 +106,13 @@ def whole_model_speed(
         if not chunk or (length > chunk and writes):
             break
         ids = torch.randint(student.config.vocab_size, (1, length), generator=generator)
-        calls = (partial(_read, student, ids), partial(_read, teacher, ids.view(-1, min(chunk, length))))
-        curves["reading"].append(_point(length, calls))
+        readers = (partial(_read, student, ids), partial(_read, teacher, ids.view(-1, min(chunk, length))))
+        curves["reading"].append(_point(length, readers))
         if writes:
             caches = [model.base_model(input_ids=ids, use_cache=True).past_key_values for model in (student, teacher)]
             steps = zip((student, teacher), caches, strict=True)
-            calls = tuple(partial(_write, model, ids[:, :1], cache) for model, cache in steps)
-            curves["writing"].append(_point(length, calls, STEPS))
+            writers = [partial(_write, model, ids[:, :1], cache) for model, cache in steps]
+            curves["writing"].append(_point(length, writers, STEPS))
         if max(curves["reading"][-1]["seconds"], curves["reading"][-1]["softmax_seconds"]) > LONGEST_OF_MODEL:
             break
     return curves
@@ -136,7 +136,7 @@ def _lengths(model: PreTrainedModel) -> list[int]:
     return [length for power in range(20) if (length := SHORTEST << power) <= longest]
 
 
-def first_faster(curve: Sequence[dict[str, Any]]) -> int | None:
+def first_faster(curve: Sequence[Mapping[str, Any]]) -> int | None:
     """The first length from which softmax is slower at every longer one too; None if at the longest it is not."""
     is_faster = [point["seconds"] <= point["softmax_seconds"] for point in curve]
     return next((point["length"] for place, point in enumerate(curve) if all(is_faster[place:])), None)
