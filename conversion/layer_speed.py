@@ -99,16 +99,22 @@ def whole_model_speed(
         writes: whether these are models that write.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths = _lengths(student)
+    own = None if positions is None else max_length_of(student.config)
+    lengths = [length for length in _lengths(student) if own is None or length <= own]
     chunk = max((length for length in lengths if positions is None or length <= positions), default=0)
     curves: dict[str, list[dict[str, Any]]] = {"reading": [], "writing": []}
     for length in progress(lengths, "timing"):
         if not chunk or (length > chunk and writes):
             break
         ids = torch.randint(student.config.vocab_size, (1, length), generator=generator)
-        readers = (partial(_read, student, ids), partial(_read, teacher, ids.view(-1, min(chunk, length))))
-        curves["reading"].append(_point(length, readers))
-        if writes:
+        options = {"use_cache": False} if writes else {}  # few encoders know it
+        texts = (ids, ids.view(-1, min(chunk, length)))
+        readers = [partial(_read, model, text, **options) for model, text in zip((student, teacher), texts)]
+        try:
+            curves["reading"].append(_point(length, readers))
+        except ValueError:  # of a mechanism that has a longest input
+            break
+        if writes and (positions is None or length + STEPS < positions):
             caches = [model.base_model(input_ids=ids, use_cache=True).past_key_values for model in (student, teacher)]
             steps = zip((student, teacher), caches, strict=True)
             writers = [partial(_write, model, ids[:, :1], cache) for model, cache in steps]
@@ -118,8 +124,8 @@ def whole_model_speed(
     return curves
 
 
-def _read(model: PreTrainedModel, ids: Tensor) -> Any:
-    return model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+def _read(model: PreTrainedModel, ids: Tensor, **options: bool) -> Any:
+    return model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def _write(model: PreTrainedModel, ids: Tensor, cache: Any) -> Any:
