@@ -17,7 +17,7 @@ GOOD_LOSS, USABLE_LOSS = 0.01, 0.05
 NEARNESS = {GOOD: "nearly as good as", USABLE: "close to", NOT_YET: "far from"}
 WINDOW = "a window of the same bytes, which needs no training"
 # A difference of fewer standard errors is none.
-ERRORS = 2
+FEWEST_ERRORS = 2
 # So many times the tokens of the training are proposed for the next one.
 MORE = 4
 
@@ -40,7 +40,7 @@ def _of_language(quality: Mapping[str, Any]) -> tuple[str, str]:
     if control is None:
         return word, text
     difference = quality.get("student_minus_same_bytes") or {"mean": quality["student"] - control}
-    error = ERRORS * (difference.get("standard_error") or 0.0)
+    error = FEWEST_ERRORS * (difference.get("standard_error") or 0.0)
     if difference["mean"] > error:
         return NOT_YET, f"worse than {WINDOW}"
     if difference["mean"] >= -error:
