@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -84,12 +85,15 @@ def _processor() -> str:
 def save_results(
     arguments: argparse.Namespace, name: str, figures: Mapping[str, Any], plot: Callable[..., Any]
 ) -> None:
-    """Write `<name>.json` (the figures with versions and arguments) and `<name>.png` (`plot(plt, figures)`)."""
+    """Write `<name>.json` (the figures with versions and arguments) and, with matplotlib, `<name>.png`."""
     folder = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     result = {"benchmark": name, "environment": environment(), "arguments": given, **figures}
     (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        write(f"\nWritten: {folder / name}.json; for a plot, `pip install matplotlib`")
+        return
     draw(plot, figures, folder / f"{name}.png")
     write(f"\nWritten: {folder / name}.json and .png")
 
@@ -109,18 +113,20 @@ def draw(plot: Callable[..., Any], figures: Mapping[str, Any], path: Path) -> No
         plt.close(figure)
 
 
-def interleaved_times(functions: Mapping[str, Callable[[], Any]], rounds: int = 5) -> dict[str, list[float]]:
-    """Seconds of each function in `rounds` interleaved rounds (A B A B ...), after one unmeasured round.
+def interleaved_times(
+    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds, by `clock`, of each function in `rounds` interleaved rounds (A B A B ...), after one unmeasured round.
 
     A shared machine's speed drifts; calls of the same round see about the same of it.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             function()
             if number:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import calibrate
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.head_ranking import chooses_heads
@@ -76,7 +77,7 @@ def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: 
         return {"inputs": None, "tokens": 0}
     logger.info("calibrating on %s", inputs.name)
     try:
-        tokens = calibrate(model, inputs.batches(max_tokens or CALIBRATION_TOKENS))
+        tokens = calibrate(model, progress(inputs.batches(max_tokens or CALIBRATION_TOKENS), "calibrating"))
     except NotImplementedError as error:
         names = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(model.config.linear_attention)))
         raise UsageError(f"{names} with these settings needs calibration, but {error}") from error

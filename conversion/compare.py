@@ -33,7 +33,7 @@ import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import Parser, run_command
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention._common.logs import quiet_transformers, to_stderr
+from hf_linear_attention._common.logs import progress, quiet_transformers, to_stderr
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import unusable_texts
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
@@ -276,7 +276,7 @@ def distance(
     The original's output is that of the stock model; both models are in float32.
     """
     student, total, count, measure = student.float().eval(), 0.0, 0, "cosine"
-    for batch in batches:
+    for batch in progress(batches, "measuring"):
         mine, yours = (model(**batch) for model in (student, teacher))
         name = next((name for name in LOGITS if yours.get(name) is not None), None)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.training.losses.attention_transfer import relative_head_error
@@ -72,7 +73,7 @@ def diagnose(model: PreTrainedModel, inputs: Sequence[Mapping[str, torch.Tensor]
         found.setdefault(layer, []).append((cumulative_shares(seen.softmax_weights).mean(0), errors.mean(0)))
 
     with _eager(model), observe_attention(model, look):
-        for batch in inputs:
+        for batch in progress(inputs, "diagnosing"):
             model.base_model(**{name: value.to(model.device) for name, value in batch.items()})
     means = {layer: [torch.stack(part).mean(dim=0) for part in zip(*parts)] for layer, parts in found.items()}
     return [LayerDiagnosis(layer, shares, errors) for layer, (shares, errors) in means.items()]

@@ -114,7 +114,7 @@ def _library(name: str) -> Finding:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         if needed_for:
-            text = f'not installed; {needed_for} needs it: `pip install "hf-linear-attention[train]"`'
+            text = f'not installed, but needed for {needed_for}: `pip install "hf-linear-attention[train]"`'
             return Finding(NOTE, name, text)
         return Finding(BROKEN, name, f"not installed; nothing works without it: `pip install {name}`")
     if numbers(found) < numbers(oldest) or (too_new is not None and numbers(found) >= numbers(too_new)):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_linear_attention.conversion.shown_samples import shown_neighbours
@@ -77,5 +76,5 @@ def _batches(recipe: Recipe) -> Sequence[Batch]:
     tokenizer = load_tokenizer(recipe)
     examples: Any = load_data(recipe, tokenizer).validation
     plan = EvaluationBatches(len(examples), _batch_size(recipe), 0, 1)
-    batches = loader(Stream(examples, recipe.run.seed, shuffle=False), plan, pad_token_id(tokenizer))
-    return tqdm(batches, desc="measuring")
+    batches: Any = loader(Stream(examples, recipe.run.seed, shuffle=False), plan, pad_token_id(tokenizer))
+    return batches

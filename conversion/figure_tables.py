@@ -14,8 +14,6 @@ LABELS = {
     "gap": "gap to the original, nats per token",
     "window_alone": "nats per token, untrained window and sinks alone",
     "without_far": "nats per token, linear part switched off",
-    "gap_closed": "gap of the window alone that is closed",
-    "linear_share": "that gap beyond 4 windows, share of the linear part",
     "agreement": "same top token",
     "kl": "KL(original, this model), nats per token",
     "cosine": "cosine of embeddings",
@@ -40,7 +38,6 @@ COLUMNS = {
     "student_minus_window_alone": "less than its window",
     "student_minus_same_bytes": "less than the same bytes",
     "student_minus_healed": "less than these, healed",
-    "closed": "gap closed",
 }
 GENERATION = {
     "agreement_length": "tokens of greedy agreement, of {greedy}",
@@ -84,8 +81,6 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, Mapping):  # a difference that is less than 0 is a gain
         error = value["standard_error"]
         return "-" if value["mean"] is None else f"{-value['mean']:z.3f}" + ("" if error is None else f" ± {error:.3f}")
-    if name == "closed":
-        return f"{value:.0%}"
     return f"{value:.4f}" if isinstance(value, float) else format_value(value)
 
 
@@ -106,15 +101,22 @@ def _notes(quality: Mapping[str, Any]) -> list[str]:
     if "left_out" in recall:
         notes.append(f"There are no figures of recall: {recall['left_out']}.")
     else:
+        counted = f" ({quality['train_file']})" if quality.get("train_file") else ""
         notes.append(
-            "Recall is of targets that end a 4-gram which the training text has 20 times at most, and the context too."
+            f"Recall is of targets that end a 4-gram which the training text{counted} has 20 times at most, and the "
+            "context too."
         )
+        if recall.get("validation_file"):  # of an earlier evaluation
+            notes.append(f"Recall was measured on {recall['validation_file']}.")
     return notes
 
 
-def retrieval_note(test: Mapping[str, Any]) -> str:
-    """What the figures of retrieval were measured on."""
-    return f"Retrieval: {test['queries']:,} queries among {test['documents']:,} documents of {test['file']}."
+def data_notes(quality: Mapping[str, Any]) -> list[str]:
+    """What the figures of pairs and of retrieval were measured on."""
+    notes = [f"Pairs with scores: {quality['pairs_file']}."] if quality.get("pairs_file") else []
+    if test := quality.get("retrieval"):
+        notes.append(f"Retrieval: {test['queries']:,} queries among {test['documents']:,} documents of {test['file']}.")
+    return notes
 
 
 def describe_quality(quality: Mapping[str, Any]) -> str:
@@ -123,8 +125,8 @@ def describe_quality(quality: Mapping[str, Any]) -> str:
     width = max(map(len, rows))
     lines = [f"On {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most):"]
     lines += [f"  {name:<{width}}  {format_value(value)}" for name, value in rows.items()]
-    if (test := quality.get("retrieval")) is not None:
-        lines += ["", f"  {retrieval_note(test)}"]
+    if notes := data_notes(quality):
+        lines += ["", *(f"  {note}" for note in notes)]
     table = comparison(quality)
     if table is not None:
         lines += ["", *_aligned([table["header"], *table["rows"]]), "", *(f"  {note}" for note in table["notes"])]

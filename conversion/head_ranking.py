@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_tokens
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
@@ -187,12 +188,12 @@ def rank_heads(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] 
     """
     before = _losses(model, None, None, retrieval, text)
     scores = []
-    for module in linear_attention_modules(model).values():
-        shape = module.linear_attention.shape
-        for head in range(shape.num_heads):
-            found = _losses(model, module, head, retrieval, text)
-            rises = {name: found[name] - before[name] for name in found}
-            scores.append(HeadScore(shape.layer, head, **rises))
+    modules = linear_attention_modules(model).values()
+    heads = [(module, head) for module in modules for head in range(module.linear_attention.shape.num_heads)]
+    for module, head in progress(heads, "ranking"):
+        found = _losses(model, module, head, retrieval, text)
+        rises = {name: found[name] - before[name] for name in found}
+        scores.append(HeadScore(module.linear_attention.shape.layer, head, **rises))
     return sorted(scores, key=lambda entry: -entry.score)
 
 

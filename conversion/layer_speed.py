@@ -1,9 +1,10 @@
-"""The time of one attention layer here, in this process, beside torch's softmax attention of the same shape."""
+"""Times in this process: a layer beside torch's softmax attention, and a whole model beside its original."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 ROUNDS = 3
+# A step of decoding takes little time, so that more rounds are needed for a shortest one.
+STEPS = 16
 # A layer is timed at lengths from the first on, up to that of the model, but to the second at least, the third at most.
 SHORTEST, LONGEST, MOST = 128, 4096, 16_384
 # A longer call ends a measurement: lengths double, so that the next one would take four times as long.
-LONGEST_CALL = 0.5
+LONGEST_CALL, LONGEST_OF_MODEL = 0.5, 1.0
 
 
 def attention_inputs(module: Any, length: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
@@ -72,7 +76,7 @@ def layer_times(module: Any, length: int, dtype: torch.dtype, rounds: int = ROUN
 def speed_curve(module: Any, lengths: Sequence[int], dtype: torch.dtype, rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """`length`, `seconds` and `softmax_seconds` of one layer at rising lengths, up to the first slow call."""
     found: list[dict[str, Any]] = []
-    for length in lengths:
+    for length in progress(lengths, "timing"):
         try:
             mine, softmax = layer_times(module, length, dtype, rounds)
         except ValueError:  # of a mechanism that has a longest input, such as `linformer` with learned projections
@@ -83,7 +87,62 @@ def speed_curve(module: Any, lengths: Sequence[int], dtype: torch.dtype, rounds:
     return found
 
 
-def first_faster(curve: Sequence[dict[str, Any]]) -> int | None:
+@torch.no_grad()
+def whole_model_speed(
+    student: PreTrainedModel, teacher: PreTrainedModel, positions: int | None, writes: bool
+) -> dict[str, list[dict[str, Any]]]:
+    """The curves `reading`, of one sequence without a cache, and `writing`, of one token after so many, with caches.
+
+    Args:
+        positions: the most that the teacher reads; None if it has no limit. Longer texts it reads in chunks where
+            nothing is written, which is what its users would do, and otherwise the curves end.
+        writes: whether these are models that write.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own = None if positions is None else max_length_of(student.config)
+    lengths = [length for length in _lengths(student) if own is None or length <= own]
+    chunk = max((length for length in lengths if positions is None or length <= positions), default=0)
+    curves: dict[str, list[dict[str, Any]]] = {"reading": [], "writing": []}
+    for length in progress(lengths, "timing"):
+        if not chunk or (length > chunk and writes):
+            break
+        ids = torch.randint(student.config.vocab_size, (1, length), generator=generator)
+        options = {"use_cache": False} if writes else {}  # few encoders know it
+        texts = (ids, ids.view(-1, min(chunk, length)))
+        readers = [partial(_read, model, text, **options) for model, text in zip((student, teacher), texts)]
+        try:
+            curves["reading"].append(_point(length, readers))
+        except ValueError:  # of a mechanism that has a longest input
+            break
+        if writes and (positions is None or length + STEPS < positions):
+            caches = [model.base_model(input_ids=ids, use_cache=True).past_key_values for model in (student, teacher)]
+            steps = zip((student, teacher), caches, strict=True)
+            writers = [partial(_write, model, ids[:, :1], cache) for model, cache in steps]
+            curves["writing"].append(_point(length, writers, STEPS))
+        if max(curves["reading"][-1]["seconds"], curves["reading"][-1]["softmax_seconds"]) > LONGEST_OF_MODEL:
+            break
+    return curves
+
+
+def _read(model: PreTrainedModel, ids: Tensor, **options: bool) -> Any:
+    return model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def _write(model: PreTrainedModel, ids: Tensor, cache: Any) -> Any:
+    return model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+
+def _point(length: int, calls: Sequence[Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
+    mine, softmax = seconds(calls, rounds)
+    return {"length": length, "seconds": mine, "softmax_seconds": softmax}
+
+
+def _lengths(model: PreTrainedModel) -> list[int]:
+    longest = min(max(max_length_of(model.config) or 0, LONGEST), MOST)
+    return [length for power in range(20) if (length := SHORTEST << power) <= longest]
+
+
+def first_faster(curve: Sequence[Mapping[str, Any]]) -> int | None:
     """The first length from which softmax is slower at every longer one too; None if at the longest it is not."""
     is_faster = [point["seconds"] <= point["softmax_seconds"] for point in curve]
     return next((point["length"] for place, point in enumerate(curve) if all(is_faster[place:])), None)
@@ -95,8 +154,7 @@ def model_speed(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
     The layer is cast to `dtype` for it. `faster_from` is None if it is not faster at the longest length that was timed.
     """
     modules = list(linear_attention_modules(model).values())
-    longest = min(max(max_length_of(model.config) or 0, LONGEST), MOST)
-    lengths = [length for power in range(20) if (length := SHORTEST << power) <= longest]
+    lengths = _lengths(model)
     curve = speed_curve(modules[0].to(dtype), lengths, dtype, ROUNDS) if modules else []
     return {
         "curve": curve,

@@ -17,6 +17,7 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.page_plots import bytes_text
 from hf_linear_attention.conversion.page_sections import Section, percent, sections
+from hf_linear_attention.conversion.verdict import faster, next_step, verdict
 from hf_linear_attention.training.tasks import UNITS
 
 
@@ -76,21 +77,29 @@ def rendered(
 
 
 def headline(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The result in words, as in "Keeps 95 % of next-token choices, +0.8 % nats; faster from 1,024 tokens; ..."."""
-    parts = [_kept(report, runs), *_lengths(report)]
-    return "; ".join(parts)
+    """The result in words, as in "Good: nearly as good as the original, and better than a window of the same bytes"."""
+    found = verdict(report.get("quality") or {})
+    return _without_figures(report, runs) if found is None else ": ".join(found)
 
 
-def _kept(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
-    quality = report.get("quality") or {}
+def _kept(quality: Mapping[str, Any]) -> str | None:
+    """The figures behind the headline, in a sentence."""
     if quality.get("agreement") is not None:
-        nats = quality["student"] / quality["teacher"] - 1
-        return f"Keeps {percent(quality['agreement'])} of next-token choices, {100 * nats:+.1f} % nats"
+        lost = quality["student"] - quality["teacher"]
+        return (
+            f"It predicts held-out text with {quality['student']:.3f} nats per token, the original with "
+            f"{quality['teacher']:.3f} ({lost:+.3f}; lower is better), and its likeliest next token is the original's "
+            f"in {percent(quality['agreement'])} of the places."
+        )
     if quality.get("cosine") is not None:
         return (
-            f"Embeddings have a cosine of {quality['cosine']:.3f} to the original's, and "
-            f"{percent(quality['same_neighbour'])} keep their nearest neighbour"
+            f"Its embeddings of held-out texts have a cosine of {quality['cosine']:.3f} to the original's, and "
+            f"{percent(quality['same_neighbour'])} of the texts keep their nearest neighbour."
         )
+    return None
+
+
+def _without_figures(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
     outputs = (report.get("checks") or {}).get("student_against_teacher") or {}
     if not report.get("layers"):
         return "No layer was converted"
@@ -111,21 +120,17 @@ def _words(name: str) -> str:
     return name.removeprefix("eval_").replace("_", " ")
 
 
-def _lengths(report: Mapping[str, Any]) -> list[str]:
-    """From which length it is faster, and which length the model reads."""
-    reads, lengths = report.get("max_length"), ((report.get("speed") or {}).get("lengths") or {}).values()
-    found = []
-    if lengths:
-        faster = max(length or report["speed"]["longest"] for length in lengths)
-        beyond = any(length is None for length in lengths)
-        found.append(f"faster from {'more than ' if beyond else ''}{faster:,} tokens")
-    elif faster := ((report.get("quality") or {}).get("speed") or {}).get("faster_from"):
-        found.append(f"faster from {faster:,} tokens")
+def _lengths(report: Mapping[str, Any]) -> str | None:
+    """From which length it is faster, and which length the model reads, in a sentence."""
+    reads, found = report.get("max_length"), [part for part in [faster(report)] if part is not None]
     buckets = ((report.get("quality") or {}).get("positions") or {}).get("buckets") or ()
     measured = max((bucket["to"] for bucket in buckets), default=0)
     if reads and measured > reads:  # positions beyond those of the training work, or the evaluation had stopped there
-        return [*found, f"measured to {measured:,} tokens, where the original was trained for {reads:,}"]
-    return [*found, f"the model reads {reads:,}"] if reads else found
+        found.append(f"it was measured to {measured:,} tokens, where the original was trained for {reads:,}")
+    elif reads:
+        found.append(f"it reads {reads:,} tokens")
+    text = "; ".join(found)
+    return f"{text[:1].upper()}{text[1:]}." if text else None
 
 
 def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
@@ -142,7 +147,9 @@ def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: 
     weights = {name for run in runs for name, value in run["training"].items() if name.endswith("_weight") and value}
     trained = f", trained on {' and '.join(amounts)}" if amounts else ", trained" if runs else ", not trained yet"
     trained += " to imitate its original." if weights - {"task_loss_weight"} else "."
-    return [text + (trained if layers or "num_layers" not in report else ".")]
+    about = text + (trained if layers or "num_layers" not in report else ".")
+    more = (_kept(report.get("quality") or {}), _lengths(report), next_step(report, runs))
+    return [about, *(sentence for sentence in more if sentence is not None)]
 
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:

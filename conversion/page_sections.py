@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_linear_attention._common.model_card import format_value
-from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison, quality_rows, retrieval_note
+from hf_linear_attention.conversion.earlier_figures import EARLIER
+from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison, data_notes, quality_rows
 from hf_linear_attention.conversion.page_plots import Chart, HeatMap, Line, bytes_text, grouped, heat_map, line_chart
 
 
 # Lines in a fixed order of styles: a model has the same colour in every plot.
 LINES = ("teacher", "student", "same_bytes", "window_alone", "healed")
 COMMAND = "hf-linear-attention convert"
+MARGIN = 0.01  # nats per token above the highest line that is drawn whole
 CONTEXTS = [2.0**power for power in range(6, 18)]
 OPTIONS_A_LINE = 2
+ONE_LAYER = "one layer"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def sections(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> li
         cost_section(report),
         dropped_section(report),
         quality_section(quality),
+        *earlier_sections(quality),
         command_section(report),
     ]
     return [section for section in found if section is not None]
@@ -69,10 +73,21 @@ def quality_section(quality: Mapping[str, Any]) -> Section | None:
     if not rows:
         return None
     text = f"Measured on {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most)."
-    notes = [retrieval_note(quality["retrieval"])] if quality.get("retrieval") else []
-    return Section(
-        "All figures of held-out text", [text], notes=notes, tables=[{"header": ["figure", "value"], "rows": rows}]
-    )
+    tables = [{"header": ["figure", "value"], "rows": rows}]
+    return Section("All figures of held-out text", [text], notes=data_notes(quality), tables=tables)
+
+
+def earlier_sections(quality: Mapping[str, Any]) -> list[Section]:
+    """The figures of earlier evaluations on other texts that have not all been measured again."""
+    found = []
+    for record in quality.get(EARLIER, ()):
+        section, table = quality_section(record), comparison(record)
+        if section is not None:
+            tables = section.tables + ([table] if table is not None else [])
+            notes = [*section.notes, *(table["notes"] if table is not None else ())]
+            title = f"Measured earlier, on {record['validation_file']}"
+            found.append(replace(section, title=title, tables=tables, notes=notes))
+    return found
 
 
 def position_section(quality: Mapping[str, Any]) -> Section | None:
@@ -88,14 +103,37 @@ def position_section(quality: Mapping[str, Any]) -> Section | None:
     table = comparison(quality)
     if chart is None or table is None:
         return None
+    nearer = _difference_chart(positions["buckets"])
     text = "Lower is better. To the right of the dotted line, texts are longer than the original was trained for."
     highest = max((part.get("teacher") or 0.0 for part in positions["buckets"]), default=0.0)
     texts = (
-        [text, f"The original rises to {highest:.1f}, above this plot."]
+        [text, f"The original rises to {highest:.1f}, above the plots."]
         if highest > _top(positions["buckets"])
         else [text]
     )
-    return Section("How far it reads", texts, [chart], notes=table["notes"])
+    if nearer is None:
+        return Section("How far it reads", texts, [chart], notes=table["notes"])
+    texts.append("The second plot has the differences to this model, enlarged: where a line is above 0, it is worse.")
+    return Section("How far it reads", texts, [chart, nearer], notes=table["notes"])
+
+
+def _difference_chart(buckets: Sequence[Mapping[str, Any]]) -> Chart | None:
+    """The same lines as differences to this model, which is 0: beside the whole scale they lie on each other."""
+    if any(part.get("student") is None for part in buckets):
+        return None
+    parts = [
+        {**part, **{name: part[name] - part["student"] for name in LINES if part.get(name) is not None}}
+        for part in buckets
+    ]
+    inside = [part["teacher"] for part in parts[:-1] if part.get("teacher") is not None]
+    rivals = [part[name] for part in parts for name in LINES[1:] if part.get(name) is not None]
+    return _bucket_chart(
+        parts,
+        "Nats per token more than this model",
+        "Nats per token of the others minus those of this model, by position; above 0 this model is better.",
+        "position of the token",
+        most_y=max(rivals + sorted(inside)[: len(inside) // 2 + 1]) + MARGIN,
+    )
 
 
 def recall_section(quality: Mapping[str, Any]) -> Section | None:
@@ -121,6 +159,7 @@ def _bucket_chart(
     description: str,
     label: str,
     marks: Sequence[tuple[float, str]] = (),
+    most_y: float | None = None,
 ) -> Chart | None:
     """A chart with a point in the middle of each bucket, for every model that the buckets know."""
     if len(buckets) < 2:
@@ -136,7 +175,8 @@ def _bucket_chart(
     ]
     names = {x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in zip(middles, buckets, strict=True)}
     labels = (label, "nats per token")
-    return line_chart(title, description, lines, labels, x_log=2, most_y=_top(buckets), marks=marks, names=names)
+    most_y = _top(buckets) if most_y is None else most_y
+    return line_chart(title, description, lines, labels, x_log=2, most_y=most_y, marks=marks, names=names)
 
 
 def _top(buckets: Sequence[Mapping[str, Any]]) -> float:
@@ -264,9 +304,8 @@ def loss_section(runs: Sequence[Mapping[str, Any]], quality: Mapping[str, Any]) 
         stage = run["training"].get("stage") or f"run {number}"
         points = [(float(x), float(y)) for x, y in loss.get("points", ()) if y > 0]
         title, unit = f"Loss of stage {number}, {stage}", loss.get("unit", "tokens")
-        chart = line_chart(
-            title, f"{title}, over {unit}.", [Line("loss", points, 1)], (unit, "loss (log scale)"), y_log=10
-        )
+        lines = [Line("each step that was logged", points, 0), Line("mean of a few", smoothed(points), 1)]
+        chart = line_chart(title, f"{title}, over {unit}.", lines, (unit, "loss (log scale)"), y_log=10)
         figures += [chart] if chart is not None and len(points) > 1 else []
         evaluated += [(start + x, float(y)) for x, y in loss.get("evaluated", ())]
         start += points[-1][0] if points else 0
@@ -277,22 +316,37 @@ def loss_section(runs: Sequence[Mapping[str, Any]], quality: Mapping[str, Any]) 
     chart = line_chart(held_out, f"{held_out} during the training.", lines, ("tokens", "nats per token"))
     if chart is not None and len(evaluated) > 1:
         figures.insert(0, chart)
-    return Section("Training", [], figures) if figures else None
+    text = (
+        "Each step has other texts, some harder than others, so the loss goes up and down. A stage with little left to "
+        "learn shows nothing else; what counts then are the figures of held-out text."
+    )
+    return Section("Training", [text], figures) if figures else None
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The means of neighbours, as many as a fifth of the points; the noise of single steps is smaller in them."""
+    width = max(1, len(points) // 5)
+    groups = [points[start : start + width] for start in range(len(points) - width + 1)]
+    return [(sum(x for x, _ in group) / width, sum(y for _, y in group) / width) for group in groups]
 
 
 def cost_section(report: Mapping[str, Any]) -> Section | None:
     """From which length the model is faster, its speed where it was measured, and its memory over the length."""
     texts, speed, reads = [], report.get("speed"), report.get("max_length")
     measured = (report.get("quality") or {}).get("speed") or {}
-    timed = speed_chart({"this model": measured.get("curve") or ()}, reads)
+    whole = {name: curve for name, curve in (measured.get("model") or {}).items() if curve}
+    timed = speed_chart(
+        whole or {"this model": measured.get("curve") or ()}, reads, "the model" if whole else ONE_LAYER
+    )
     if speed:
-        texts.append(f"On a CPU its attention is faster than softmax attention from {report['faster_from']}.")
+        texts.append(f"On a CPU its attention alone is faster than softmax attention from {report['faster_from']}.")
         if reads and all(length is None or length > reads for length in speed["lengths"].values()):
             texts.append(f"The model reads {reads:,} tokens, so it is never faster within its own length.")
     elif report.get("layers") and timed is None:
         texts.append("Speed was not measured for these settings and heads; hf-linear-attention compare measures it.")
     if timed is not None:
-        texts.append(f"The speed is that of {speed_conditions(measured)}, on the machine that measured this model.")
+        conditions = whole_conditions(measured) if whole else speed_conditions(measured)
+        texts.append(f"The speed is that of {conditions}, on the machine that measured this model.")
     memory = _memory_chart(report, speed, reads)
     if memory is not None:
         texts.append(
@@ -311,8 +365,20 @@ def speed_conditions(measured: Mapping[str, Any]) -> str:
     )
 
 
-def speed_chart(curves: Mapping[str, Sequence[Mapping[str, float]]], reads: int | None) -> Chart | None:
-    """How many times as fast as softmax layers are over the length: a line for each curve that is not empty."""
+def whole_conditions(measured: Mapping[str, Any]) -> str:
+    """What `layer_speed.whole_model_speed` has timed, in words."""
+    text = "the whole model beside its original: reading one text"
+    if measured["model"]["writing"]:
+        text += ", and writing one token after so many, both with a cache"
+    else:
+        text += ", which the original reads in chunks where it is longer than the original can read"
+    return f"{text}; {measured['dtype']}, {measured['threads']} thread{'s' * (measured['threads'] > 1)}"
+
+
+def speed_chart(
+    curves: Mapping[str, Sequence[Mapping[str, float]]], reads: int | None, subject: str = ONE_LAYER
+) -> Chart | None:
+    """How many times as fast as softmax it is over the length: a line for each curve that is not empty."""
     lines = [
         Line(name, [(p["length"], p["softmax_seconds"] / p["seconds"]) for p in curve], number % 5 + 1)
         for number, (name, curve) in enumerate(curves.items())
@@ -324,7 +390,7 @@ def speed_chart(curves: Mapping[str, Sequence[Mapping[str, float]]], reads: int 
     marks = [(float(reads), f"the original reads {reads:,}")] if reads and min(lengths) <= reads <= max(lengths) else []
     return line_chart(
         "Speed over length",
-        "How many times as fast as softmax attention one layer is, over the length of the input.",
+        f"How many times as fast as with softmax attention {subject} is, over the length of the input.",
         lines,
         ("tokens", "times as fast as softmax (both scales are logarithmic)"),
         x_log=2,

@@ -27,9 +27,10 @@ from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.configuration_linear_attention import PREFIX
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
 from hf_linear_attention.conversion.data_recipes import data_recipe
+from hf_linear_attention.conversion.earlier_figures import EARLIER, with_earlier
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
-from hf_linear_attention.conversion.layer_speed import model_speed
+from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
@@ -112,8 +113,13 @@ def evaluate(request: Request) -> str:
     if task == "embedding":
         check_embedding_options(arguments, folder, read_json(folder / "config.json"))
     quality = measure(folder, source, task, data)
-    record(folder, source, quality, folder.name)
-    return describe_quality(quality)
+    before = read_json(folder / REPORT).get("quality") if (folder / REPORT).is_file() else None
+    together = with_earlier(quality, before)
+    record(folder, source, together, folder.name)
+    kept = (
+        [] if together == quality else ["Figures of earlier evaluations that were not measured now stay in the report."]
+    )
+    return "\n\n".join([describe_quality(quality), *kept])
 
 
 def _task_of(folder: Path) -> str:
@@ -152,7 +158,9 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut, healed: Path
     measured = _measure_language if task == "causal_lm" else _measure_embeddings
     with torch.no_grad():
         figures = measured(folder, source, data, *((healed,) if task == "causal_lm" else ()))
-    return {"validation_file": Path(data.path).name, "max_tokens": data.max_tokens, **finite(figures)}
+    named = {"train_file": data.train_file, "pairs_file": data.pairs}
+    names = {name: Path(path).name for name, path in named.items() if path is not None}
+    return {"validation_file": Path(data.path).name, "max_tokens": data.max_tokens, **names, **finite(figures)}
 
 
 def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path | None) -> dict[str, Any]:
@@ -174,7 +182,7 @@ def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path 
     tokenizer, longest = load_tokenizer(recipe), most_positions(teacher) or text.max_length
     stream = running_text(text.examples)
     samples = shown_continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
-    return {**figures, "samples": samples, **_of_layers(student, tokenizer)}
+    return {**figures, "samples": samples, **_costs_and_heads(student, teacher, tokenizer, writes=True)}
 
 
 def held_out_text(folder: Path, source: Source, data: HeldOut) -> tuple[Any, Any]:
@@ -225,12 +233,20 @@ def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str
         if files is not None
     ]
     student, teacher = load_models(recipes[0], folder)
-    return {**embedding_figures(student, teacher, *recipes), **_of_layers(student, load_tokenizer(recipes[0]))}
+    tokenizer = load_tokenizer(recipes[0])
+    figures = embedding_figures(student, teacher, *recipes)
+    return {**figures, **_costs_and_heads(student, teacher, tokenizer, writes=False)}
 
 
-def _of_layers(student: Any, tokenizer: Any) -> dict[str, Any]:
-    """The errors of the heads and, on a CPU, the time of a layer."""
-    speed = model_speed(student, torch.float32) if student.device.type == "cpu" else None
+def _costs_and_heads(student: Any, teacher: Any, tokenizer: Any, writes: bool) -> dict[str, Any]:
+    """The errors of the heads and, on a CPU, the times of a layer and of the whole model."""
+    from hf_linear_attention.training.evaluation.position_figures import most_positions
+
+    speed = None
+    if student.device.type == "cpu":
+        logger.info("timing both models")
+        whole = whole_model_speed(student, teacher, most_positions(teacher), writes)
+        speed = {**model_speed(student, torch.float32), "model": whole}
     return {"heads": head_figures(student, tokenizer), "speed": speed}
 
 
@@ -254,7 +270,11 @@ def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     facts = {"metrics": {}, **training_facts(training_history(str(folder)))}
     facts["metrics"] = {**facts["metrics"], **quality_rows(quality or {})}
-    facts |= {"comparison": comparison(quality or {})}
+    records = [quality or {}, *(quality or {}).get(EARLIER, ())]
+    for earlier in records[1:]:
+        rows = quality_rows(earlier).items()
+        facts["metrics"] |= {f"{text}, on {earlier['validation_file']}": value for text, value in rows}
+    facts |= {"comparisons": [table for entry in records if (table := comparison(entry)) is not None]}
     facts |= {"base_model": source.name, "settings": config["linear_attention"]}
     write_model_card(folder, facts, name=name)
     write_page(folder, name)

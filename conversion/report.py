@@ -84,7 +84,7 @@ def describe(plan: Plan, source: Source) -> str:
     if plan.state_bytes:
         lines.append(_line("state", _state_line(plan)))
     if (length := _faster_from(plan)) is not None:
-        lines.append(_line("speed", f"faster than softmax attention from {length}"))
+        lines.append(_line("speed", f"its attention alone is faster than softmax attention from {length}"))
         if (difference := difference_here()) is not None:
             lines.append(_line("speed here", difference))
     if plan.dropped:

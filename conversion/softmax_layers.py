@@ -30,6 +30,7 @@ from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention.configuration_linear_attention import entries_of, parse_layers
 from hf_linear_attention.conversion.calibration_data import RealInputs
@@ -221,7 +222,7 @@ def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel | None, batch
     layers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
     sums = dict.fromkeys([None, *layers], 0.0)
     tokens = 0.0
-    for batch in batches:
+    for batch in progress(batches, "ranking"):
         batch = {name: value.to(student.device) for name, value in batch.items()}
         mask = batch["attention_mask"].bool()
         with softmax_attention(student) if teacher is None else nullcontext():

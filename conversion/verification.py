@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.errors import ConversionError
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.conversion.head_figures import head_figures
@@ -58,7 +59,7 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
     """
     result = open_source(str(folder))
     compared, not_compared, changed = 0, 0, []
-    for tensor in plan.mapped:
+    for tensor in progress(plan.mapped, "verifying"):
         # Saving restores the names of the checkpoint format, which may differ from those in the model.
         names = [name for name in (tensor.source, tensor.target) if name in result.tensors]
         if tensor.source is None or not names:

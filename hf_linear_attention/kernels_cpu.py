@@ -48,7 +48,7 @@ INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
 ABI = (4, 48, 120, 96, 32, 23, 5, 35, 16)
-INSTALL = "install the package on a machine with a C compiler (gcc or clang): `pip install hf-linear-attention`"
+INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.
 MOST_COLUMNS = 1 << 16

@@ -1,14 +1,31 @@
-"""Sends the messages of our packages to stderr, and silences transformers' load report and progress bars."""
+"""Our messages and progress bars on stderr, without transformers' load report and progress bars."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import huggingface_hub.utils
+from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
+
+
+T = TypeVar("T")
+# A bar appears after so many seconds: most work on small models is over by then.
+BAR_AFTER = 2.0
+
+
+def progress(parts: Iterable[T], what: str, is_shown: bool = True) -> Iterable[T]:
+    """The same parts, with a bar on stderr if that is a terminal; the bar disappears at the end.
+
+    Args:
+        is_shown: of several processes, one shows the bar.
+    """
+    bar: Iterable[T] = tqdm(parts, desc=what, disable=None if is_shown else True, leave=False, delay=BAR_AFTER)
+    return bar
 
 
 @contextlib.contextmanager

@@ -42,13 +42,14 @@ def test_the_card_of_a_conversion(linear_llama):
 
 
 def test_the_card_says_what_computes_attention(linear_llama, tmp_path):
-    """For who has torch and transformers alone, and how to get the kernels; three sentences."""
+    """For who has torch and transformers alone, and how to get the kernels without an index that has the package."""
     _, text = read_card(linear_llama)
     paragraph = next(" ".join(part.split()) for part in text.split("\n\n") if "plain torch" in part)
     assert paragraph == (
-        "With `torch` and `transformers` alone, plain torch operations compute the linear attention. "
-        "`pip install hf-linear-attention` builds faster C kernels if there is a C compiler. Once installed, they are "
-        "used automatically on a CPU."
+        "With `torch` and `transformers` alone, plain torch operations compute the linear attention. The package "
+        "`hf-linear-attention` has faster C kernels, which are used automatically on a CPU once it is installed: with "
+        "`pip install .` in a checkout of its source, or `pip install hf_linear_attention-*.whl` with a wheel built "
+        "from it."
     )
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     write_model_card(tmp_path, {"base_model": "someone/model"})

@@ -225,3 +225,13 @@ def test_peers_alone(tmp_path, capsys, monkeypatch):
     result = quick("peers", tmp_path)
     assert result["peers"] == {}
     assert "pip install performer-pytorch linformer nystrom-attention aft-pytorch" in capsys.readouterr().out
+
+
+def test_without_matplotlib_results_end_in_one_line(monkeypatch, tmp_path, capsys):
+    from benchmarks.common import argument_parser, save_results
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    save_results(argument_parser("").parse_args(["--output_dir", str(tmp_path)]), "some", {"a": 1}, None)
+    assert (tmp_path / "some.json").is_file()
+    assert capsys.readouterr().out.endswith("some.json; for a plot, `pip install matplotlib`\n")

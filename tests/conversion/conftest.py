@@ -13,5 +13,6 @@ def brief_timing():
     """A layer is timed once at two lengths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_speed, "ROUNDS", 1)
+        patch.setattr(layer_speed, "STEPS", 1)
         patch.setattr(layer_speed, "LONGEST", 256)
         yield

@@ -10,8 +10,10 @@ import pytest
 import torch
 from checkpoints import convert_folder, run, save_twin
 from matrix import stock_model
+from page_reports import QUALITY
 
 from hf_linear_attention import convert
+from hf_linear_attention._common import logs
 from hf_linear_attention.conversion.controls import model_state_bytes, windows_of_same_bytes
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality
 from hf_linear_attention.conversion.language_figures import (
@@ -217,13 +219,51 @@ def converted(llama, tmp_path):
     return ["--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--evaluate", "--validation_file"]
 
 
-def test_evaluate_without_controls(converted, tmp_path) -> None:
+def test_evaluate_without_controls(converted, tmp_path, monkeypatch) -> None:
+    bars = set()
+    monkeypatch.setattr(logs, "tqdm", lambda parts, desc, **_: bars.add(desc) or parts)
     code, _, err = run(*converted, tmp_path / "valid.txt", "--controls", "none", "--max_eval_length", 90)
     assert code == 0, err
     quality = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
     assert quality["control"] == {"left_out": "`--controls none` was given"}
     assert quality["positions"]["length"] == 90
+    assert bars == {"measuring", "writing", "timing"}
     assert "`--controls none` was given" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_evaluate_keeps_what_it_does_not_measure_again(converted, tmp_path) -> None:
+    out, text, other = (tmp_path / name for name in ("out", "valid.txt", "other.txt"))
+    (tmp_path / "train.txt").write_text("some words that are rare here " * 40)
+    other.write_text("another text of many words " * 80)
+    assert run(*converted, text, "--train_file", tmp_path / "train.txt")[0] == 0
+    report = json.loads((out / "conversion_report.json").read_text())
+    first = report["quality"]
+    first["recall"] = QUALITY["recall"]  # the text of this model is too short for buckets of its own
+    (out / "conversion_report.json").write_text(json.dumps(report))
+    code, said, _ = run(*converted, text, "--controls", "none")
+    assert code == 0
+    assert said.endswith("Figures of earlier evaluations that were not measured now stay in the report.\n")
+    again = json.loads((out / "conversion_report.json").read_text())["quality"]
+    unequal = {name for name in first if again[name] != first[name]}
+    assert unequal == {"speed"}  # which was measured again
+    card, page = ((out / name).read_text() for name in ("README.md", "report.html"))
+    assert "recall, 56 to" in card
+    assert "Recall by distance" in page
+    for shown in (card, page):
+        assert "(train.txt)" in shown
+        assert "window of the same bytes" in shown
+    assert run(*converted, other, "--controls", "none")[0] == 0
+    last = json.loads((out / "conversion_report.json").read_text())["quality"]
+    assert last["validation_file"] == "other.txt"
+    assert last["recall"] == {"validation_file": "valid.txt", **first["recall"]}
+    assert [entry["validation_file"] for entry in last["earlier"]] == ["valid.txt"]
+    card, page = ((out / name).read_text() for name in ("README.md", "report.html"))
+    assert "Recall was measured on valid.txt." in card
+    assert "| nats per token, on valid.txt |" in card
+    assert "window of the same bytes" in card
+    assert "Measured earlier, on valid.txt" in page
+    assert run(*converted, other)[0] == 0  # now nothing is lacking
+    assert "earlier" not in json.loads((out / "conversion_report.json").read_text())["quality"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.data.batches import Batch, token_weights
 from hf_linear_attention.training.data.sentence_files import Pooling
 from hf_linear_attention.training.evaluation.evaluator import each_once
@@ -51,7 +52,7 @@ class EmbeddingEvaluator:
         model.eval()
         rows: list[tuple[int, list[float], int]] = []
         scored: list[tuple[int, float, list[float]]] = []
-        for batch in batches:
+        for batch in progress(batches, "evaluating", self.accelerator.is_main_process):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             mine, index = self._embed(model, batch), batch["index"].tolist()
             cosines = cosines_at(mine, self._embed(None, batch), self.dims)

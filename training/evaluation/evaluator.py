@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
@@ -125,7 +126,7 @@ class Evaluator:
         agreed: list[tuple[int, int, int]] = []
         texts: list[Generated] = []
         names = {int(index): str(name) for index, name in (model.config.id2label or {}).items()}
-        for batch in batches:
+        for batch in progress(batches, "evaluating", self.accelerator.is_main_process):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
                 outputs = run_model(model, batch, None)

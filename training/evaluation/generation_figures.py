@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.data.packing import StreamWindows, Tokens
 from hf_linear_attention.training.evaluation.position_figures import batches_of
 from hf_linear_attention.training.evaluation.recall import ORDER
@@ -92,7 +93,7 @@ def drawn(seed: int) -> Choice:
 def continued(model: PreTrainedModel, prompts: Tensor, count: int, choose: Choice) -> Tensor:
     """`count` tokens after each of the prompts `[B, N]`, chosen from logits `[B, V]`; end tokens are not special."""
     ids, cache, chosen = prompts, None, []
-    for _ in range(count):
+    for _ in progress(range(count), "writing"):
         outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, **_last_logits(model, 1))
         ids, cache = choose(outputs.logits[:, -1].float())[:, None], outputs.past_key_values
         chosen.append(ids)

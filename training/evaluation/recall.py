@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.data.packing import IGNORED, Examples
 from hf_linear_attention.training.evaluation.retention import SMALLEST_GAP
 
@@ -38,7 +39,7 @@ def repeats(examples: Examples) -> list[tuple[Gram, int]]:
     The 4-gram is the one that the target ends. The distance is in tokens, and 0 if the context does not have it.
     """
     found: list[tuple[Gram, int]] = []
-    for index in range(len(examples)):
+    for index in progress(range(len(examples)), "measuring"):
         example = examples[index]
         tokens, labels = (list(map(int, example[name])) for name in ("input_ids", "labels"))
         last: dict[Gram, int] = {}
@@ -54,7 +55,7 @@ def repeats(examples: Examples) -> list[tuple[Gram, int]]:
 def grams_in(documents: Iterable[Iterable[int]], wanted: set[Gram]) -> Counter[Gram]:
     """The number of occurrences of each of the `wanted` 4-grams in documents of token ids."""
     counts: Counter[Gram] = Counter()
-    for document in documents:
+    for document in progress(documents, "counting"):
         tokens = list(map(int, document))
         shifted = (tokens[start:] for start in range(ORDER))
         counts.update(gram for gram in zip(*shifted) if gram in wanted)

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, entries_of
 from hf_linear_attention.mechanism_window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -114,7 +115,7 @@ def is_hybrid(settings: Settings) -> bool:
 def nats_of(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
     """The nats of every target, `[targets]` in float64, in the order of `TokenFigures`."""
     parts = []
-    for batch in batches:
+    for batch in progress(batches, "measuring"):
         batch = {name: value.to(model.device) for name, value in batch.items()}
         labels = aligned_labels(batch, "causal_lm")
         nats = _nats(run_model(model, batch, None).logits.float(), labels)
@@ -130,7 +131,7 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
     """
     settings = student.config.linear_attention
     figures = TokenFigures()
-    for batch in batches:
+    for batch in progress(batches, "measuring"):
         batch = {name: value.to(student.device) for name, value in batch.items()}
         labels = aligned_labels(batch, "causal_lm")
         yours, mine = (run_model(model, batch, None).logits.float() for model in (teacher, student))
@@ -199,7 +200,8 @@ def embed(
         return (run_model(model, batch, None).last_hidden_state,)
 
     rows = []
-    for batch in ({name: value.to(model.device) for name, value in batch.items()} for batch in batches):
+    for batch in progress(batches, "measuring"):
+        batch = {name: value.to(model.device) for name, value in batch.items()}
         is_long = windows is not None and batch["input_ids"].shape[1] > windows.size
         hidden = windows.hidden_states(states, batch) if windows is not None and is_long else states(batch)
         rows.append(pooled(hidden[0], batch["attention_mask"], pooling))

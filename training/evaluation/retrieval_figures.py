@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, pad_token_id, sequence_length
@@ -116,7 +117,8 @@ class RetrievalTest:
             embed: what returns the embeddings [B, D] of a batch.
         """
         rows: list[Any] = []
-        for batch in self.batches(batch_size, accelerator.process_index, accelerator.num_processes):
+        batches = self.batches(batch_size, accelerator.process_index, accelerator.num_processes)
+        for batch in progress(batches, "evaluating", accelerator.is_main_process):
             batch = {name: value.to(accelerator.device) for name, value in batch.items()}
             rows += zip(batch["index"].tolist(), embed(batch).float().tolist(), strict=True)
         return self.figures(torch.tensor([row[1] for row in each_once(gather_object(rows))]))
