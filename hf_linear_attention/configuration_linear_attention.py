@@ -338,9 +338,7 @@ class LinearAttentionConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.linear_attention is None:
-            self.linear_attention = default_entry()
-        else:
+        if self.linear_attention is not None:
             self.linear_attention = checked_settings(
                 self.linear_attention,
                 model_type=self.stock_model_type,
@@ -350,6 +348,8 @@ class LinearAttentionConfigMixin:
                 max_length=max_length_of(self),
                 is_saved=self.transformers_version is not None,
             )
+        else:
+            self.linear_attention = default_entry()
         # With this, every saved config (also in a Trainer checkpoint) names the class of every head.
         if getattr(self, "auto_map", None) is None:
             self.auto_map = auto_map(self.stock_model_type)
