@@ -238,7 +238,7 @@ class LinearizedAttention:
     def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
         """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
         if position_ids is None:
-            position_ids = (seen + torch.arange(query.shape[2], device=query.device)).unsqueeze(0)
+            position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
         return position_ids.to(torch.int32).expand(query.shape[0], -1)
 
     @property

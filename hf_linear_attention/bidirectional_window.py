@@ -204,9 +204,9 @@ class BidirectionalWindow(AttentionMechanism):
         if excess is not None:
             behind = [(output, size - excess) for output, size in behind]
         near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
-        seen = (torch.arange(self.num_sinks, device=query.device) < tokens.position[:, -1:, None]).expand(
-            -1, length, -1
-        )
+        seen = (
+            torch.arange(self.num_sinks, dtype=torch.long, device=query.device) < tokens.position[:, -1:, None]
+        ).expand(-1, length, -1)
         to_sinks = self._sink_query(query, positions)
         position = tokens.position[:, chunk]
         return self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks), before
@@ -221,5 +221,5 @@ class BidirectionalWindow(AttentionMechanism):
 
 def chosen_sinks(position: Tensor, kind: Tensor, count: int) -> Tensor:
     """int8 `[B, s, N]`: 1 where the token is that one of `count` sinks, 0 elsewhere."""
-    wanted = torch.arange(1, count + 1, device=position.device)
+    wanted = torch.arange(1, count + 1, dtype=torch.long, device=position.device)
     return ((position[:, None] == wanted[:, None]) & (kind == SINK)[:, None]).to(torch.int8)

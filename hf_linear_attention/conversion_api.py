@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of
@@ -23,11 +24,12 @@ from .attention_layer import LinearizedCrossAttention
 from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
-from .modeling_linear_attention import RotaryError, linear_attention_modules, linear_model_class
+from .modeling_linear_attention import NoRotaryError, RotaryError, linear_attention_modules, linear_model_class
 from .position_extension import Extension, LongerPositions, plan_extension
 from .transformers_internals import base_model_class
 
 
+logger = logging.get_logger(__name__)
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -202,7 +204,9 @@ def _convert_config(
         if "rope" in complete and "rope" not in given:
             with torch.device("meta"):
                 linear_model_class(model_class)(copy.deepcopy(found))
-    except RotaryError:  # no rotary positions, or not of the usual kind
+    except RotaryError as error:  # no rotary positions, or not of the usual kind
+        if not isinstance(error, NoRotaryError):
+            logger.warning(f"{str(error).rstrip('.')}. The model is converted with `rope` = `before_map`.")
         complete = {name: value for name, value in complete.items() if name != "rope"}
         found = convert_config(config, **further, **complete)
     return found

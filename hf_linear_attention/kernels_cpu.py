@@ -227,7 +227,9 @@ def differentiate(function: Sequence[int], tensors: Sequence[Any], turned: Seque
         for place in OF_QUERIES:
             part[place] = None if part[place] is None else part[place][:, :, heads]
         for place in SHARED:
-            part[place] = None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32)
+            part[place] = (
+                None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32, device="cpu")
+            )
         part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # all query heads share it, so it counts once
         parts.append(part)
     run_attention("attention_backward", function, *parts, turned=turned)

@@ -275,7 +275,7 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
     if len(parts) > 1:
         for part in parts:
             for place in SHARED:
-                part[place] = torch.empty(part[place].shape, dtype=torch.float32)
+                part[place] = torch.empty(part[place].shape, dtype=torch.float32, device="cpu")
     run_attention("delta_backward", (arguments[3].shape[-1], erases, True), *parts)
     if len(parts) > 1:
         for place in SHARED:

@@ -215,7 +215,8 @@ def _window_arguments(
 ) -> list[Tensor | None]:
     """The arguments of the C kernel, with five axes each."""
     kv_heads = key.shape[1]
-    numbers = (visible[:, None, None, :, None], seen[:, None, None], torch.full((1, 1, 1, 1, 1), scaling))
+    scale = query.new_full((1,) * 5, scaling, dtype=torch.float32)
+    numbers = (visible[:, None, None, :, None], seen[:, None, None], scale)
     visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
     key, value, sink_key, sink_value = (with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
     sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)

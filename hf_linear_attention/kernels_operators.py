@@ -214,7 +214,7 @@ def _attention_backward(
     # It computes these per batch member and head.
     wanted = (needed[4], *needed[6:10], False, False, needed[5])
     others = [
-        torch.empty(argument.shape, dtype=torch.float32) if need and argument is not None else None
+        torch.empty(argument.shape, dtype=torch.float32, device="cpu") if need and argument is not None else None
         for argument, need in zip(described[4:], wanted)
     ]
     grad_output = None if grad_output is None else with_rows(grad_output).transpose(1, 2)

@@ -250,7 +250,7 @@ class BlockDecay:
     def __init__(self, log_decay: Tensor, key: Tensor, mask: Tensor | None):
         log_decay = log_decay[None, :, None]
         if mask is None:
-            count = torch.arange(1, key.shape[2] + 1, device=key.device)[None, None]
+            count = torch.arange(1, key.shape[2] + 1, dtype=torch.long, device=key.device)[None, None]
         else:
             count = mask[..., 0].cumsum(dim=2)  # [B, 1, C]
         last = count[:, :, -1:]

@@ -88,7 +88,8 @@ def plain_window(
         return _nothing(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
     size = width if is_free(length) else max(1, min(length, width))
-    offset = torch.arange(width + size - 1, device=query.device) - torch.arange(size, device=query.device)[:, None]
+    place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
+    offset = place - row[:, None]
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
         return _blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)

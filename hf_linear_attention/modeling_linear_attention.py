@@ -296,18 +296,22 @@ def _observed_rotary(
         ) from None
     try:
         found = observed_rotary(model, modules)
-        if not found:
-            name = type(next(iter(modules.values()))).__name__
-            raise ValueError(f"{name} has no rotary positions; leave out the option `rope`.")
     except ValueError as error:
         if rope == "before_map":  # only sinks would use them
             return []
-        raise RotaryError(f"`rope` = `{rope}`, but {error}") from None
+        raise RotaryError(f"`rope` = `{rope}`, but {error}") from error
+    if not found and rope != "before_map":
+        name = type(next(iter(modules.values()))).__name__
+        raise NoRotaryError(f"`rope` = `{rope}`, but {name} has no rotary positions; leave out the option `rope`.")
     return found
 
 
 class RotaryError(ValueError):
     """The setting `rope` cannot be applied to the rotary positions of this model."""
+
+
+class NoRotaryError(RotaryError):
+    """The model has no rotary positions, so that all values of the setting `rope` mean the same."""
 
 
 def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
@@ -327,7 +331,10 @@ def reset_mechanisms(model: Any) -> None:
     """Initialise the parameters of all mechanisms, except for those loaded from a checkpoint."""
     with torch.no_grad():
         for module in linear_attention_modules(model).values():
-            module.linear_attention.reset_parameters()
+            tensors = (*module.linear_attention.parameters(), *module.linear_attention.buffers())
+            # Random matrices that a checkpoint has replaced already need not be drawn.
+            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+                module.linear_attention.reset_parameters()
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ class SoftmaxHeads(AttentionMechanism):
             exact = exact_attention(
                 query[:, list(self.softmax_heads)], kept.key[:, places], kept.value[:, places], kept.mask, scaling
             )
-            heads = torch.tensor(self.softmax_heads, device=output.device)
+            heads = torch.tensor(self.softmax_heads, dtype=torch.long, device=output.device)
             output = output.index_copy(2, heads, exact.transpose(1, 2).to(output.dtype))
         return output, None if new is None else (*new, *kept)
 
@@ -145,8 +145,8 @@ def exact_attention(
     new, total = query.shape[2], key.shape[2]
     if mask is None and new in (1, total):
         return F.scaled_dot_product_attention(query, key, value, is_causal=new > 1, scale=scaling)
-    last = torch.arange(total - new, total, device=query.device)
-    visible = (torch.arange(total, device=query.device) <= last[:, None])[None, None]
+    place = torch.arange(total, dtype=torch.long, device=query.device)
+    visible = (place <= place[total - new :, None])[None, None]
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
     visible = visible & mask[:, None, None]
