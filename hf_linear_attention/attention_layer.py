@@ -64,7 +64,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)
 
 def is_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast is enabled on the device of this tensor."""
-    return torch.is_autocast_enabled(tensor.device.type)
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch knows none for `meta`
 
 
 def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

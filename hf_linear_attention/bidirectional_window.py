@@ -91,6 +91,7 @@ class BidirectionalWindow(AttentionMechanism):
     trained_length: int | None
     keeps_positions: bool
     to_sinks: Any
+    alibi: Any
     # The methods of `window`.
     _attend: Any
     _behind: Any
@@ -102,7 +103,13 @@ class BidirectionalWindow(AttentionMechanism):
     def _attend_both_ways(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, positions: Any
     ) -> Tensor:
-        """The output `[B, N, H, D]`: a causal sweep over the keys before the window, and one over those after it."""
+        """The output `[B, N, H, D]`: a causal sweep over the keys before the window, and one over those after it.
+
+        Raises:
+            NotImplementedError: with ALiBi, whose biases the rows of global tokens would lack.
+        """
+        if self.alibi is not None:
+            raise NotImplementedError(f"{type(self).__name__} has no bidirectional form with ALiBi.")
         tokens = self._ordered(query, key, value, mask, positions)
         chunks = self._chunks(query)
         sinks, sink_query = self._sinks_of(tokens)

@@ -158,6 +158,21 @@ def linear_attention_modules(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "linear_attention_enabled")}
 
 
+def converted_modules(model: Any) -> list[Any]:
+    """The converted layers of a model that has some.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    modules = list(linear_attention_modules(model).values())
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no converted layers; pass what `convert` returned, or what `from_pretrained` "
+            "loaded from a converted checkpoint."
+        )
+    return modules
+
+
 def self_attention_modules(model: nn.Module) -> dict[str, Any]:
     """`{name: module}` of every self-attention that uses the attention interface; a module's index is its layer number.
 
@@ -355,7 +370,7 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
         type(layer) is int for layer in (layers if isinstance(layers, Collection) else "x")
     ):
         raise TypeError(f"Got `layers` = {layers!r}; it must be a list of layer numbers, or None for all.")
-    converted = list(linear_attention_modules(model).values())
+    converted = converted_modules(model)
     known = {module.linear_attention.shape.layer for module in converted}
     if layers is not None and not known.issuperset(layers):
         raise ValueError(f"Got `layers` = {layers!r}; only converted layers are allowed, which are {sorted(known)}.")

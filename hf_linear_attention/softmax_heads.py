@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .kernels_torch import with_dtype
 from .mechanism import AttentionMechanism
 from .mechanism import State
 
@@ -136,12 +137,16 @@ def exact_attention(
 ) -> torch.Tensor:
     """Causal softmax attention of the newest N tokens, `[B, h, N, D]`; 0 for a query that sees no key.
 
+    Under autocast, rotary positions leave queries and keys in float32 beside values in bfloat16.
+
     Args:
         query: `[B, h, N, D]`.
         key, value: `[B, h, T, D]`, of which the last N are those of the queries.
         mask: bool `[B, T]`, False at padding, or None.
         scaling: the factor of q·k.
     """
+    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = (with_dtype(x, wide) for x in (query, key, value))
     new, total = query.shape[2], key.shape[2]
     if mask is None and new in (1, total):
         return F.scaled_dot_product_attention(query, key, value, is_causal=new > 1, scale=scaling)
