@@ -295,7 +295,7 @@ def autograd_in_operator() -> Iterator[None]:
 
 def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.how = inputs[10:]
-    ctx.save_for_backward(*inputs[:10], output[0], output[1])
+    ctx.save_for_backward(*inputs[:10], *output[:3])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
@@ -303,11 +303,14 @@ def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -
 def _differentiate_attention(
     ctx: Any, grad_output: Tensor | None, grad_denominator: Tensor | None, _: Any, grad_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *inputs, output, denominator = ctx.saved_tensors
+    *inputs, output, denominator, scale = ctx.saved_tensors
     if torch.is_grad_enabled():
 
         def plain(*leaves: Any) -> tuple[Any, ...]:
-            return _laid_out(leaves[0], *in_torch(*leaves, *ctx.how, plain=True))
+            output, total, own_scale, state = in_torch(*leaves, *ctx.how, plain=True)
+            if own_scale is not None:  # C divides a denominator by another constant
+                total = total * (own_scale - scale).exp()
+            return _laid_out(leaves[0], output, total, own_scale, state)
 
         grads = gradients_with_graph(plain, inputs, (grad_output, grad_denominator, None, grad_state))
     else:
