@@ -350,11 +350,13 @@ def join(*parts: Part) -> Part:
     lerp = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
     for other, other_size in parts[1:]:
         output = lerp(output, other, (other_size - size).sigmoid())
-        size = torch.logaddexp(size, other_size)
+        # The second derivative of `logaddexp` is NaN where one part has no keys.
+        size = torch.cat((size, other_size), dim=-1).logsumexp(dim=-1, keepdim=True)
     return output, size
 
 
 def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
     """log(denominator) + log_scale, and EMPTY_MAXIMUM where the denominator is 0."""
-    tiny = torch.finfo(denominator.dtype).tiny
-    return (denominator.clamp(min=tiny).log() + log_scale).masked_fill(denominator == 0, EMPTY_MAXIMUM)
+    is_empty = denominator < torch.finfo(denominator.dtype).tiny
+    # Not the logarithm of a tiny number, whose second derivative would be infinite.
+    return (denominator.masked_fill(is_empty, 1.0).log() + log_scale).masked_fill(is_empty, EMPTY_MAXIMUM)

@@ -206,7 +206,7 @@ FUSED = tuple(row for row in MECHANISM_ROWS if row.startswith(("linformer-", "la
 @pytest.mark.parametrize("row", MECHANISM_ROWS)
 def test_second_derivatives(row):
     mechanism, std, mask = build_mechanism(row), 0.5 if row == "performer-trig" else 2.0, padding()
-    mask = mask.flip(1)  # every query sees a key, or the oracles' own derivatives would be NaN
+    mask = mask.flip(1)  # every query sees a key, without which the oracles themselves have no derivatives
     inputs, weight = sample(std), torch.randn(2, LENGTH, 4, 8, dtype=torch.float64)
     exact = [x.detach().double().requires_grad_() for x in inputs]
 
@@ -223,4 +223,7 @@ def test_second_derivatives(row):
             found = derivatives(inputs, attention(mechanism, is_causal, mask)(*inputs)[0])
         expected = derivatives(exact, oracle(row, mechanism, exact, mask, is_causal))
         for a, e in zip(found, expected, strict=True):
-            agree(a, e, 1e-3)  # differences of large float32 numbers
+            assert torch.isfinite(a).all()
+            known = torch.isfinite(e)  # the softmax over no keys of an oracle has none
+            assert known.any()
+            agree(a[known], e[known], 1e-4)  # float32, after two derivatives
