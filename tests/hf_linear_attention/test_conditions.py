@@ -4,15 +4,18 @@ torch.export, second derivatives. It computes what it always computes, or refuse
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
-from matrix import MECHANISM_ROWS, build_mechanism, stock_model, supports
+from matrix import ALIBI_ROWS, MECHANISM_ROWS, build_mechanism, stock_model, supports
 from oracles import ORACLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForMaskedLM
 
 from hf_linear_attention import convert
+from hf_linear_attention.mechanism import AttentionMechanism, refuse_shape
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -92,6 +95,8 @@ AROUND = {
 @pytest.mark.parametrize("row", MECHANISM_ROWS)
 def test_the_default_dtype_and_device_change_nothing(row):
     mechanism, inputs, mask = build_mechanism(row), sample(), padding()
+    with torch.device("meta"):
+        copy.deepcopy(mechanism).reset_parameters()  # draws its numbers on the CPU
     expected = everything(row, mechanism, inputs, mask)
     if row in KINDS:  # as such a pass takes a second
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -166,6 +171,24 @@ def test_autocast_does_not_reach_the_mechanism(row, softmax_heads):
         args, kwargs, output = seen[1]
         assert torch.equal(module.linear_attention(*args, **kwargs)[0], output)
     agree(actual, exact, 0.05)  # bfloat16 has 8 bits, and the feed-forward is in it
+
+
+@pytest.mark.parametrize("row", sorted(ALIBI_ROWS))
+def test_alibi_is_refused_in_encoders(row):
+    mechanism = build_mechanism(row)
+    with pytest.raises((ValueError, NotImplementedError), match=r"causal attention only|no bidirectional form"):
+        attention(mechanism, is_causal=False)(*sample())
+    with pytest.raises(ValueError, match="XAttention is bidirectional and has ALiBi"):
+        refuse_shape("XAttention", mechanism.shape, "bidirectional", mechanism.settings)
+
+
+@pytest.mark.parametrize("row", ["performer", "linear-exp", "linformer-random"])
+def test_loading_draws_no_random_matrix(row, tmp_path, monkeypatch):
+    convert(stock_model("bert", num_hidden_layers=1), settings=MECHANISM_ROWS[row]).save_pretrained(tmp_path)
+    monkeypatch.setattr(AttentionMechanism, "generator", lambda *given: pytest.fail("a random number was drawn"))
+    AutoModelForMaskedLM.from_pretrained(tmp_path)
+    with pytest.raises(pytest.fail.Exception):
+        convert(stock_model("bert", num_hidden_layers=1), settings=MECHANISM_ROWS[row])
 
 
 @pytest.mark.parametrize("row", MECHANISM_ROWS)
