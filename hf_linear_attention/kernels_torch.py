@@ -377,9 +377,8 @@ def attend_within(
         log_decay = log_decay.to(query.dtype)[:, None, None, None]
         count = _count(key, mask).unsqueeze(-1)
     given = (query, key, values, mask, None if numbers is None else numbers[:, None, :, None], count)
-    query, key, values, mask, numbers, count = (
-        F.pad(x, (0, 0, 0, missing)) if missing and x is not None else x for x in given
-    )
+    padded: Any = [F.pad(x, (0, 0, 0, missing)) if missing and x is not None else x for x in given]
+    query, key, values, mask, numbers, count = padded
     exponent = query + key.unsqueeze(2)
     scale = exponent.detach().amax(dim=-1, keepdim=True)
     sums = (exponent - scale).exp().sum(dim=-1, keepdim=True) * values.unsqueeze(2)
