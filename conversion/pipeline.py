@@ -68,7 +68,7 @@ from hf_linear_attention.conversion.softmax_layers import (
 )
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import verify
-from hf_linear_attention.modeling_linear_attention import RotaryError
+from hf_linear_attention.modeling_linear_attention import NoRotaryError, RotaryError
 from hf_linear_attention.position_extension import Extension
 
 
@@ -221,8 +221,8 @@ def _plan(request: Request, source: Source) -> Plan:
     except UsageError as error:
         if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
             raise
-        if arguments.preset is not None:
-            logger.warning("%s. The preset is used with `rope` = `before_map`.", str(error).rstrip("."))
+        if arguments.preset is not None or not isinstance(error.__cause__, NoRotaryError):
+            logger.warning("%s. The model is converted with `rope` = `before_map`.", str(error).rstrip("."))
         settings = changed(settings, lambda entry: {**entry, "rope": "before_map"} if "rope" in entry else {**entry})
         return make_plan(source, settings, *options)
 

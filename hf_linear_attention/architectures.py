@@ -319,7 +319,9 @@ class BloomAttention:
     def alibi_slopes(module: Any) -> tuple[float, ...]:
         """One per head."""
         with torch.device("cpu"):  # the model may be built on meta
-            bias = _stock_module(module).build_alibi_tensor(torch.ones(1, 2), module.num_heads, torch.float32)
+            bias = _stock_module(module).build_alibi_tensor(
+                torch.ones(1, 2, dtype=torch.float32, device="cpu"), module.num_heads, torch.float32
+            )
         return tuple((bias[:, 0, 1] - bias[:, 0, 0]).tolist())
 
 

@@ -90,7 +90,7 @@ def _shape(tensor: torch.Tensor) -> torch.Size:
 
 def _distinct(*shape: int) -> torch.Tensor:
     """Float32 numbers that no normalisation makes alike, in size either."""
-    last = torch.arange(1, shape[-1] + 1, dtype=torch.float32) ** 1.5
+    last = torch.arange(1, shape[-1] + 1, dtype=torch.float32, device="cpu") ** 1.5
     return last.expand(*shape).clone()
 
 
@@ -101,7 +101,7 @@ def _stand_in(value: Any) -> Any:
     if not isinstance(value, nn.Parameter) and not value.is_meta:
         return value.to("cpu")
     dtype = torch.float32 if value.is_floating_point() else value.dtype
-    return torch.ones((), dtype=dtype).expand(_shape(value))
+    return torch.ones((), dtype=dtype, device="cpu").expand(_shape(value))
 
 
 def _on_meta(value: Any) -> Any:
@@ -184,13 +184,14 @@ def _attempts(module: Any, forward: Any, positions: Iterable[Any] | None) -> Ite
     optional = [{"hidden_states", *POSITIONS}, {"hidden_states", *POSITIONS, *OPTIONAL}]
     for shape, names, embeddings in itertools.product(shapes, optional, positions):
         hidden = _distinct(*shape)
+        mask = torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.float32, device="cpu")
         known = {
-            "attention_mask": torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS) if "attention_mask" in names else None,
-            "cu_seqlens": torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+            "attention_mask": mask if "attention_mask" in names else None,
+            "cu_seqlens": torch.tensor([0, NUM_TOKENS], dtype=torch.int32, device="cpu"),
             "height": 1,
             "layer_idx": 0,
             "max_seqlen": NUM_TOKENS,
-            "position_ids": torch.arange(NUM_TOKENS)[None],
+            "position_ids": torch.arange(NUM_TOKENS, dtype=torch.long, device="cpu")[None],
             "shared_kv_states": {},
             "width": NUM_TOKENS,
             **dict.fromkeys(POSITIONS, embeddings),
@@ -219,7 +220,7 @@ def rotary_widths(module: Any) -> list[int]:
 def cos_and_sin(cos: Any, sin: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`position_embeddings` `[1, N, width]` in float32 that are the same at every position."""
     shape = (1, NUM_TOKENS, width)
-    first, second = (torch.as_tensor(x, dtype=torch.float32).expand(shape) for x in (cos, sin))
+    first, second = (torch.as_tensor(x, dtype=torch.float32, device="cpu").expand(shape) for x in (cos, sin))
     return first, second
 
 
@@ -240,10 +241,10 @@ def _position_embeddings(module: Any, hidden_size: int) -> Iterator[Any]:
     pairs = [cos_and_sin(1.0, 0.0, width) for width in widths]
     yield from pairs
     yield from ((cos[0], sin[0]) for cos, sin in pairs)
-    yield from (torch.ones(1, NUM_TOKENS, width // 2, dtype=torch.complex64) for width in widths)
-    yield torch.ones(1, NUM_TOKENS, hidden_size)
-    yield torch.ones(1, 2 * NUM_TOKENS - 1, hidden_size)
-    yield torch.ones(2, NUM_TOKENS, 1, 1, widths[0])
-    yield torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=torch.long)
+    for width in widths:
+        yield torch.ones(1, NUM_TOKENS, width // 2, dtype=torch.complex64, device="cpu")
+    for shape in ((1, NUM_TOKENS, hidden_size), (1, 2 * NUM_TOKENS - 1, hidden_size), (2, NUM_TOKENS, 1, 1, widths[0])):
+        yield torch.ones(shape, dtype=torch.float32, device="cpu")
+    yield torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=torch.long, device="cpu")
     yield from map(_OfEveryLayerType, pairs)
     yield None

@@ -64,7 +64,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)
 
 def is_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast is enabled on the device of this tensor."""
-    return torch.is_autocast_enabled(tensor.device.type)
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch knows none for `meta`
 
 
 def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class LinearizedAttention:
     def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
         """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
         if position_ids is None:
-            position_ids = (seen + torch.arange(query.shape[2], device=query.device)).unsqueeze(0)
+            position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
         return position_ids.to(torch.int32).expand(query.shape[0], -1)
 
     @property

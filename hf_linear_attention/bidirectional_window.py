@@ -91,6 +91,7 @@ class BidirectionalWindow(AttentionMechanism):
     trained_length: int | None
     keeps_positions: bool
     to_sinks: Any
+    alibi: Any
     # The methods of `window`.
     _attend: Any
     _behind: Any
@@ -102,7 +103,13 @@ class BidirectionalWindow(AttentionMechanism):
     def _attend_both_ways(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, positions: Any
     ) -> Tensor:
-        """The output `[B, N, H, D]`: a causal sweep over the keys before the window, and one over those after it."""
+        """The output `[B, N, H, D]`: a causal sweep over the keys before the window, and one over those after it.
+
+        Raises:
+            NotImplementedError: with ALiBi, whose biases the rows of global tokens would lack.
+        """
+        if self.alibi is not None:
+            raise NotImplementedError(f"{type(self).__name__} has no bidirectional form with ALiBi.")
         tokens = self._ordered(query, key, value, mask, positions)
         chunks = self._chunks(query)
         sinks, sink_query = self._sinks_of(tokens)
@@ -204,9 +211,9 @@ class BidirectionalWindow(AttentionMechanism):
         if excess is not None:
             behind = [(output, size - excess) for output, size in behind]
         near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
-        seen = (torch.arange(self.num_sinks, device=query.device) < tokens.position[:, -1:, None]).expand(
-            -1, length, -1
-        )
+        seen = (
+            torch.arange(self.num_sinks, dtype=torch.long, device=query.device) < tokens.position[:, -1:, None]
+        ).expand(-1, length, -1)
         to_sinks = self._sink_query(query, positions)
         position = tokens.position[:, chunk]
         return self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks), before
@@ -221,5 +228,5 @@ class BidirectionalWindow(AttentionMechanism):
 
 def chosen_sinks(position: Tensor, kind: Tensor, count: int) -> Tensor:
     """int8 `[B, s, N]`: 1 where the token is that one of `count` sinks, 0 elsewhere."""
-    wanted = torch.arange(1, count + 1, device=position.device)
+    wanted = torch.arange(1, count + 1, dtype=torch.long, device=position.device)
     return ((position[:, None] == wanted[:, None]) & (kind == SINK)[:, None]).to(torch.int8)

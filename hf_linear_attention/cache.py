@@ -69,7 +69,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         LinearAttentionLayer.__init__(self, number_of_states)
         self.max_cache_len, self.static = max_cache_len, static
         self.is_compileable = static
-        self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=int) if static else 0
+        self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=torch.long, device="cpu") if static else 0
         self.siblings: list[Any] = []  # all layers of the cache
         self.state: State | None = None
         self.signature: str | None = None  # identifies the mechanism that made the state

@@ -7,13 +7,14 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of
@@ -24,11 +25,12 @@ from .attention_layer import LinearizedCrossAttention
 from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
 from .mechanisms import MECHANISMS
-from .modeling_linear_attention import RotaryError, linear_attention_modules, linear_model_class
+from .modeling_linear_attention import NoRotaryError, RotaryError, converted_modules, linear_model_class
 from .position_extension import Extension, LongerPositions, plan_extension
 from .transformers_internals import base_model_class, converting
 
 
+logger = logging.get_logger(__name__)
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -163,7 +165,7 @@ def convert(
         original = stock_class.from_pretrained(model, **arguments)
         return _converted(original, stock_class, positions, settings, linear_attention)
     config = _convert_config(stock, settings, stock_class, linear_attention)
-    with converting():
+    with converting(), _refused_sizes(config):
         loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
     # transformers returns (model, loading info) if it is asked for both
     (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
@@ -206,7 +208,9 @@ def _convert_config(
         if "rope" in complete and "rope" not in given:
             with torch.device("meta"):
                 linear_model_class(model_class)(copy.deepcopy(found))
-    except RotaryError:  # no rotary positions, or not of the usual kind
+    except RotaryError as error:  # no rotary positions, or not of the usual kind
+        if not isinstance(error, NoRotaryError):
+            logger.warning(f"{str(error).rstrip('.')}. The model is converted with `rope` = `before_map`.")
         complete = {name: value for name, value in complete.items() if name != "rope"}
         found = convert_config(config, **further, **complete)
     return found
@@ -222,8 +226,8 @@ def _converted(
     """The linear copy of a loaded model."""
     extension = plan_extension(model.config, stock_class, positions)
     config = _convert_config(model.config, settings, stock_class, linear_attention, extension)
-    with torch.random.fork_rng(devices=[]):
-        converted: Any = _built(linear_model_class(stock_class), config)
+    with torch.random.fork_rng(devices=[]), _refused_sizes(config):
+        converted: Any = linear_model_class(stock_class)(config)
     _leave_out(model, converted)
     _copy_weights(model, converted, extension)
     if model.can_generate():
@@ -232,12 +236,13 @@ def _converted(
     return converted.to(model.device).eval()
 
 
-def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A new model; sizes that do not fit into memory are a `ValueError`."""
+@contextlib.contextmanager
+def _refused_sizes(config: Any) -> Iterator[None]:
+    """Turn the errors of torch for weights that do not fit into memory into a `ValueError`."""
     try:
-        return model_class(config)
+        yield
     except (RuntimeError, MemoryError) as error:
-        if "memory" not in str(error):
+        if "memory" not in str(error) and "overflow" not in str(error):
             raise
         raise ValueError(
             f"The new weights do not fit into memory with {config.linear_attention}; choose smaller sizes."
@@ -296,11 +301,10 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
         is read.
 
     Raises:
-        ValueError: if there is something to fit and no token to fit it to.
+        ValueError: if the model has no converted layers, or there is something to fit and no token to fit it to.
         NotImplementedError: for a model whose attention cannot be observed (ALiBi families).
     """
-    converted = linear_attention_modules(model).values()
-    modules = [m for m in converted if m.linear_attention.needs_calibration(m.linear_attention.settings)]
+    modules = [m for m in converted_modules(model) if m.linear_attention.needs_calibration(m.linear_attention.settings)]
     if not modules:
         return 0
     queries: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}

@@ -48,7 +48,7 @@ class NormalizedFeatures(nn.Module):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with A = identity and b = 0."""
         size, num_features = self.key_projection.shape[1:]
-        start = torch.eye(size, num_features)
+        start = torch.eye(size, num_features, dtype=torch.float32, device="cpu")
         if num_features > size:  # columns that start equal would stay equal
             extra = orthogonal_random_matrix(num_features - size, size, generator).T
             start[:, size:] = extra / extra.norm(dim=0)

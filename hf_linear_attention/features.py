@@ -200,7 +200,7 @@ class TaylorFeatureMap(FeatureMap):
     def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """The polynomial features of queries."""
         x = accumulated(query) * math.sqrt(scaling)
-        first, second = torch.triu_indices(self.head_dim, self.head_dim, offset=1, device=x.device)
+        first, second = torch.triu_indices(self.head_dim, self.head_dim, offset=1, dtype=torch.long, device=x.device)
         squares, products = x.square() * math.sqrt(0.5), x[..., first] * x[..., second]
         return torch.cat((torch.ones_like(x[..., :1]), x, squares, products), dim=-1)
 
@@ -314,7 +314,7 @@ class HedgehogFeatureMap(LearnedFeatureMap):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with W = identity; further columns are orthonormal random vectors."""
         width = self.num_features // 2
-        start = torch.eye(self.head_dim, width)
+        start = torch.eye(self.head_dim, width, dtype=torch.float32, device="cpu")
         if width > self.head_dim:  # columns that start equal would stay equal
             extra = orthogonal_random_matrix(width - self.head_dim, self.head_dim, generator).T
             start[:, self.head_dim :] = extra / extra.norm(dim=0)
@@ -387,11 +387,15 @@ def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator
     Each block has `columns` rows; the last may have fewer. LAPACK's QR is not Haar distributed: without the factor
     sign(diag R) (Mezzadri 2007), the kernel estimate is off by a factor of 0.73 to 1.26 at dimension 16.
     """
+
+    def gaussian(rows: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu")
+
     blocks = []
     for start in range(0, rows, columns):
-        orthogonal, upper = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64))
+        orthogonal, upper = torch.linalg.qr(gaussian(columns))
         blocks.append((orthogonal * upper.diagonal().sign()).T[: rows - start])
-    norms = torch.randn(rows, columns, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
+    norms = gaussian(rows).norm(dim=1, keepdim=True)
     return (torch.cat(blocks) * norms).float()
 
 

@@ -67,7 +67,7 @@ class RandomFeatureMap(FeatureMap):
         rows = self.projection.shape[0]
         if self.orthogonal:
             return orthogonal_random_matrix(rows, self.head_dim, generator)
-        return torch.randn(rows, self.head_dim, generator=generator)
+        return torch.randn(rows, self.head_dim, generator=generator, dtype=torch.float32, device="cpu")
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw W."""

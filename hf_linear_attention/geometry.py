@@ -32,7 +32,8 @@ class HeadMaps(nn.Module):
 
     def reset_parameters(self) -> None:
         """Start as the identity."""
-        init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight))
+        identity = torch.eye(self.weight.shape[-1], dtype=torch.float32, device="cpu")
+        init.copy_(self.weight, identity.expand_as(self.weight))
         init.zeros_(self.log_scale)
         init.zeros_(self.bias)
 

@@ -28,11 +28,12 @@ from torch import Tensor
 from .kernels_cpu import in_large_pages
 from .kernels_torch import BLOCK_SIZE
 from .kernels_torch import EMPTY_MAXIMUM
-from .kernels_torch import GRAPH_LOG_BLOCK_SIZE
 from .kernels_torch import BlockDecay
 from .kernels_torch import Parts
 from .kernels_torch import accumulation_dtype
 from .kernels_torch import attend_block
+from .kernels_torch import attend_log_block
+from .kernels_torch import attend_within
 from .kernels_torch import exponentiate
 from .kernels_torch import joined
 from .kernels_torch import normalize
@@ -61,16 +62,15 @@ def causal_attention(
 
     `gpu_kernel` is `kernels_fla.causal_attention` if that accepts these tensors, and None otherwise.
     """
+    if log_decay is not None and gpu_kernel is None:
+        options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
+        return plain_attention(query, key, value, log_features=log_features, is_causal=True, **options)
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
-    steepest = 0.0 if log_decay is None or gpu_kernel is None else -log_decay.min().item()
+    steepest = 0.0 if log_decay is None else -log_decay.min().item()
     dtype = accumulation_dtype(value)
     key = with_dtype(key, dtype)
     size = safe_block_size(key, mask, maximum, steepest) if log_features else max(1, key.shape[2])
-    if log_decay is not None and gpu_kernel is None:
-        options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
-        options["block_size"] = min(size, BLOCK_SIZE)
-        return plain_attention(query, key, value, log_features=log_features, is_causal=True, **options)
     query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
     if gpu_kernel is not None and not log_features:  # without exponents the kernel handles any decay in one block
         visible = key if mask is None else key * mask
@@ -121,7 +121,7 @@ def scanned_attention(
     from torch._higher_order_ops.scan import scan  # torch has no public name for it yet
 
     dtype, (batch, kv_heads, length, features) = accumulation_dtype(value), key.shape
-    size = GRAPH_LOG_BLOCK_SIZE if log_features else BLOCK_SIZE
+    size = BLOCK_SIZE
     missing = incomplete(length, size)
 
     def blocks(x: Tensor, dim: int) -> Tensor:
@@ -142,7 +142,13 @@ def scanned_attention(
         together = sequence_masks(sequences[0], sequences[1][:, :1]) if sequences else None
         decay = None if log_decay is None else BlockDecay(log_decay.to(dtype), k, m)
         sums, maximum = carried if log_features else (*carried, None)
-        output, scale, *new = attend_block(q, k, v, m, sums, maximum, log_features, True, together, decay)
+        attended: Any
+        if log_features:
+            within = attend_within(q, k, v, m, sequences[0] if sequences else None, log_decay)
+            attended = attend_log_block(q, k, v, m, within, sums, maximum, together, decay)
+        else:
+            attended = attend_block(q, k, v, m, sums, maximum, False, True, together, decay)
+        output, scale, *new = attended
         return [x for x in new if x is not None], [x for x in (output, scale) if x is not None]
 
     start = list(unpack_state(state, log_features)) if state is not None else [

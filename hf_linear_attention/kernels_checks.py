@@ -141,6 +141,8 @@ def check_attention(
         check_shape("key_bias", key_bias, *((n, 1, columns) for n in (kv_heads, 1)), like=query)
         check_shape("key_norm", key_norm, *((n, 1, 1) for n in (kv_heads, 1)), like=query)
     features = columns * (1 + (function == HEDGEHOG))
+    if not features:
+        raise ValueError("Queries and keys have 0 features; kernel attention needs at least one.")
     check_shape("log_decay", log_decay, (kv_heads,), like=query)
     if log_decay is not None and not is_causal:
         raise ValueError("`log_decay` is for causal attention only; leave it out for bidirectional attention.")
@@ -162,6 +164,7 @@ def check_step(
         (batch, heads, length, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
         is_usual = (
             length == 1
+            and features
             and key.shape == (batch, kv_heads, 1, features)
             and value.shape == (batch, kv_heads, 1, width)
             and state.shape == (batch, kv_heads, features, width + 1 + log_features)

@@ -50,6 +50,7 @@ SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 ABI = (4, 48, 120, 96, 32, 23, 5, 35, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool)
 # The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.
 MOST_COLUMNS = 1 << 16
 # The shortest part of a sequence, in tokens; threads cost more than they save on shorter ones.
@@ -227,7 +228,9 @@ def differentiate(function: Sequence[int], tensors: Sequence[Any], turned: Seque
         for place in OF_QUERIES:
             part[place] = None if part[place] is None else part[place][:, :, heads]
         for place in SHARED:
-            part[place] = None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32)
+            part[place] = (
+                None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32, device="cpu")
+            )
         part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # all query heads share it, so it counts once
         parts.append(part)
     run_attention("attention_backward", function, *parts, turned=turned)
@@ -396,12 +399,21 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
-    """For each tensor, in bytes: its address, its strides except the last, which must be 1, and its element size."""
+    """For each tensor, in bytes: its address, its strides except the last, which must be 1, and its element size.
+
+    Raises:
+        TypeError: for a tensor that C cannot read, whoever made it.
+    """
     numbers: list[int] = []
-    for tensor in tensors:
+    for place, tensor in enumerate(tensors):
         if tensor is None:
             numbers += (0, 0, 0, 0, 0, 0)
             continue
+        if tensor.dtype not in READABLE_DTYPES or tensor.device.type != "cpu" or tensor.ndim != 5:
+            raise TypeError(
+                f"Tensor {place} of a C kernel is {tensor.dtype} on {tensor.device} with {tensor.ndim} axes; C reads "
+                "float32, bfloat16 and bool in memory, with five axes."
+            )
         size = tensor.element_size()
         numbers += (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:4]), size)
     return (ctypes.c_int64 * len(numbers))(*numbers)

@@ -30,11 +30,11 @@ from .kernels_cpu import run_delta_step
 from .kernels_delta_fla import delta_on_gpu
 from .kernels_delta_fla import takes_on_gpu
 from .kernels_delta_torch import plain_delta
+from .kernels_operators import autograd_in_operator
 from .kernels_operators import FLOAT32
 from .kernels_operators import Operator
 from .kernels_operators import gradients_of
 from .kernels_operators import grouped
-from .kernels_operators import in_a_thread
 from .kernels_operators import or_nothing
 from .kernels_operators import refuse_without_library
 from .kernels_operators import register
@@ -261,7 +261,7 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
     check_delta(query, key, value, log_decay, beta, state)
     check_delta_results(query, key, value, grad_output, grad_state, needed)
     if not takes_delta(query, key, value):
-        return in_a_thread(_gradients_in_torch, (grad_output, grad_state), inputs, erases, needed)
+        return _gradients_in_torch((grad_output, grad_state), inputs, erases, needed)
     grads = [in_large_pages(x) for x in _fake_delta_backward(grad_output, grad_state, *given)]
     in_float32 = [with_dtype(x, torch.float32) for x in grads[3:5]]  # C writes decays and beta so
     incoming = (
@@ -275,7 +275,7 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
     if len(parts) > 1:
         for part in parts:
             for place in SHARED:
-                part[place] = torch.empty(part[place].shape, dtype=torch.float32)
+                part[place] = torch.empty(part[place].shape, dtype=torch.float32, device="cpu")
     run_attention("delta_backward", (arguments[3].shape[-1], erases, True), *parts)
     if len(parts) > 1:
         for place in SHARED:
@@ -323,7 +323,7 @@ def _gradients_in_torch(
     wanted = (True,) * 5 + (needed[5],)  # as C makes them
     leaves: Any = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, wanted)]
     given: Any = (*leaves, erases)
-    with torch.enable_grad():
+    with autograd_in_operator():
         outputs = _dense(in_torch(*given))
     return [grad.contiguous() for grad in gradients_of(outputs, incoming, leaves)]
 

@@ -24,9 +24,9 @@ from .kernels_cpu import run_step
 from .kernels_cpu import takes
 from .kernels_operators import Operator
 from .kernels_operators import Tensors
+from .kernels_operators import autograd_in_operator
 from .kernels_operators import gradients_of
 from .kernels_operators import grouped
-from .kernels_operators import in_a_thread
 from .kernels_operators import or_nothing
 from .kernels_operators import refuse_without_library
 from .kernels_operators import register
@@ -147,7 +147,7 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
     check_window_results(query, key, value, grad_output, grad_size, output, size)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
-        return in_a_thread(_window_gradients_in_torch, (grad_output, grad_size), inputs, scaling)
+        return _window_gradients_in_torch((grad_output, grad_size), inputs, scaling)
     kv_heads = key.shape[1]
     grads = [in_large_pages(x.new_empty(x.shape)) for x in (query, key, value, sink_key, sink_value)]
     grad_sink_query = None if sink_query is None else sink_query.new_zeros(sink_query.shape)
@@ -173,7 +173,7 @@ def _fake_window_backward(grad_output: Tensor | None, grad_size: Tensor | None, 
 
 def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling: float) -> list[Tensor]:
     leaves: Any = [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
-    with torch.enable_grad():
+    with autograd_in_operator():
         outputs = _window_laid_out(*plain_window(*(*leaves, scaling)))
     grads = gradients_of(outputs, (*incoming, None), leaves)
     return [grad.contiguous() for grad, x in zip(grads, leaves) if x is None or x.requires_grad]
@@ -215,7 +215,8 @@ def _window_arguments(
 ) -> list[Tensor | None]:
     """The arguments of the C kernel, with five axes each."""
     kv_heads = key.shape[1]
-    numbers = (visible[:, None, None, :, None], seen[:, None, None], torch.full((1, 1, 1, 1, 1), scaling))
+    scale = query.new_full((1,) * 5, scaling, dtype=torch.float32)
+    numbers = (visible[:, None, None, :, None], seen[:, None, None], scale)
     visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
     key, value, sink_key, sink_value = (with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
     sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)

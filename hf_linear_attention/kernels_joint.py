@@ -200,7 +200,7 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
         # Of decay, key map, query map and state, per batch member and head.
         wanted = [needed[10], *needed[12:18], needed[11]]
         maps = [
-            torch.empty(x.shape, dtype=torch.float32) if need and x is not None else None
+            torch.empty(x.shape, dtype=torch.float32, device="cpu") if need and x is not None else None
             for need, x in zip(wanted, described[4:12])
         ]
         parts = (made[0][:, :, :, first:], *(grad[:, :, :, :num_far] for grad in made[1:]))
@@ -392,7 +392,7 @@ def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:
     """`x [B, heads, rows, D]` with its pairs of columns turned by `turn [B or 1, rows, 2 R]`."""
     cosine, sine = turn.detach().to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
     start, step, distance = pairs
-    a = start + step * torch.arange(cosine.shape[-1], device=x.device)
+    a = start + step * torch.arange(cosine.shape[-1], dtype=torch.long, device=x.device)
     first, second = x[..., a], x[..., a + distance]
     x = x.index_copy(-1, a, first * cosine - second * sine)
     return x.index_copy(-1, a + distance, first * sine + second * cosine)

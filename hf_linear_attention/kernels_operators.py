@@ -14,10 +14,10 @@ features, W head dimension of the values. Inside, every tensor is `[B, Hkv, G or
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,7 +205,7 @@ def _attention_backward(
     incoming = (grad_output, grad_denominator, grad_state)
     check_attention_results(query, key, value, features, arguments[10], *incoming, output, denominator, needed)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
-        return in_a_thread(_gradients_in_torch, (grad_output, grad_denominator, grad_state), arguments, needed)
+        return _gradients_in_torch((grad_output, grad_denominator, grad_state), arguments, needed)
     kv_heads = key.shape[1]
     described = arguments_of_map(inputs, kv_heads)
     # The C code always computes these three.
@@ -214,7 +214,7 @@ def _attention_backward(
     # It computes these per batch member and head.
     wanted = (needed[4], *needed[6:10], False, False, needed[5])
     others = [
-        torch.empty(argument.shape, dtype=torch.float32) if need and argument is not None else None
+        torch.empty(argument.shape, dtype=torch.float32, device="cpu") if need and argument is not None else None
         for argument, need in zip(described[4:], wanted)
     ]
     grad_output = None if grad_output is None else with_rows(grad_output).transpose(1, 2)
@@ -251,7 +251,7 @@ def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Seq
         x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
         for x, need in zip(arguments[:10], (True, True, True, *needed[3:]))  # as C makes them
     ]
-    with torch.enable_grad():
+    with autograd_in_operator():
         outputs = _laid_out(inputs[0], *in_torch(*inputs, *arguments[10:]))
     grads = gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
     return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
@@ -279,17 +279,23 @@ def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> 
     ]
 
 
-def in_a_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function` in a new thread, where autograd works; inside an operator it is always disabled."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError("The code of an operator cannot be traced.")
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(function, *arguments).result()
+@contextlib.contextmanager
+def autograd_in_operator() -> Iterator[None]:
+    """A context with autograd, which the dispatcher may have switched off for the code of an operator.
+
+    Another thread would have autograd too, but neither the current device nor the current stream of CUDA.
+    """
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.how = inputs[10:]
-    ctx.save_for_backward(*inputs[:10], output[0], output[1])
+    ctx.save_for_backward(*inputs[:10], *output[:3])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
@@ -297,11 +303,14 @@ def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -
 def _differentiate_attention(
     ctx: Any, grad_output: Tensor | None, grad_denominator: Tensor | None, _: Any, grad_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *inputs, output, denominator = ctx.saved_tensors
+    *inputs, output, denominator, scale = ctx.saved_tensors
     if torch.is_grad_enabled():
 
         def plain(*leaves: Any) -> tuple[Any, ...]:
-            return _laid_out(leaves[0], *in_torch(*leaves, *ctx.how, plain=True))
+            output, total, own_scale, state = in_torch(*leaves, *ctx.how, plain=True)
+            if own_scale is not None:  # C divides a denominator by another constant
+                total = total * (own_scale - scale).exp()
+            return _laid_out(leaves[0], output, total, own_scale, state)
 
         grads = gradients_with_graph(plain, inputs, (grad_output, grad_denominator, None, grad_state))
     else:

@@ -36,8 +36,8 @@ EMPTY_MAXIMUM = -1e30
 # Candidate block lengths for log features, in tokens; the first one whose features cannot underflow is taken.
 BLOCK_SIZES = (4096, 1024, 256, 64, 16, 4, 1)
 # Tokens per block. Long blocks need fewer calls of torch, short ones fewer scores; 32 to 96 tokens differ by less than
-# a tenth on one CPU thread. The second number is for log features in a graph, where no branch may depend on data.
-BLOCK_SIZE, GRAPH_LOG_BLOCK_SIZE = 64, 16
+# a tenth on one CPU thread.
+BLOCK_SIZE = 64
 
 Parts = tuple[Tensor, Tensor, "Tensor | None", Tensor]
 
@@ -104,7 +104,6 @@ def plain_attention(
     key_mask: Tensor | None = None,
     state: Tensor | None = None,
     log_decay: Tensor | None = None,
-    block_size: int | None = None,
 ) -> Parts:
     """`kernels.kernel_attention` of features (arguments as there) in plain operations, with no branch on data.
 
@@ -136,14 +135,20 @@ def plain_attention(
     if not is_causal:
         output, scale, sums, maximum = attend_block(query, key, values, mask, sums, maximum, log_features, False)
         return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
-    size = block_size or (GRAPH_LOG_BLOCK_SIZE if log_features else BLOCK_SIZE)
-    parts = query.split(size, dim=3), key.split(size, dim=2), values.split(size, dim=2)
-    masks = itertools.repeat(None) if mask is None else mask.split(size, dim=2)
-    together = itertools.repeat(None) if segments is None else _sequence_masks(segments, size)
+    within: Any = (None, None)
+    if log_features:
+        numbers = None if segments is None else with_padding_counted(segments)
+        within = attend_within(query, key, values, mask, numbers, log_decay)
+    given = [query, key, values, mask, *within]
+    parts = [itertools.repeat(None) if x is None else x.split(BLOCK_SIZE, dim=-2) for x in given]
+    together = itertools.repeat(None) if segments is None else _sequence_masks(segments, BLOCK_SIZE)
     blocks: list[tuple[Tensor, Any]] = []
-    for q, k, v, m, same in zip(*parts, masks, together):
+    for q, k, v, m, own, size, same in zip(*parts, together):
         decay = None if log_decay is None else BlockDecay(log_decay.to(dtype), k, m)
-        output, scale, sums, maximum = attend_block(q, k, v, m, sums, maximum, log_features, True, same, decay)
+        if log_features:
+            output, scale, sums, maximum = attend_log_block(q, k, v, m, (own, size), sums, maximum, same, decay)
+        else:
+            output, scale, sums, maximum = attend_block(q, k, v, m, sums, maximum, False, True, same, decay)
         blocks.append((output, scale))
     output = joined([part for part, _ in blocks])
     scale = joined([part for _, part in blocks]) if log_features else None
@@ -245,20 +250,31 @@ def pack_state(sums: Any, maximum: Tensor | None) -> Tensor:
 
 
 class BlockDecay:
-    """The factors exp(log_decay)^(real tokens between key and query) within a block; every exponent is at most 0."""
+    """The log decay within a block: of weights, log_decay times the real tokens between key and query."""
 
     def __init__(self, log_decay: Tensor, key: Tensor, mask: Tensor | None):
-        log_decay = log_decay[None, :, None]
-        if mask is None:
-            count = torch.arange(1, key.shape[2] + 1, device=key.device)[None, None]
-        else:
-            count = mask[..., 0].cumsum(dim=2)  # [B, 1, C]
-        last = count[:, :, -1:]
-        distance = (count.unsqueeze(3) - count.unsqueeze(2)).clamp(min=0)
-        self.pairs = (log_decay.unsqueeze(3) * distance).exp().unsqueeze(2)  # [B or 1, Hkv, 1, C, C]
-        self.with_carried = (log_decay * count).exp()[:, :, None, :, None]  # [B or 1, Hkv, 1, C, 1]
-        self.to_last = (log_decay * (last - count)).unsqueeze(3)  # [B or 1, Hkv, C, 1]
-        self.carried_to_last = log_decay * last  # [B or 1, Hkv, 1]
+        self.log_decay, self.count = log_decay[None, :, None], _count(key, mask)  # [1, Hkv, 1], [B or 1, 1, C]
+
+    @property
+    def pairs(self) -> Tensor:
+        """The factors between the tokens of a block, `[B or 1, Hkv, 1, C, C]`."""
+        distance = (self.count.unsqueeze(3) - self.count.unsqueeze(2)).clamp(min=0)
+        return (self.log_decay.unsqueeze(3) * distance).exp().unsqueeze(2)
+
+    @property
+    def from_carried(self) -> Tensor:
+        """The exponents between the last token before the block and each of its tokens, `[B or 1, Hkv, C, 1]`."""
+        return (self.log_decay * self.count).unsqueeze(3)
+
+    @property
+    def to_last(self) -> Tensor:
+        """The exponents between each token and the last one, `[B or 1, Hkv, C, 1]`."""
+        return (self.log_decay * (self.count[:, :, -1:] - self.count)).unsqueeze(3)
+
+    @property
+    def carried_to_last(self) -> Tensor:
+        """The exponents between the last token before the block and its last one, `[B or 1, Hkv, 1]`."""
+        return self.log_decay * self.count[:, :, -1:]
 
 
 def attend_block(
@@ -274,7 +290,7 @@ def attend_block(
     decay: BlockDecay | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
-    scale, exponent, before = None, key, (sums, maximum)
+    scale = None
     if log_features:
         query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
     if mask is not None:
@@ -287,8 +303,9 @@ def attend_block(
     carried = (rows @ sums).unflatten(2, group) if sums is not None else None
     if decay is not None:
         scores = scores * decay.pairs
-        carried = None if carried is None else carried * decay.with_carried
-        sums, key, maximum = _fade(exponent, key, mask, sums, maximum, before, decay)
+        carried = None if carried is None else carried * decay.from_carried.exp().unsqueeze(2)
+        sums = None if sums is None else sums * decay.carried_to_last.exp().unsqueeze(3)
+        key = key * decay.to_last.exp()
     if together is not None:
         scores = scores * together.pairs
         carried = carried * together.with_carried if carried is not None else None
@@ -298,36 +315,125 @@ def attend_block(
     return output, scale, _add(sums, key.transpose(-1, -2) @ values), maximum
 
 
-def _fade(
-    exponent: Tensor,
+def attend_log_block(
+    query: Tensor,
     key: Tensor,
+    values: Tensor,
     mask: Tensor | None,
+    within: tuple[Tensor, Tensor],
     sums: Tensor | None,
     maximum: Tensor | None,
-    before: tuple[Any, Tensor | None],  # the sums are None only where the maximum is
-    decay: BlockDecay,
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Decay the sums and keys of a block to its last token, as the state needs them, and find their maximum.
-
-    `maximum` is that of the block. `before` holds the sums and the maximum of the state before it. With log features
-    that maximum decays too, so that keys after a long decay do not vanish beside it.
-    """
-    if maximum is None:
-        return (
-            None if sums is None else sums * decay.carried_to_last.exp().unsqueeze(3),
-            key * decay.to_last.exp(),
-            None,
+    together: Together | None,
+    decay: BlockDecay | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`attend_block` of log features, causal, with what `attend_within` gave for this block."""
+    (output, scale), stays = within, mask
+    if together is not None:
+        stays = together.key_stays if mask is None else mask & together.key_stays
+    if sums is not None and maximum is not None:
+        exponent = query + maximum[:, :, None, None]
+        exponent = exponent if decay is None else exponent + decay.from_carried.unsqueeze(2)
+        part, size = _weighed(exponent, sums.unsqueeze(2))
+        output, scale = _joined_parts(
+            (output, scale), (part, size), None if together is None else together.with_carried
         )
-    faded = exponent + decay.to_last
-    visible = faded.detach() if mask is None else faded.detach().masked_fill(~mask, EMPTY_MAXIMUM)
-    new = visible.amax(dim=2)
-    sums, maximum = before
-    if maximum is not None:
-        carried = maximum + decay.carried_to_last
-        new = torch.maximum(new, carried.detach())
-        sums = sums * (carried - new).exp().unsqueeze(3)
-    key = faded - new.unsqueeze(2)
-    return sums, key.exp() if mask is None else _masked_exp(key, mask) * mask, new
+        maximum = maximum if decay is None else maximum + decay.carried_to_last
+        if together is not None:
+            sums = sums * together.carried_stays
+            maximum = maximum.masked_fill(~together.carried_stays.squeeze(3), EMPTY_MAXIMUM)
+    key = key if decay is None else key + decay.to_last
+    new = largest_visible(key, stays)
+    if sums is not None and maximum is not None:
+        new = torch.maximum(new, maximum.detach())
+        sums = sums * (maximum - new).exp().unsqueeze(3)
+    return output, scale, _add(sums, _shifted_exp(key, new, stays).transpose(-1, -2) @ values), new
+
+
+def attend_within(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    numbers: Tensor | None,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The sums `[B, Hkv, G, N, W + 1]` over the keys up to each query within its block, divided by exp(second result).
+
+    A token first sees itself. Then the second half of every 2, 4, 8, .. tokens sees all of the first half, which has
+    one maximum per feature: that of keys which every one of these queries sees. One maximum for the whole block would
+    let the weights of an early query underflow before a large key. `numbers [B, N]` are those of packed sequences.
+    """
+    length = key.shape[2]
+    block = min(BLOCK_SIZE, 1 << (length - 1).bit_length())
+    missing = -length % block  # these tokens come last, so that no other query sees them
+
+    def halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The first and second halves `[..., pairs, size, X]` of every 2 size tokens of `[..., N, X]`."""
+        first, second = x.unflatten(-2, (-1, 2, size)).unbind(-3)
+        return first, second
+
+    count = None
+    if log_decay is not None:
+        log_decay = log_decay.to(query.dtype)[:, None, None, None]
+        count = _count(key, mask).unsqueeze(-1)
+    given = (query, key, values, mask, None if numbers is None else numbers[:, None, :, None], count)
+    padded: Any = [F.pad(x, (0, 0, 0, missing)) if missing and x is not None else x for x in given]
+    query, key, values, mask, numbers, count = padded
+    exponent = query + key.unsqueeze(2)
+    scale = exponent.detach().amax(dim=-1, keepdim=True)
+    sums = (exponent - scale).exp().sum(dim=-1, keepdim=True) * values.unsqueeze(2)
+    if mask is not None:
+        sums, scale = sums * mask.unsqueeze(2), scale.masked_fill(~mask.unsqueeze(2), EMPTY_MAXIMUM)
+    for size in (1 << level for level in range(block.bit_length() - 1)):
+        (earlier, _), (_, later) = halves(key, size), halves(query, size)
+        visible, sees = None if mask is None else halves(mask, size)[0], None
+        if log_decay is not None and count is not None:
+            passed, passing = halves(count, size)
+            last = passed[..., -1:, :]
+            earlier, later = earlier + log_decay * (last - passed), later + (log_decay * (passing - last)).unsqueeze(2)
+        if numbers is not None:
+            number, other = halves(numbers, size)
+            last = number[..., -1:, :]  # a sequence is contiguous: who sees any of the first half is of this one
+            visible = number == last if visible is None else visible & (number == last)
+            sees = (other == last).unsqueeze(2)
+        largest = largest_visible(earlier, visible)
+        weights = _shifted_exp(earlier, largest, visible).unsqueeze(2).transpose(-1, -2)
+        part, part_scale = _weighed(later + largest[:, :, None, :, None], weights)
+        part = part @ halves(values, size)[0].unsqueeze(2)
+        before, now = zip(halves(sums, size), halves(scale, size))
+        now = _joined_parts(now, (part, part_scale), sees)
+        sums, scale = (torch.stack(x, dim=-3).flatten(-4, -2) for x in zip(before, now))
+    return sums[..., :length, :], scale[..., :length, :]
+
+
+def _count(key: Tensor, mask: Tensor | None) -> Tensor:
+    """The number of real tokens up to each one, `[B or 1, 1, N]`, of `key [B, Hkv, N, F]` and `mask [B, 1, N, 1]`."""
+    if mask is not None:
+        return mask[..., 0].cumsum(dim=2)
+    return torch.arange(1, key.shape[2] + 1, dtype=torch.long, device=key.device)[None, None]
+
+
+def _weighed(exponent: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(exponent) @ sums, divided by the largest exp of a row, and the logarithm of that, a constant."""
+    scale = exponent.detach().amax(dim=-1, keepdim=True)
+    return (exponent - scale).exp() @ sums, scale
+
+
+def _joined_parts(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sees: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sum of two pairs of sums and log scale; only where `sees` is true is there a second part."""
+    part, size = second
+    if sees is not None:
+        part, size = part * sees, size.masked_fill(~sees, EMPTY_MAXIMUM)
+    scale = torch.maximum(first[1], size)
+    return first[0] * (first[1] - scale).exp() + part * (size - scale).exp(), scale
+
+
+def _shifted_exp(exponent: Tensor, maximum: Tensor, mask: Tensor | None) -> Tensor:
+    """exp(`exponent [..., S, F]` - `maximum [..., F]`), and 0 where `mask` is false."""
+    exponent = exponent - maximum.unsqueeze(-2)
+    return exponent.exp() if mask is None else _masked_exp(exponent, mask) * mask
 
 
 def merge_states(first: Tensor, second: Tensor, log_features: bool, log_decay: Tensor | None = None) -> Tensor:

@@ -88,7 +88,8 @@ def plain_window(
         return _nothing(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
     size = width if is_free(length) else max(1, min(length, width))
-    offset = torch.arange(width + size - 1, device=query.device) - torch.arange(size, device=query.device)[:, None]
+    place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
+    offset = place - row[:, None]
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
         return _blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)
@@ -349,11 +350,13 @@ def join(*parts: Part) -> Part:
     lerp = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
     for other, other_size in parts[1:]:
         output = lerp(output, other, (other_size - size).sigmoid())
-        size = torch.logaddexp(size, other_size)
+        # The second derivative of `logaddexp` is NaN where one part has no keys.
+        size = torch.cat((size, other_size), dim=-1).logsumexp(dim=-1, keepdim=True)
     return output, size
 
 
 def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
     """log(denominator) + log_scale, and EMPTY_MAXIMUM where the denominator is 0."""
-    tiny = torch.finfo(denominator.dtype).tiny
-    return (denominator.clamp(min=tiny).log() + log_scale).masked_fill(denominator == 0, EMPTY_MAXIMUM)
+    is_empty = denominator < torch.finfo(denominator.dtype).tiny
+    # Not the logarithm of a tiny number, whose second derivative would be infinite.
+    return (denominator.masked_fill(is_empty, 1.0).log() + log_scale).masked_fill(is_empty, EMPTY_MAXIMUM)

@@ -126,7 +126,7 @@ def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) ->
         start = min(offset, mask.shape[1] - length)
         return mask[:, start : start + length]
     first = offset.clamp(max=mask.shape[1] - length)
-    return mask.index_select(1, first + torch.arange(length, device=mask.device))
+    return mask.index_select(1, first + torch.arange(length, dtype=torch.long, device=mask.device))
 
 
 def _packed_segments(
@@ -140,16 +140,16 @@ def _packed_segments(
     """Number the packed sequences `[B, N]` from 1, by O(N) calls of the mask function; None if there is only one."""
     if length <= 1:
         return None
-    rows = torch.arange(batch_size, device=device)[:, None]
-    later = torch.arange(1, length, device=device)[None, :] + offset
+    rows = torch.arange(batch_size, dtype=torch.long, device=device)[:, None]
+    later = torch.arange(1, length, dtype=torch.long, device=device)[None, :] + offset
     head = torch.zeros((), dtype=torch.long, device=device)
-    looks_ahead = torch.as_tensor(mask_function(rows, head, later - 1, later))
+    looks_ahead = torch.as_tensor(mask_function(rows, head, later - 1, later), dtype=torch.bool, device=device)
     if not may_look_ahead and not is_tracing() and looks_ahead.any():
         raise ValueError(
             "Linear attention got a mask that lets tokens of a causal model look ahead (a bidirectional prefix or "
             "block), which it cannot honour. Keep these layers softmax (setting `layers`)."
         )
-    connected = torch.as_tensor(mask_function(rows, head, later, later - 1), device=device)
+    connected = torch.as_tensor(mask_function(rows, head, later, later - 1), dtype=torch.bool, device=device)
     connected = connected.expand(batch_size, length - 1)
     if not is_tracing() and connected.all():
         return None
@@ -222,7 +222,7 @@ def _read_square_mask(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Read `mask [B, N, columns]`: its diagonal shows padding, and the entry before it whether a sequence continues."""
     start = min(seen, mask.shape[2] - length) if isinstance(seen, int) else seen
-    position = torch.arange(length, device=mask.device)
+    position = torch.arange(length, dtype=torch.long, device=mask.device)
     square = mask.index_select(2, start + position)
     valid = square.diagonal(dim1=1, dim2=2)
     if not is_causal:
@@ -306,7 +306,7 @@ def attend_packed(
     sizes = [1 << max(0, math.ceil(math.log2(n))) for n in lengths.tolist()]
     for size in sorted(set(sizes)):
         chosen = [index for index, other in enumerate(sizes) if other == size]
-        position = torch.arange(size, device=query.device)
+        position = torch.arange(size, dtype=torch.long, device=query.device)
         inside = position < lengths[chosen, None]
         index = (starts[chosen, None] + position).clamp(max=batch * length - 1)
         if key_mask is not None:

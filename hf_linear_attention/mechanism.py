@@ -331,6 +331,11 @@ def refuse_shape(name: str, shape: LayerShape, needed: str, settings: Mapping[st
             f"`{settings['mechanism']}` does not support grouped-query attention, which {name} has; choose another "
             "mechanism."
         )
+    if shape.alibi_slopes is not None and needed != "causal":
+        raise ValueError(
+            f"{name} is {needed} and has ALiBi, which linear attention honours in decoders only; keep such layers "
+            "softmax (setting `layers`)."
+        )
     if shape.alibi_slopes is not None and not mechanism.supports("alibi", settings):
         raise ValueError(
             f"{name} has ALiBi positions, which `{settings['mechanism']}` does not support; use one of "

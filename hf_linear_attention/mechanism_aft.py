@@ -144,7 +144,8 @@ class AftAttention(AttentionMechanism):
         """Start with w = 0."""
         for name, parameter in self.named_parameters(recurse=False):
             if name == "query_position":  # if both factors were 0, neither would ever get a gradient
-                init.copy_(parameter, torch.randn(parameter.shape, generator=self.generator()) * 0.02)
+                drawn = torch.randn(parameter.shape, generator=self.generator(), dtype=torch.float32, device="cpu")
+                init.copy_(parameter, drawn * 0.02)
             else:
                 init.zeros_(parameter)
 

@@ -54,7 +54,8 @@ class LatentAttention(AttentionMechanism):
     def reset_parameters(self) -> None:
         """Draw the latents from a Gaussian of standard deviation `initial_std`."""
         size = self.latents.shape
-        init.copy_(self.latents, self.initial_std * torch.randn(size, generator=self.generator()))
+        drawn = torch.randn(size, generator=self.generator(), dtype=torch.float32, device="cpu")
+        init.copy_(self.latents, self.initial_std * drawn)
 
     def forward(
         self,

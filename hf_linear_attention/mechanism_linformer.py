@@ -102,11 +102,10 @@ class LinformerAttention(AttentionMechanism):
         return PROJECTIONS[self.projection_kind(self.settings)]
 
     def _add_projection(self, name: str, size: tuple[int, ...] | None) -> None:
-        tensor = None if size is None else torch.empty(size)
-        if self.projection is not None and not self.projection.is_learned:
-            self.register_buffer(name, tensor)  # persistent, because it is part of the function
+        if self.projection is not None and not self.projection.is_learned:  # persistent: it is part of the function
+            self.register_buffer(name, None if size is None else torch.empty(size))
         else:
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+            self.register_parameter(name, None if size is None else nn.Parameter(torch.empty(size)))
 
     @classmethod
     def projection_kind(cls, settings: Mapping[str, Any]) -> str:
@@ -206,7 +205,7 @@ class LinformerAttention(AttentionMechanism):
 
 def mean_pool_matrix(slots: int, length: int) -> torch.Tensor:
     """The matrix `[slots, length]` whose row s averages the positions p with floor(p slots / length) = s."""
-    owner = (torch.arange(length) * slots) // length
+    owner = (torch.arange(length, dtype=torch.long, device="cpu") * slots) // length
     pool = F.one_hot(owner, slots).T.float()
     return pool / pool.sum(dim=1, keepdim=True).clamp(min=1)
 
@@ -216,7 +215,7 @@ def mean_pool(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Means over `slots` segments of each row's real tokens; a shorter row keeps its tokens unchanged."""
     weights = None
-    empty = (torch.arange(slots, device=key.device) >= key.shape[2])[None, None]
+    empty = (torch.arange(slots, dtype=torch.long, device=key.device) >= key.shape[2])[None, None]
     if mask is not None:
         key, value = without_padding(key, mask), without_padding(value, mask)
         weights = segment_mean_weights(mask, slots, accumulation_dtype(key)).unsqueeze(1)
@@ -337,20 +336,22 @@ PROJECTIONS: dict[str, Projection | None] = {
     "stretched": Projection(
         True,
         lambda slots, length: (slots, length),
-        lambda size, slots, generator: torch.zeros(size),
+        lambda size, slots, generator: torch.zeros(size, dtype=torch.float32, device="cpu"),
         stretch,
     ),
     "mean-pool": None,
     "conv": Projection(
         True,
         lambda slots, length: (math.ceil(length / slots),),
-        lambda size, slots, generator: torch.full(size, 1 / size[1]),
+        lambda size, slots, generator: torch.full(size, 1 / size[1], dtype=torch.float32, device="cpu"),
         convolve,
     ),
     "random": Projection(
         False,
         lambda slots, length: (slots, length),
-        lambda size, slots, generator: torch.randn(size, generator=generator) / math.sqrt(slots),
+        lambda size, slots, generator: (
+            torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(slots)
+        ),
         project,
     ),
 }

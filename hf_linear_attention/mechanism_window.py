@@ -298,7 +298,9 @@ class WindowAttention(BidirectionalWindow):
         far = Line(far_key, far_value, far_mask, far_position)
         behind, sums = self._behind(query, far, far_mask, scaling, positions)
         near = NearKeys(near_key, near_value, F.pad(line.kind, (w - 1, 0)), w - 1)
-        position = torch.arange(1, length + 1, device=key.device)[None] if self.alibi is not None else None
+        position = None
+        if self.alibi is not None:
+            position = torch.arange(1, length + 1, dtype=torch.long, device=key.device)[None]
         to_sinks = self._sink_query(query, positions)
         return self._attend(query, near, sinks, seen, position, behind, scaling, to_sinks), sums
 
@@ -331,7 +333,7 @@ class WindowAttention(BidirectionalWindow):
         )
         line = line.aligned_right() if is_padded else line
         sinks = self._collect_sinks(key, value, position, kind, old)
-        seen = torch.arange(self.num_sinks, device=key.device) < position.unsqueeze(-1)
+        seen = torch.arange(self.num_sinks, dtype=torch.long, device=key.device) < position.unsqueeze(-1)
         last = line.last(w)
         kept = WindowState(*last[:3], *sinks, position[:, -1:], last.position)
         found = self._at_once(query, line, line.kind == ORDINARY, sinks, seen, scaling, positions, sums)
@@ -360,8 +362,8 @@ class WindowAttention(BidirectionalWindow):
         # Nobody needs a key that leaves the window after the next sequence has begun.
         leaves = (to_far.kind == ORDINARY) & (line_numbers[:, :length] == numbers)
         behind, sums = self._behind(query, to_far, torch.where(leaves, numbers, -numbers), scaling, positions)
-        places = first.unsqueeze(-1) + torch.arange(s, device=key.device)  # [B, N, s]
-        seen = torch.arange(s, device=key.device) < position.unsqueeze(-1)
+        places = first.unsqueeze(-1) + torch.arange(s, dtype=torch.long, device=key.device)  # [B, N, s]
+        seen = torch.arange(s, dtype=torch.long, device=key.device) < position.unsqueeze(-1)
         places = places.clamp(max=length - 1).flatten(1)
         sinks: Any = tuple(
             gather_tokens(x, places).unflatten(2, (length, s)) for x in (key, value)
@@ -418,7 +420,9 @@ class WindowAttention(BidirectionalWindow):
         distance = log_decay = None
         if self.alibi is not None:
             log_decay = self.alibi()
-            distance = (position.unsqueeze(-1) - torch.arange(1, self.num_sinks + 1, device=query.device)).abs()
+            distance = (
+                position.unsqueeze(-1) - torch.arange(1, self.num_sinks + 1, dtype=torch.long, device=query.device)
+            ).abs()
         sink_keys = SinkKeys(sinks[0], sinks[1], seen, distance)
         output, size, largest = exact_part(query, near, sink_keys, scaling, log_decay, self.is_scale_constant, to_sinks)
         return self._joined((output, size), behind, largest, query, scaling).flatten(1, 2)

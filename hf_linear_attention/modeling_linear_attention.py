@@ -158,6 +158,21 @@ def linear_attention_modules(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "linear_attention_enabled")}
 
 
+def converted_modules(model: Any) -> list[Any]:
+    """The converted layers of a model that has some.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    modules = list(linear_attention_modules(model).values())
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no converted layers; pass what `convert` returned, or what `from_pretrained` "
+            "loaded from a converted checkpoint."
+        )
+    return modules
+
+
 def self_attention_modules(model: nn.Module) -> dict[str, Any]:
     """`{name: module}` of every self-attention that uses the attention interface; a module's index is its layer number.
 
@@ -296,18 +311,22 @@ def _observed_rotary(
         ) from None
     try:
         found = observed_rotary(model, modules)
-        if not found:
-            name = type(next(iter(modules.values()))).__name__
-            raise ValueError(f"{name} has no rotary positions; leave out the option `rope`.")
     except ValueError as error:
         if rope == "before_map":  # only sinks would use them
             return []
-        raise RotaryError(f"`rope` = `{rope}`, but {error}") from None
+        raise RotaryError(f"`rope` = `{rope}`, but {error}") from error
+    if not found and rope != "before_map":
+        name = type(next(iter(modules.values()))).__name__
+        raise NoRotaryError(f"`rope` = `{rope}`, but {name} has no rotary positions; leave out the option `rope`.")
     return found
 
 
 class RotaryError(ValueError):
     """The setting `rope` cannot be applied to the rotary positions of this model."""
+
+
+class NoRotaryError(RotaryError):
+    """The model has no rotary positions, so that all values of the setting `rope` mean the same."""
 
 
 def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
@@ -329,7 +348,10 @@ def reset_mechanisms(model: Any) -> None:
     """Initialise the parameters of all mechanisms, except for those loaded from a checkpoint."""
     with torch.no_grad():
         for module in linear_attention_modules(model).values():
-            module.linear_attention.reset_parameters()
+            tensors = (*module.linear_attention.parameters(), *module.linear_attention.buffers())
+            # Random matrices that a checkpoint has replaced already need not be drawn.
+            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+                module.linear_attention.reset_parameters()
 
 
 @contextlib.contextmanager
@@ -350,7 +372,7 @@ def softmax_attention(model: PreTrainedModel, layers: Collection[int] | None = N
         type(layer) is int for layer in (layers if isinstance(layers, Collection) else "x")
     ):
         raise TypeError(f"Got `layers` = {layers!r}; it must be a list of layer numbers, or None for all.")
-    converted = list(linear_attention_modules(model).values())
+    converted = converted_modules(model)
     known = {module.linear_attention.shape.layer for module in converted}
     if layers is not None and not known.issuperset(layers):
         raise ValueError(f"Got `layers` = {layers!r}; only converted layers are allowed, which are {sorted(known)}.")

@@ -78,7 +78,7 @@ class Extension:
                 return torch.cat((old, fresh[table.rows :]))
         count, first = table.new_rows - table.reserved, old[table.reserved :]
         if self.start == "tiled":
-            new = first[torch.arange(count, device=old.device) % len(first)]
+            new = first[torch.arange(count, dtype=torch.long, device=old.device) % len(first)]
         else:
             columns = first.cpu().double().T.unsqueeze(0)  # Apple GPUs lack float64
             new = F.interpolate(columns, size=count, mode="linear", align_corners=True)[0].T.to(old)

@@ -10,7 +10,6 @@ The decay is that of ALiBi, with fixed slopes, or a learned one (the option `dec
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,7 +79,7 @@ class RotaryShift:
         if first >= half:
             return x
         slow = self.rotary.inverse_frequencies[first:]
-        frequencies = _frequencies(slow, x.device)
+        frequencies = torch.tensor(slow, dtype=torch.float32, device=x.device)
         angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, frequencies]
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -104,20 +103,8 @@ class RotaryShift:
         slow = self.rotary.inverse_frequencies[self.first :]
         if not slow:
             return None
-        angle = tokens.unsqueeze(-1).float() * _frequencies(slow, tokens.device)
+        angle = tokens.unsqueeze(-1).float() * torch.tensor(slow, dtype=torch.float32, device=tokens.device)
         return torch.cat((angle.cos(), angle.sin()), dim=-1)
-
-
-def _frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    # A graph holds them as a constant; torch.compile would warn about the cache.
-    is_compiling = torch.compiler.is_compiling()
-    return torch.tensor(frequencies, device=device) if is_compiling else _cached_frequencies(frequencies, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_frequencies(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # training may use the cached tensor later
-        return torch.tensor(frequencies, device=device)
 
 
 def needs_rotary(settings: Mapping[str, Any]) -> bool:
@@ -198,7 +185,7 @@ class AlibiDecay(nn.Module):
 
     def reset_parameters(self) -> None:
         """Fill in the slopes."""
-        init.copy_(self.log_decay, -torch.tensor(self.slopes))
+        init.copy_(self.log_decay, -torch.tensor(self.slopes, dtype=torch.float32, device="cpu"))
 
     def forward(self) -> torch.Tensor:
         """The logarithm of the decay per token, `[Hkv]`."""
@@ -215,7 +202,8 @@ class LearnedDecay(nn.Module):
 
     def reset_parameters(self) -> None:
         """Choose the rates that give the initial slopes."""
-        init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
+        rates = [math.log(math.expm1(slope)) for slope in self.slopes]
+        init.copy_(self.rate, torch.tensor(rates, dtype=torch.float32, device="cpu"))
 
     def forward(self) -> torch.Tensor:
         """The logarithm of the decay per token, `[Hkv]`."""

@@ -115,7 +115,7 @@ def _plain_values(owner: Any) -> tuple:
 def _observed_pairing(module: nn.Module, stock_class: type) -> RotaryPairing | str | None:
     """The pairing, None if there is no rotation, or a description of what `RotaryPairing` cannot describe."""
     for width in rotary_widths(module):
-        columns = torch.arange(1, width + 1)
+        columns = torch.arange(1, width + 1, dtype=torch.long, device="cpu")
         pairs = [cos_and_sin(cos, sin, width) for cos, sin in ((1, 0), (0, 1), (0, columns))]
         try:
             calls = [attention_call(module, stock_class, [pair]) for pair in pairs]
@@ -139,7 +139,7 @@ def _pairing_of(
         return None
     if not is_rotated[:rotated].all() or rotated not in (width, 2 * width):
         return "are not in the first channels of a head"
-    channel = torch.arange(rotated)
+    channel = torch.arange(rotated, dtype=torch.long, device="cpu")
     columns = (scaled / turned)[:rotated]
     columns = (columns / columns.min()).round().long() - 1
     layouts = {"channel": channel, "half": channel % (rotated // 2), "pair": channel // 2}
@@ -239,8 +239,9 @@ def _angles_and_norms(
     arguments = (
         {"layer_type": layer_type(module)} if "layer_type" in inspect.signature(embedding.forward).parameters else {}
     )
-    ids = torch.tensor([positions])
-    cos, sin = (pairing.by_channel(x)[0, 1] for x in embedding(torch.zeros(1), ids, **arguments))
+    ids = torch.tensor([positions], dtype=torch.long, device="cpu")
+    like = torch.zeros(1, dtype=torch.float32, device="cpu")
+    cos, sin = (pairing.by_channel(x)[0, 1] for x in embedding(like, ids, **arguments))
     cos, sin = (x[: x.shape[0] // 2] if pairing.pairing == "half" else x[::2] for x in (cos, sin))
     return torch.atan2(sin, cos), torch.hypot(cos, sin)
 
@@ -251,6 +252,6 @@ def _on_cpu(embedding: nn.Module) -> nn.Module:
         return copy.deepcopy(embedding).to("cpu", torch.float32)
     with torch.device("cpu"):
         try:
-            return type(embedding)(config=embedding.config)
+            return type(embedding)(config=embedding.config).to(torch.float32)
         except (AttributeError, TypeError):
             raise ValueError(f"{type(embedding).__name__} cannot be built from its config alone.") from None

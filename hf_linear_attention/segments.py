@@ -29,7 +29,7 @@ def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) 
     rank = mask.cumsum(dim=1) - 1
     count = (rank[:, -1:] + 1).clamp(min=segments)
     owner = (rank * segments).div(count, rounding_mode="floor").masked_fill(~mask, -1)
-    weights = (owner.unsqueeze(1) == torch.arange(segments, device=mask.device)[:, None]).to(dtype)
+    weights = (owner.unsqueeze(1) == torch.arange(segments, dtype=torch.long, device=mask.device)[:, None]).to(dtype)
     return weights / weights.sum(dim=2, keepdim=True).clamp(min=1)
 
 
@@ -74,7 +74,7 @@ def real_first(mask: torch.Tensor) -> torch.Tensor:
 
 def inverse_order(places: torch.Tensor) -> torch.Tensor:
     """The inverse of the permutation `places [B, N]`."""
-    numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
+    numbers = torch.arange(places.shape[1], dtype=torch.long, device=places.device).expand_as(places)
     return torch.empty_like(places).scatter(1, places, numbers)
 
 

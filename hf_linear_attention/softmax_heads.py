@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .kernels_torch import with_dtype
 from .mechanism import AttentionMechanism
 from .mechanism import State
 
@@ -81,7 +82,7 @@ class SoftmaxHeads(AttentionMechanism):
             exact = exact_attention(
                 query[:, list(self.softmax_heads)], kept.key[:, places], kept.value[:, places], kept.mask, scaling
             )
-            heads = torch.tensor(self.softmax_heads, device=output.device)
+            heads = torch.tensor(self.softmax_heads, dtype=torch.long, device=output.device)
             output = output.index_copy(2, heads, exact.transpose(1, 2).to(output.dtype))
         return output, None if new is None else (*new, *kept)
 
@@ -136,17 +137,21 @@ def exact_attention(
 ) -> torch.Tensor:
     """Causal softmax attention of the newest N tokens, `[B, h, N, D]`; 0 for a query that sees no key.
 
+    Under autocast, rotary positions leave queries and keys in float32 beside values in bfloat16.
+
     Args:
         query: `[B, h, N, D]`.
         key, value: `[B, h, T, D]`, of which the last N are those of the queries.
         mask: bool `[B, T]`, False at padding, or None.
         scaling: the factor of q·k.
     """
+    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = (with_dtype(x, wide) for x in (query, key, value))
     new, total = query.shape[2], key.shape[2]
     if mask is None and new in (1, total):
         return F.scaled_dot_product_attention(query, key, value, is_causal=new > 1, scale=scaling)
-    last = torch.arange(total - new, total, device=query.device)
-    visible = (torch.arange(total, device=query.device) <= last[:, None])[None, None]
+    place = torch.arange(total, dtype=torch.long, device=query.device)
+    visible = (place <= place[total - new :, None])[None, None]
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
     visible = visible & mask[:, None, None]

@@ -90,7 +90,8 @@ class ForgetGate(nn.Module):
             rank, size = self.reduction.shape
             init.copy_(self.reduction, orthogonal_random_matrix(rank, size, generator))
         init.zeros_(self.projection)
-        init.copy_(self.rate, torch.tensor([math.log(math.expm1(slope)) for slope in self.slopes]))
+        rates = [math.log(math.expm1(slope)) for slope in self.slopes]
+        init.copy_(self.rate, torch.tensor(rates, dtype=torch.float32, device="cpu"))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The log-decays `[B, N, outputs]` of `[B, N, E]`."""

@@ -221,7 +221,7 @@ def loaded_dtypes(model_class: Any, config: Any, dtype: torch.dtype) -> dict[str
 
 def count_frames(model: Any, length: int) -> int:
     """The number of frames that a model of speech makes of an input of this length, in samples or spectra."""
-    return int(model._get_feat_extract_output_lengths(torch.tensor(length)))
+    return int(model._get_feat_extract_output_lengths(torch.tensor(length, dtype=torch.long, device="cpu")))
 
 
 def undivided_modules(model: Any) -> set[str]:

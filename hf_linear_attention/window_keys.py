@@ -107,7 +107,7 @@ def within_sequences(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
     `numbers [B, N]` counts the sequences. Padding has the number 0, is on the left, and has position 0.
     """
-    place = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    place = torch.arange(numbers.shape[1], dtype=torch.long, device=numbers.device).expand_as(numbers)
     starts = (numbers != F.pad(numbers[:, :-1], (1, 0))) & (numbers > 0)
     sequence = starts.cumsum(dim=1)
     # ONNX lacks `cummax`. Tokens that do not start a sequence are scattered to sequence 0, which does not exist.

@@ -151,7 +151,7 @@ def test_a_model_without_rotary_positions_gets_none_in_any_layer(text, tmp_path)
     code, out, err = run(*words, "--attention", "0-1:hybrid,2:linear")
     assert code == 0, err
     assert out.count("rope=before_map") == 2
-    assert "The preset is used with `rope` = `before_map`" in err
+    assert "The model is converted with `rope` = `before_map`" in err
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,10 @@ def test_models(model):
     _assert_our_own(lambda: convert(model))
 
 
-@pytest.mark.parametrize("model", [3, None, "x", [], {}])
+@pytest.mark.parametrize("model", [3, None, "x", [], {}, "stock"])
 @pytest.mark.parametrize("call", ["calibrate", "softmax_attention", "save_prompt_state", "load_prompt_state"])
-def test_functions_of_models(model, call, tmp_path):
+def test_functions_of_models(stock, model, call, tmp_path):
+    model = stock if model == "stock" else model
     (tmp_path / "x").write_text("x")
 
     def act():
@@ -156,3 +157,11 @@ def test_a_prompt_state_in_place_of_a_pipe(decoder, tmp_path):
 
 def test_converting_twice(linear_llama):
     _assert_our_own(lambda: convert(linear_llama), "already converted")
+
+
+@pytest.mark.parametrize("num_features", [10**9, 10**12])
+@pytest.mark.parametrize("kind", ["loaded", "folder"])
+def test_sizes_beyond_memory(stock, kind, num_features, tmp_path):
+    stock.save_pretrained(tmp_path)
+    source = stock if kind == "loaded" else tmp_path
+    _assert_our_own(lambda: convert(source, mechanism="performer", num_features=num_features), "smaller sizes")

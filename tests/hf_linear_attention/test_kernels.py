@@ -10,7 +10,7 @@ from hf_linear_attention import kernels_cpu
 from hf_linear_attention.features import FEATURE_MAPS, elu_plus_one
 from hf_linear_attention.kernels import elementwise_attention, kernel_attention
 from hf_linear_attention.kernels_causal import CausalAttention
-from hf_linear_attention.kernels_torch import BLOCK_SIZES, safe_block_size
+from hf_linear_attention.kernels_torch import BLOCK_SIZES, plain_attention, safe_block_size
 
 
 def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float64):
@@ -30,7 +30,7 @@ def oracle(query, key, value, log_features, log_decay, mask):
         log_features=log_features,
         key_mask=mask,
         is_causal=True,
-        log_decay=log_decay.repeat_interleave(2),
+        log_decay=None if log_decay is None else log_decay.repeat_interleave(2),
     )
 
 
@@ -73,6 +73,82 @@ def test_a_steep_decay_neither_over_nor_underflows_in_float32(log_features):
     actual, _ = kernel_attention(query, key, value, log_features=log_features, is_causal=True, log_decay=log_decay)
     expected = oracle(*(x.double() for x in (query, key, value)), log_features, log_decay.double(), None)
     assert ((actual - expected).norm() / expected.norm()) < 1e-5
+
+
+def loud(length: int, std: float = 80.0):
+    """Log features: a large key makes all that were seen before it small."""
+    query, key, value = (torch.randn(2, heads, length, 6) for heads in (4, 2, 2))
+    return query * std, key * std, value
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("decay", [None, [-0.01, -3.0]])
+@pytest.mark.parametrize("form", ["vmap", "export", "pieces"])
+def test_loud_log_features_in_plain_operations(form, decay):
+    """A maximum over keys that a query does not see would make its own weights underflow."""
+    query, key, value = loud(150)
+    log_decay, mask = None if decay is None else torch.tensor(decay), torch.ones(2, 150, dtype=torch.bool)
+    mask[0, :3] = mask[1, 60:70] = False
+    options = {"log_features": True, "is_causal": True, "log_decay": log_decay}
+    expected = oracle(
+        *(x.double() for x in (query, key, value)), True, None if decay is None else log_decay.double(), mask
+    )
+    if form == "vmap":
+        attend = torch.vmap(lambda *given: kernel_attention(*given, key_mask=mask, **options)[0])
+        actual = attend(*(x.expand(2, *x.shape) for x in (query, key, value)))[1]
+    elif form == "export":
+        program = torch.export.export(Attention(options), (*loud(150, 1.0), mask), strict=False)
+        actual = program.module()(query, key, value, mask)
+    else:
+        state, outputs = None, []
+        for part in (slice(0, 1), slice(1, 64), slice(64, 150)):
+            piece = (x[:, :, part] for x in (query, key, value))
+            output, _, _, state = plain_attention(*piece, key_mask=mask[:, part], state=state, **options)
+            outputs.append(output.flatten(1, 2))
+        actual = torch.cat(outputs, dim=2)
+    seen = mask[:, None, :, None]
+    assert relative(actual * seen, expected * seen) < 5e-5  # float32 rounds an exponent of 300 to 2e-5
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, query, key, value, mask):
+        return kernel_attention(query, key, value, key_mask=mask, **self.options)[0]
+
+
+def test_loud_packed_sequences_are_those_of_each_apart():
+    query, key, value = loud(100)
+    numbers = torch.tensor([1] * 30 + [2] + [3] * 20 + [0] * 3 + [3] * 13 + [4] * 33).expand(2, -1)
+    actual, _ = kernel_attention(query, key, value, log_features=True, is_causal=True, key_mask=numbers)
+    for number in (1, 2, 3, 4):
+        own = numbers[0] == number
+        expected = oracle(*(x[:, :, own].double() for x in (query, key, value)), True, None, None)
+        assert relative(actual[:, :, own], expected) < 5e-5
+
+
+@pytest.mark.parametrize("decay", [None, [-0.01, -3.0]])
+def test_second_derivatives_of_loud_log_features(decay):
+    log_decay, found = None if decay is None else torch.tensor(decay), []
+    inputs = loud(40)
+    for dtype, attend in ((torch.float64, oracle), (torch.float32, kernel_attention)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        fade = None if log_decay is None else log_decay.to(dtype)
+        if attend is oracle:
+            output = oracle(*leaves, True, fade, None)
+        else:
+            output, _ = kernel_attention(*leaves, log_features=True, is_causal=True, log_decay=fade)
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+        found.append([x.detach() for x in (*first, *second)])
+    for expected, actual in zip(*found):
+        assert torch.isfinite(actual).all()
+        assert relative(actual, expected) < 1e-3
 
 
 def test_blocks_shrink_only_where_keys_differ_by_more_than_float32_can_hold():
@@ -233,3 +309,24 @@ def test_what_is_hidden_may_be_nan_where_features_are_made_in_blocks(monkeypatch
     key, value = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (key, value))
     for actual, wanted in zip(elementwise_attention(elu1, query, key, value, mask, None), expected):
         assert torch.equal(actual, wanted)
+
+
+def test_no_features_are_refused():
+    for log_features in (True, False):
+        query, key, value = (torch.rand(2, 2, 5, n) for n in (0, 0, 3))
+        with pytest.raises(ValueError, match="0 features"):
+            kernel_attention(query, key, value, log_features=log_features, is_causal=True)
+        state = torch.rand(2, 2, 0, 4 + log_features)
+        one = [x[:, :, :1] for x in (query, key, value)]
+        with pytest.raises(ValueError, match="0 features"), torch.no_grad():
+            kernel_attention(*one, log_features=log_features, is_causal=True, state=state)
+
+
+@pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
+@pytest.mark.parametrize(
+    "tensor", [torch.ones((1,) * 5, dtype=torch.float64), torch.ones(1), torch.ones(5, device="meta")]
+)
+def test_c_reads_no_tensor_of_another_kind(tensor):
+    given = [torch.rand(1, 1, 1, 4, 8)] * 3
+    with pytest.raises(TypeError, match="C reads float32, bfloat16 and bool"):
+        kernels_cpu.run_attention("attention_forward", (8, 0, True), (*given, tensor))

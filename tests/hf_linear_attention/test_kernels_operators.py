@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from matrix import build_mechanism
 from operators import OPERATORS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_linear_attention
-from hf_linear_attention import kernels_cpu, kernels_operators
+from hf_linear_attention import kernels_cpu, kernels_delta, kernels_hybrid, kernels_operators
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features import FEATURE_MAPS
 from hf_linear_attention.kernels import attention_step, map_attention
@@ -190,6 +193,29 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Recorder])
+@pytest.mark.parametrize("row", ["linear-exp", "hybrid-separate", "gated_delta"])
+def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monkeypatch):
+    """Another thread has neither the device nor the stream of CUDA that is current here."""
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    threads = {threading.get_ident()}
+    gradients_of = kernels_operators.gradients_of
+    for module in (kernels_operators, kernels_hybrid, kernels_delta):
+        record = lambda *given: threads.add(threading.get_ident()) or gradients_of(*given)  # noqa: E731
+        monkeypatch.setattr(module, "gradients_of", record)
+    mechanism, inputs = build_mechanism(row), [torch.randn(2, heads, 70, 8, requires_grad=True) for heads in (4, 2, 2)]
+    options = {"attention_mask": None, "scaling": 0.3, "is_causal": True, "state": None}
+    torch._dynamo.reset()
+    eager = lambda *given: mechanism(*given, **options)[0]  # noqa: E731
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(eager(*inputs).square().sum(), inputs)
+    output = compiled(*inputs)
+    with mode():
+        actual = torch.autograd.grad(output.square().sum(), inputs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert threads == {threading.get_ident()}
 
 
 @needs_c

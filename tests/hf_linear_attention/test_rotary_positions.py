@@ -199,3 +199,15 @@ def test_unrotated_is_what_the_projections_gave(row, monkeypatch):
 def test_nothing_rotates_by_its_config():
     with pytest.raises(ValueError, match="`rope` = `none`, but EsmSelfAttention has no rotary positions"):
         convert(tiny_model("esm", "AutoModel"), rope="none")
+
+
+def test_a_default_that_cannot_be_had_is_replaced_with_a_warning(caplog):
+    """And without one where there is nothing to lose: GPT-2 has no rotary positions."""
+    model = convert(scaled_llama("dynamic"))
+    assert model.config.linear_attention["rope"] == "before_map"
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "`rope` = `partial`" in warning
+    assert "`rope` = `before_map`" in warning
+    caplog.clear()
+    convert(tiny_model("gpt2", "AutoModel"))
+    assert not caplog.records
