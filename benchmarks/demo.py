@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -34,14 +32,16 @@ from pydoc_data.topics import topics
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.common import write
 from benchmarks.real_attention import minilm_folder
+from hf_linear_attention.conversion.layer_speed import first_faster
+from hf_linear_attention.conversion.verdict import verdict
 
 
 TRAINED_LENGTH, BATCH_SIZE, STEPS = 512, 4, 300
-LENGTHS = (512, 1024, 2048, 4096)
 PASSAGES = 40  # of the texts held out, for the embeddings
 
 
@@ -120,83 +120,49 @@ def make_original(folder: Path, rows: list[str]) -> None:
 def run(command: str, **options: object) -> float:
     """Run `hf-linear-attention` as a user would; its messages appear. Returns its seconds."""
     words = [command, *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
-    sys.stdout.write(f"\n$ hf-linear-attention {shlex.join(words)}\n")
-    sys.stdout.flush()
+    write(f"\n$ hf-linear-attention {shlex.join(words)}")
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "hf_linear_attention", *words], check=True, env=_environment())
+    subprocess.run([sys.executable, "-m", "hf_linear_attention", *words], check=True)
     return time.perf_counter() - start
 
 
-def _environment() -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-@torch.no_grad()
-def seconds_of(model: torch.nn.Module, length: int, steps: int = 16) -> tuple[float, float]:
-    """Seconds to read `length` tokens, and to write one token behind them."""
-    ids = torch.randint(2, model.config.vocab_size, (1, length))
-    start = time.perf_counter()
-    outputs = model(ids, use_cache=True, logits_to_keep=1)
-    read = time.perf_counter()
-    for _ in range(steps):
-        outputs = model(ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True)
-    return read - start, (time.perf_counter() - read) / steps
-
-
-def speed_ratios(original: Path, converted: Path, rounds: int = 3) -> dict[int, tuple[float, float]]:
-    """The speed of the converted model in reading and writing, over that of its original: medians of paired runs."""
-    pair = [
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval() for folder in (original, converted)
-    ]
-    ratios = {}
-    for length in LENGTHS:
-        for model in pair:
-            seconds_of(model, length)
-        times = [[seconds_of(model, length) for model in pair] for _ in range(rounds)]
-        read, write = (statistics.median(a[kind] / b[kind] for a, b in times) for kind in (0, 1))
-        ratios[length] = (read, write)
-    return ratios
-
-
-def pays_from(ratios: dict[int, tuple[float, float]], kind: int) -> str:
-    """The first measured length from which the converted model stays faster, in words."""
-    lengths = [length for length in ratios if all(ratios[other][kind] > 1 for other in ratios if other >= length)]
-    return f"from {lengths[0]:,} tokens" if lengths else f"beyond {LENGTHS[-1]:,} tokens, if at all"
-
-
-def summary(report: dict[str, Any], seconds: float, ratios: dict[int, tuple[float, float]]) -> str:
+def summary(report: dict[str, Any], seconds: float) -> str:
     """What the conversion cost and kept, and from which length it pays."""
     quality, last = report["quality"], report["quality"]["positions"]["buckets"][-1]
+    word, reason = verdict(quality)
+    window = quality["control"]
     positions = f"{last['from']:,} to {last['to'] - 1:,}"
-    rows = {
+    kept = {
         "": ["original", "converted", "window of the same bytes"],
         f"nats per token, up to {TRAINED_LENGTH} tokens": [
-            f"{nats:.3f}" for nats in (quality["teacher"], quality["student"], quality["control"]["nats"])
+            f"{nats:.3f}" for nats in (quality["teacher"], quality["student"], window["nats"])
         ],
         f"nats per token, positions {positions}": [
             f"{last[name]:.3f}" for name in ("teacher", "student", "same_bytes")
         ],
-        "bytes per sequence": [
-            "grow",
-            *(f"{size:,}" for size in (report["state_bytes"], quality["control"]["state_bytes"])),
-        ],
+        "bytes per sequence": ["grow", *(f"{size:,}" for size in (report["state_bytes"], window["state_bytes"]))],
     }
-    speed = {
-        "length in tokens": [f"{length:,}" for length in ratios],
-        "reading, times the original's speed": [f"{read:.2f}" for read, _ in ratios.values()],
-        "writing, times the original's speed": [f"{write:.2f}" for _, write in ratios.values()],
+    curves = quality["speed"]["model"]
+    speed = {"length in tokens": [f"{point['length']:,}" for point in curves["reading"]]}
+    speed |= {
+        f"{name}, times the original's speed": [f"{point['softmax_seconds'] / point['seconds']:.2f}" for point in curve]
+        for name, curve in curves.items()
     }
+    pays = [f"{name} {pays_from(curve)}" for name, curve in curves.items()]
     return f"""
-The Llama was trained for {TRAINED_LENGTH} tokens and converted.
+The Llama was trained for {TRAINED_LENGTH} tokens and converted. {word}: {reason}.
 
 What it cost: one command and {seconds:.0f} seconds, the measurements included.
 What was kept: {quality["agreement"]:.0%} of the original's choices of the next token, and
-{table(rows)}
-From which length it pays, here: reading {pays_from(ratios, 0)}; writing {pays_from(ratios, 1)}
+{table(kept)}
+From which length it pays, here: {"; ".join(pays)}. Larger models gain more: docs/figures.md.
 {table(speed)}
-Larger models gain from shorter lengths on: docs/figures.md.
 """
+
+
+def pays_from(curve: list[dict[str, float]]) -> str:
+    length = first_faster(curve)
+    return f"not up to {curve[-1]['length']:,} tokens" if length is None else f"from {length:,} tokens"
 
 
 def table(rows: dict[str, list[str]]) -> str:
@@ -259,12 +225,8 @@ def main() -> None:
     )
     run("convert", model_name_or_path=minilm_folder(), output_dir=encoder)
     run("evaluate", model_name_or_path=encoder, validation_file=passages)
-    ratios = speed_ratios(original, converted)
-    write = sys.stdout.write
-    write(encoder_summary(read_report(encoder)))
-    write(summary(read_report(converted), seconds, ratios))
-    write(next_steps(converted))
-    write(f"\n({time.perf_counter() - start:.0f} seconds in all)\n")
+    write(encoder_summary(read_report(encoder)) + summary(read_report(converted), seconds) + next_steps(converted))
+    write(f"{time.perf_counter() - start:.0f} seconds in all")
 
 
 if __name__ == "__main__":
