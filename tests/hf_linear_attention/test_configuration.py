@@ -73,7 +73,7 @@ def test_all_problems_are_named_at_once():
         ({"mechanism": "performer", "uniform_mixing": math.nan}, "`uniform_mixing` = nan must be a finite number"),
         ({"mechanism": "performer", "uniform_mixing": math.inf}, "`uniform_mixing` = inf must be a finite number"),
         ({"mechanism": "performer", "uniform_mixing": -math.inf}, "`uniform_mixing` = -inf must be a finite number"),
-        ({"mechanism": "performer", "num_features": 10**5}, r"= 100000 must be at most 16,384; choose a smaller"),
+        ({"mechanism": "performer", "num_features": 10**6}, r"= 1000000 must be at most 131,072; choose a smaller"),
         ({"mechanism": "nystrom", "pinv_iterations": 10**9}, "must be at most 64; choose a smaller number"),
         ({"mechanism": "hybrid", "window_size": 10**6}, "must be at most 131,072; choose a smaller number"),
         ({"mechanism": "linear", "format_version": 2}, r"in format version 2, .* up to 1\. Upgrade hf_"),

@@ -30,7 +30,7 @@ UNDOCUMENTED = {
 OWNERS = (AutoModel, AutoModel._model_mapping, CONFIG_MAPPING, Cache, GenerationMixin, LlamaConfig(), PreTrainedModel)
 PRIVATE = {name for owner in OWNERS for name in dir(owner) if name.startswith("_") and not name.startswith("__")}
 # What namedtuples, enums and torch's modules have of the same name is no business of transformers.
-PRIVATE -= set(dir(tuple)) | {"_parameters", "_buffers", "_modules"}
+PRIVATE -= set(dir(tuple)) | {"_parameters", "_buffers", "_modules", "_version"}
 CODE_READERS = {"__code__", "co_names", "co_consts", "co_code", "getsource", "getsourcelines"}
 
 
