@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 
-# Above this an input takes seconds or gigabytes, however short it is and whatever the model: features, landmarks and the
-# like per head, and exact keys.
+# Above this an input takes seconds or gigabytes, however short it is: features, landmarks and the like per head, and
+# exact keys.
 MOST_FEATURES = MOST_KEYS = 2**17
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 State = tuple[torch.Tensor, ...]

@@ -183,14 +183,17 @@ def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> li
         ]
     if problems:
         raise UsageError(*problems)
-    return option_words(values)
+    return option_words(values, f" in {path}")
 
 
-def option_words(values: Mapping[str, Any]) -> list[str]:
+def option_words(values: Mapping[str, Any], place: str = "") -> list[str]:
     """Options as words: a list with commas, values by layer as `0-3:64,4-:16`; None leaves an option out.
 
+    Args:
+        place: of the options, for errors, as in " in recipe.yaml".
+
     Raises:
-        UsageError: for lists in lists, and the like.
+        UsageError: for lists in lists, and for a dict whose keys are no layers.
     """
     words = []
     for name, value in values.items():
@@ -198,12 +201,14 @@ def option_words(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             parts = [part for pair in value.items() for part in pair]
             text = ",".join(f"{layers}:{part}" for layers, part in value.items())
+            if not all(re.fullmatch(r"[\d -]+", str(layers)) for layers in value):
+                raise UsageError(f"`{name}`{place} is {dict(value)!r}; give a single value, or values by layer")
         elif isinstance(value, (list, tuple)):
             parts, text = list(value), ",".join(map(str, value))
         else:
             text = str(value)
         if any(isinstance(part, (Mapping, list, tuple, set)) for part in parts):
-            raise UsageError(f"`{name}` = {value!r} has lists in it; give it as on the command line, in one text")
+            raise UsageError(f"`{name}`{place} is {value!r}, which has lists in it; give it as on the command line, in one text")
         if value is not None:
             words.append(f"--{name}={text}")
     return words

@@ -137,7 +137,7 @@ def unusable_texts(values: Mapping[str, Any]) -> Iterator[str]:
         if value == "":
             yield f"`--{name}` is empty; give a value, or leave it out"
         elif isinstance(value, str) and name.endswith(PATH_NAMES) and (problem := _path_problem(value)):
-            shown = value if len(value) <= 60 else f"{value[:60]}..."
+            shown = value if len(value) <= 500 else f"{value[:60]}..."
             yield f"`--{name} {shown.encode(errors='replace').decode()}` is no usable name: {problem}"
 
 

@@ -145,7 +145,7 @@ def test_a_file_means_what_the_same_words_mean_on_the_command_line(tmp_path: Pat
         (b"- a", "contains a list; it must map options to values"),
         (b"{", "is not valid YAML"),
         (b"\xff\xfe\xfa", "is not valid YAML"),
-        (b"layers: {a: {b: 1}}", "`layers` = {'a': {'b': 1}} has lists in it"),
+        (b"layers: {a: {b: 1}}", "give a single value, or values by layer"),
         (b"banana: 1\nlearning_rat: 2\nextra: 3", r"3 problems: .*banana.*did you mean `learning_rate`.*extra"),
         (b"3: 1", "`3` in .* is not an option"),
     ],

@@ -150,7 +150,7 @@ def test_values_by_layer_and_lists_in_python():
     words = option_words({"model_name_or_path": "x", **given})
     assert words[1:] == ["--window_size=0-1:64,2:16", "--layers=0,2", "--projection_size=8,6"]
     assert parse(words).given["window_size"] == {"0-1": 64, "2": 16}
-    with pytest.raises(UsageError, match=r"`softmax_heads` = .* has lists in it"):
+    with pytest.raises(UsageError, match=r"`softmax_heads` is .* has lists in it"):
         option_words({"softmax_heads": [[0, 1]]})
 
 

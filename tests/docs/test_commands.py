@@ -482,7 +482,7 @@ def unknown_words(command: Command) -> list[str]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         asked = [name for extras in re.findall(r"^\.\[(.*)\]$", words[-1]) for name in extras.split(",")]
         unknown += [name for name in asked if name not in project["optional-dependencies"]]
-    elif words[:2] == ["transformers", "chat"]:
+    elif words[:2] == ["transformers", "chat"] and words[2:]:
         parse_chat(words[2:])
     elif words[0] == "hf-linear-attention" and words[1] in COMMANDS:
         options = {*re.findall(r"--\w+", help_of(words[1])), "--help"}
