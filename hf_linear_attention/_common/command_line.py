@@ -208,7 +208,9 @@ def option_words(values: Mapping[str, Any], place: str = "") -> list[str]:
         else:
             text = str(value)
         if any(isinstance(part, (Mapping, list, tuple, set)) for part in parts):
-            raise UsageError(f"`{name}`{place} is {value!r}, which has lists in it; give it as on the command line, in one text")
+            raise UsageError(
+                f"`{name}`{place} is {value!r}, which has lists in it; give it as on the command line, in one text"
+            )
         if value is not None:
             words.append(f"--{name}={text}")
     return words
