@@ -74,6 +74,11 @@ def convert_and_heal(
         conversion = prepare(parse([*_words_of(recipe), *option_words({**given, **options})]))
         if conversion.training is None or conversion.output_dir is None:
             raise UsageError("`recipe` names no preset, so nothing would be trained; use `convert`, or name a preset")
+        if conversion.request.arguments.dry_run or conversion.request.arguments.push_to_hub is not None:
+            raise UsageError(
+                "`dry_run` and `push_to_hub` are options of the command; leave them out, and call `model.push_to_hub` "
+                "of the result"
+            )
         from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
         is_named = source == name and given.get("train_file") == str(train_data)

@@ -23,7 +23,7 @@ COLUMNS = {
     "constant state": "state",
     "padding": "padding",
     "grouped queries": "gqa",
-    "ALiBi": "alibi",
+    "ALiBi, in decoders": "alibi",
 }
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # A table ends at the first line that does not begin with a bar.
