@@ -202,7 +202,6 @@ def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text,
         (("SRC", "default"), "give a `--train_file`"),
         (("SRC", {"attention": "linear"}), "names no preset"),
         (("SRC", {"preset": "default", "dry_run": True}, ["A text."]), "options of the command"),
-        (("SRC", {"preset": "default", "push_to_hub": "me/model"}, ["A text."]), "`--push_to_hub|options of the command"),
     ],
 )
 def test_what_python_refuses(arguments, said, llama):
