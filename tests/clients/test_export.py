@@ -79,6 +79,17 @@ def test_an_encoder_of_any_batch_and_length(name, tmp_path):
         assert (session(*inputs)[0] - expected).abs().max() <= 1e-4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["linear", "hybrid"])
+def test_an_encoder_of_any_length_by_the_exporter_of_onnx_alone(name, tmp_path):
+    model, dims = encoder(name), {0: "batch", 1: "length"}
+    dynamic = {"input_ids": dims, "attention_mask": dims}
+    session = onnx_session(model, padded(*EXAMPLE), tmp_path / "encoder.onnx", dynamic_shapes=dynamic)
+    for shape in OTHERS:
+        inputs = padded(*shape)
+        assert (session(*inputs)[0] - model(*inputs)).abs().max() <= 1e-4
+
+
 class StaticStep(nn.Module):
     """The next token from a static cache, whose tensors become buffers that the exported program changes in place."""
 
