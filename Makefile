@@ -37,7 +37,7 @@ demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that c
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite, the sanitizers included (about 12 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite, the sanitizers included (19 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Everything whose oldest version is not stated comes from $(VENV).
@@ -68,7 +68,7 @@ $(VENV)/.clients: $(VENV)/.installed
 	touch $@
 
 .PHONY: test-clients
-test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (a quarter of an hour on 2 cores)
+test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (over 20 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
 
 .PHONY: test-benchmarks

@@ -18,7 +18,8 @@ from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT, is_hub_name
 from hf_linear_attention.conversion.hub import with_texts
-from hf_linear_attention.conversion.pipeline import prepare, writing
+from hf_linear_attention.conversion.pipeline import Conversion, prepare, writing
+from hf_linear_attention.conversion.preset_plan import Training
 from hf_linear_attention.conversion.recipe_file import RECIPE
 from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.training.presets.preset import preset_names
@@ -72,25 +73,35 @@ def convert_and_heal(
         if source != name and name is not None and is_hub_name(name):
             given["base_model"] = name
         conversion = prepare(parse([*_words_of(recipe), *option_words({**given, **options})]))
-        if conversion.training is None or conversion.output_dir is None:
-            raise UsageError("`recipe` names no preset, so nothing would be trained; use `convert`, or name a preset")
-        if conversion.request.arguments.dry_run or conversion.request.arguments.push_to_hub is not None:
-            raise UsageError(
-                "`dry_run` and `push_to_hub` are options of the command; leave them out, and call `model.push_to_hub` "
-                "of the result"
-            )
+        training, result = _training_of(conversion)
         from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
         is_named = source == name and given.get("train_file") == str(train_data)
         again = "the same call resumes the run ({work})" if output_dir is not None and is_named else None
         try:
             with writing(conversion):
-                run_training(conversion, conversion.training, again)
+                run_training(conversion, training, again)
         except TerminatedError as error:
             logger.warning("terminated; %s", error)
             raise
-        _forget(conversion.output_dir, scratch, {source: name or UNNAMED, given.get("train_file"): TEXTS})
-        return _load(conversion.plan.linear_class, conversion.output_dir)
+        _forget(result, scratch, {source: name or UNNAMED, given.get("train_file"): TEXTS})
+        return _load(conversion.plan.linear_class, result)
+
+
+def _training_of(conversion: Conversion) -> tuple[Training, Path]:
+    """The preset, and the folder of its result.
+
+    Raises:
+        UsageError: without a preset, or for options that only the command has.
+    """
+    if conversion.training is None or conversion.output_dir is None:
+        raise UsageError("`recipe` names no preset, so nothing would be trained; use `convert`, or name a preset")
+    if conversion.request.arguments.dry_run or conversion.request.arguments.push_to_hub is not None:
+        raise UsageError(
+            "`dry_run` and `push_to_hub` are options of the command; leave them out, and call `model.push_to_hub` "
+            "of the result"
+        )
+    return conversion.training, conversion.output_dir
 
 
 def _words_of(recipe: str | os.PathLike | Mapping[str, Any]) -> list[str]:

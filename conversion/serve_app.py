@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 DEADLINE: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
 # Seconds after the deadline in which the computation may report it by itself.
 OVERTIME = 1.0
+LATE = "the request took longer than `serve --request_timeout` allows"
 # What a handler raises for a request that it cannot read.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError)
 
@@ -296,9 +297,6 @@ class LimitMiddleware:
     def _check(self, size: int) -> None:
         if size > (largest := self.limits.max_request_bytes):
             raise HTTPException(413, f"the request has more than {largest:,} bytes; `serve --max_request_mb` allows it")
-
-
-LATE = "the request took longer than `serve --request_timeout` allows"
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:

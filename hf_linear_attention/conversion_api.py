@@ -7,7 +7,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ def convert(
         original = stock_class.from_pretrained(model, **arguments)
         return _converted(original, stock_class, positions, settings, linear_attention)
     config = _convert_config(stock, settings, stock_class, linear_attention)
-    with converting():
+    with converting(), _refused_sizes(config):
         loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
     # transformers returns (model, loading info) if it is asked for both
     (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
@@ -226,7 +226,7 @@ def _converted(
     """The linear copy of a loaded model."""
     extension = plan_extension(model.config, stock_class, positions)
     config = _convert_config(model.config, settings, stock_class, linear_attention, extension)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _refused_sizes(config):
         converted: Any = linear_model_class(stock_class)(config)
     _leave_out(model, converted)
     _copy_weights(model, converted, extension)
@@ -234,6 +234,19 @@ def _converted(
         converted.generation_config = copy.deepcopy(model.generation_config)
     converted.converted_from = model.name_or_path or "a model in memory"
     return converted.to(model.device).eval()
+
+
+@contextlib.contextmanager
+def _refused_sizes(config: PreTrainedConfig) -> Iterator[None]:
+    """Turn torch's errors for weights that do not fit into memory into a `ValueError`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error):
+            raise
+        raise ValueError(
+            f"The new weights do not fit into memory with {config.linear_attention}; choose smaller sizes."
+        ) from error
 
 
 def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:

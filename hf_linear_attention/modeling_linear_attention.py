@@ -62,6 +62,7 @@ from .prompt_state import save_prompt_state  # of decoders
 from .transformers_internals import ModelHooks
 from .transformers_internals import attention_implementation
 from .transformers_internals import copy_checkpoint_conversion
+from .transformers_internals import is_loaded
 from .transformers_internals import set_attention_implementation
 
 
@@ -350,7 +351,7 @@ def reset_mechanisms(model: Any) -> None:
         for module in linear_attention_modules(model).values():
             tensors = (*module.linear_attention.parameters(), *module.linear_attention.buffers())
             # Random matrices that a checkpoint has replaced already need not be drawn.
-            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+            if not all(map(is_loaded, tensors)):
                 module.linear_attention.reset_parameters()
 
 

@@ -43,6 +43,11 @@ def converting() -> Iterator[None]:
         _CONVERTS.reset(token)
 
 
+def is_loaded(tensor: torch.Tensor) -> bool:
+    """Whether the weights of a checkpoint have replaced this one, so that it is not to be initialised."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
 class ModelHooks:
     """Mixed in before a stock model class: methods that transformers calls, under names of our own."""
 

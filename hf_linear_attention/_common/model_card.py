@@ -39,7 +39,6 @@ METRIC_TYPES = (
     (r"cosine", "cosine_similarity"),
     (r"spearman", "spearmanr"),
     (r"repeated", "repetition"),
-    (r"closed|share", "ratio"),
     (r"\bnats\b|\bloss\b", "loss"),
 )
 

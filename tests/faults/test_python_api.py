@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_linear_attention
 from hf_linear_attention import PromptStore, calibrate, convert, softmax_attention
+from hf_linear_attention.mechanism_performer import PerformerAttention
 
 
 HUGE = 10**15
@@ -161,7 +162,18 @@ def test_converting_twice(linear_llama):
 
 @pytest.mark.parametrize("num_features", [10**9, 10**12])
 @pytest.mark.parametrize("kind", ["loaded", "folder"])
-def test_sizes_beyond_memory(stock, kind, num_features, tmp_path):
+def test_impossible_sizes(stock, kind, num_features, tmp_path):
     stock.save_pretrained(tmp_path)
     source = stock if kind == "loaded" else tmp_path
     _assert_our_own(lambda: convert(source, mechanism="performer", num_features=num_features), "at most", "smaller")
+
+
+@pytest.mark.parametrize("kind", ["loaded", "folder"])
+def test_sizes_beyond_memory(stock, kind, tmp_path, monkeypatch):
+    def full(*_):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    stock.save_pretrained(tmp_path)
+    source = stock if kind == "loaded" else tmp_path
+    monkeypatch.setattr(PerformerAttention, "__init__", full)
+    _assert_our_own(lambda: convert(source, mechanism="performer"), "do not fit into memory", "smaller sizes")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from architectures import tiny_config, tiny_model
+from matrix import default_dtype
 from transformers import AutoModel
 from transformers.initialization import no_init_weights
 
@@ -15,16 +14,6 @@ from hf_linear_attention.architectures import attention_modules
 from hf_linear_attention.attention_calls import KEYWORDS, NotObservedError, attention_call, interface_keywords
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.rotary_positions import PAIRINGS, RotaryPairing, rotary_pairing
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 PLACES = {

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from matrix import ALIBI_ROWS, MECHANISM_ROWS, build_mechanism, stock_model, supports
+from matrix import ALIBI_ROWS, MECHANISM_ROWS, build_mechanism, default_dtype, stock_model, supports
 from oracles import ORACLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -72,16 +72,6 @@ def everything(row: str, mechanism, inputs, padding) -> list[torch.Tensor]:
                 token, following = attention(mechanism, True, None, state)(*(x[:, :, :1] for x in inputs))
             found += [*state, token, *following]
     return [x.detach() for x in found]
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 AROUND = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import transformers
 
@@ -255,6 +257,17 @@ DECODERS = tuple(name for name in FAMILY_ROWS if name not in ENCODERS)
 def stock_config(family: str, **changes):
     name, fields = FAMILY_ROWS[family]
     return getattr(transformers, name)(**{**fields, **changes})
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    """A context with another default dtype of torch."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def stock_model(family: str, auto_class: str | None = None, **changes):
