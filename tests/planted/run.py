@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import itertools
 import json
 import os
@@ -129,15 +130,20 @@ class Plantation:
         os.utime(path, (moment, moment))
 
     def build(self) -> None:
-        """Build the library of this processor again; three would take three times as long."""
-        setup = self.folder / "setup.py"
-        best = sorted(self.folder.glob("hf_linear_attention/_kernels_avx*.so")) or [Path("_kernels_base.so")]
-        every = "for name, flags in INSTRUCTION_SETS.items()\n"
-        chosen = f"{every.rstrip()} if name == {best[-1].stem.removeprefix('_kernels_')!r}\n"
+        """Build the library of this processor again; all of them would take three times as long."""
+        setup, every = self.folder / "setup.py", "for name, flags in INSTRUCTION_SETS.items()\n"
+        chosen = f"{every.rstrip()} if name == {self.instruction_set!r}\n"
         setup.write_text((ROOT / "setup.py").read_text().replace(every, chosen))
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
         subprocess.run(command, cwd=self.folder, check=True, capture_output=True)
         shutil.copy2(ROOT / "setup.py", setup)
+
+    @functools.cached_property
+    def instruction_set(self) -> str:
+        """That of the library which the package loads on this machine."""
+        code = "import hf_linear_attention; print(hf_linear_attention.kernel_backend().instruction_set)"
+        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+        return found.stdout.strip()
 
     def run(self, row: dict[str, Any], tests: list[str], timeout: float) -> tuple[str, str, float]:
         """Plant an error and run tests: (killed, survived or broken; the test that failed, or the reason; seconds)."""
