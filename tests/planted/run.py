@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
@@ -173,15 +173,18 @@ class Plantation:
             "TOKENIZERS_PARALLELISM": "false",
         }
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
+        command += [] if tests == ["tests"] else ["-m", ""]  # what a row names runs, whatever suite it is of
         try:
             done = subprocess.run(
                 command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=timeout
             )
         except subprocess.TimeoutExpired:
             return "broken", f"no end after {timeout:.0f} s"
-        failed = re.search(r"(?m)^FAILED (\S+)", done.stdout)
+        failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", done.stdout)
         if done.returncode == 1 and failed:
             return "killed", failed[1]
+        if done.returncode < 0:
+            return "killed", f"the tests ended by signal {-done.returncode}"
         lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
         return ("survived", "") if done.returncode == 0 else ("broken", lines[-1] if lines else "no output")
 
@@ -214,7 +217,9 @@ def main() -> int:
             finally:
                 copies.put(copy)
 
-        for row, (result, detail, seconds) in zip(rows, pool.map(planted, rows)):
+        waiting = {pool.submit(planted, row): row for row in rows}
+        for done in as_completed(waiting):
+            row, (result, detail, seconds) = waiting[done], done.result()
             print(f"{result:9} {seconds:6.0f} s  {row['area']:12} {row['id']:32} {detail}", flush=True)
             if result != "killed" and not row.get("survives_today", False):
                 survivors.append(row["id"])
