@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 from pydoc_data.topics import topics
 
 import datasets
@@ -129,6 +130,25 @@ def test_bad_options_are_one_line_and_exit_code_2(llama, words, said):
     code, shown, err = answer("--model_name_or_path", llama, *words)
     assert (code, shown, err.count("\n")) == (2, "", 1)
     assert all(part in err for part in said), err
+
+
+@pytest.mark.parametrize("flag", ["--allow_pickle", "--trust_remote_code"])
+def test_pickles_and_code_are_read_only_when_allowed(flag, llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "source")
+    if flag == "--allow_pickle":
+        (tmp_path / "source" / "model.safetensors").unlink()
+        torch.save(AutoModelForCausalLM.from_pretrained(llama).state_dict(), tmp_path / "source" / "pytorch_model.bin")
+    else:
+        code = "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+        (tmp_path / "source" / "own.py").write_text(code)
+        config = json.loads((llama / "config.json").read_text())
+        config |= {"model_type": "own_llama", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+        (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    words = ("--model_name_or_path", tmp_path / "source", "--mechanisms", "nystrom")  # which no decoder can have
+    code, _, err = answer(*words)
+    assert code == 2
+    assert flag.removeprefix("--") in err
+    assert answer(*words, flag)[0] == 0
 
 
 def test_a_text_that_is_too_short_is_refused(llama, tmp_path):
