@@ -96,11 +96,6 @@ bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchm
 bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (21 minutes on an idle machine)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output_dir $(BENCH_DIR) || exit 1; done
 
-.PHONY: figures
-figures: $(VENV)/.installed ## Write tables, plots and the figures of README and docs from the results in benchmarks/
-	$(BIN)/python benchmarks/tables.py --write
-	$(BIN)/python benchmarks/quotes.py --write
-
 .PHONY: docs
 docs: $(VENV)/.installed ## Build the documentation into build/site; a broken link is an error (10 seconds)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -5,7 +5,6 @@
 It times the forward pass of the attention alone, without the projections of a layer: a batch of 1, 12 heads of 64,
 float32. The mechanism and softmax take turns, and a cell is the median over rounds of softmax's time over the
 mechanism's. About three minutes.
-`make figures` writes the lengths of benchmarks/results/ for convert_checkpoint.py and model cards.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from benchmarks.speed_kernels import DIM, HEADS, cpu_times, inputs, mechanism_call, mechanism_of
-from hf_linear_attention.conversion.break_even import cost_settings
+from benchmarks.speed_kernels import DIM, cpu_times, inputs, mechanism_call
 from hf_linear_attention.mechanisms import MECHANISMS
 
 
@@ -58,7 +56,6 @@ ROWS: dict[str, dict[str, Any]] = {
 MODES = ("bidirectional", "causal")
 # Where softmax is four times as fast, one round will do at the next length.
 CLEAR = 0.25
-CONDITIONS = f"forward, float32, one CPU thread, {HEADS} heads of {DIM}"
 
 
 def rows_of(mode: str) -> dict[str, dict[str, Any]]:
@@ -123,29 +120,6 @@ def plot(plt, figures):
         axis.legend(fontsize=8)
     axes[0].set_ylabel("time of softmax / time of the mechanism")
     return figure
-
-
-def cost_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """All settings that were measured, by which a conversion finds its row."""
-    is_causal = MECHANISMS[settings["mechanism"]].supports("causal", MECHANISMS[settings["mechanism"]].filled(settings))
-    return cost_settings(mechanism_of(is_causal, max_length=4096, **settings))
-
-
-def for_conversion(figures: dict[str, Any]) -> dict[str, Any]:
-    """What `convert_checkpoint.py` and model cards quote of a result."""
-    lengths, (backend, instructions) = figures["lengths"], figures["environment"]["kernels"]
-    found = {mode: {name: break_even(lengths, ratios) for name, ratios in figures[mode].items()} for mode in MODES}
-    return {
-        "conditions": CONDITIONS,
-        "longest": lengths[-1],
-        "backend": {"name": backend, "instruction_set": instructions},
-        "environment": figures["environment"],
-        "rows": [
-            {"name": name, "settings": cost_of(row)}
-            | {mode: found[mode][name] for mode in MODES if name in found[mode]}
-            for name, row in ROWS.items()
-        ],
-    }
 
 
 def main(argv: list[str] | None = None) -> None:
