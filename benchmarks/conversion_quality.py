@@ -1,11 +1,11 @@
 """What conversion recipes keep of one teacher, at equal tokens: figures, ablations, and the gap against the tokens.
 
-    python benchmarks/conversion_quality.py --teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt \\
+    python -m benchmarks.conversion_quality --teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt \\
         --recipes default lolcats --tokens 1000000 --seeds 0 1 2
 
 And of an embedding model, from unlabelled sentences, measured on scored pairs (columns sentence1, sentence2, score):
 
-    python benchmarks/conversion_quality.py --task embedding --teacher SRC --train_file SENTENCES.jsonl \\
+    python -m benchmarks.conversion_quality --task embedding --teacher SRC --train_file SENTENCES.jsonl \\
         --validation_file STSB_DEV.tsv --recipes default performer:preset=default,mechanism=performer
 
 Each recipe is a preset of training/presets. `--settings` are settings of `linear_attention` that all of them share
@@ -14,7 +14,8 @@ a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` the
 `stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
 run in `--work_dir` is known by its name and not repeated. Every student is measured as `convert_checkpoint.py
 --evaluate` does; the bytes are those of the decoding state per sequence. Beside every student stand windows of the same
-bytes, untrained and healed with the stages and tokens of its recipe (`--controls`), each made once per size.
+bytes, untrained and healed with the stages and tokens of its recipe, each made once per size (`--controls none` or
+`untrained` leave these out).
 """
 
 from __future__ import annotations
@@ -31,21 +32,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.common import argument_parser, save_results, table, write
+from benchmarks.common import Table, save, table
+from benchmarks.common import parse as parse_arguments
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
 from hf_linear_attention.conversion.controls import SameBytes, model_state_bytes
 from hf_linear_attention.conversion.data_recipes import data_recipe
-from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison
+from hf_linear_attention.conversion.figure_tables import comparison
 from hf_linear_attention.conversion.healed_control import save_window
 from hf_linear_attention.conversion.language_figures import (
     Cached,
@@ -118,6 +116,7 @@ def preset_of(recipe: Recipe, task: str = "causal_lm") -> Preset:
 
 
 def student_folder(arguments: Namespace, recipe: Recipe, seed: int) -> Path:
+    """Where the student of a recipe and seed is."""
     return arguments.work_dir / f"{Path(arguments.teacher).name}-{recipe.name}-{arguments.tokens}-{seed}"
 
 
@@ -219,6 +218,7 @@ def healed_window(arguments: Namespace, recipe: Recipe, seed: int, teacher: Any,
 
 
 def measure(arguments: Namespace, recipe: Recipe, folder: Path, seed: int) -> dict[str, Any]:
+    """The figures of a student."""
     if arguments.task == "embedding":
         return measure_embeddings(arguments, folder)
     teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher).eval()
@@ -251,126 +251,61 @@ def measure_embeddings(arguments: Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def report_embeddings(figures: dict[str, Any]) -> str:
-    names = ("cosine", "cosine_min", "same_neighbour", "spearman")
-    rows = []
-    for name, content in figures["recipes"].items():
-        runs = content["runs"]
-        for label, parts in ((f"{name}, untrained", [part["untrained"] for part in runs]), (name, runs)):
-            rows.append([label, *(statistics.mean(part[key] for part in parts) for key in names)])
-    first = next(iter(figures["recipes"].values()))["runs"][0]
-    header = ["recipe", *(key.replace("_", " ") for key in names)]
-    return (
-        f"{figures['teacher']}: {figures['tokens']:,} tokens of training, {figures['seeds']} seed(s); Spearman of the "
-        f"teacher {first['spearman_teacher']:.4f}\n\n{table(header, rows)}"
-    )
-
-
-NAMES = (
-    *("teacher", "window_alone", "same_bytes", "healed", "student", "gap", "gap_closed", "linear_share", "agreement"),
-    *("kl", "minutes"),
-)
-
-
-def report(figures: dict[str, Any]) -> str:
-    rows, tables = [], []
-    for name, content in figures["recipes"].items():
-        runs = content["runs"]
-        spread = max(run["student"] for run in runs) - min(run["student"] for run in runs)
-        sizes = [f"{runs[0][key]:,}" for key in ("state_bytes", "new_parameters")]
-        rows.append([name, *(mean_of(runs, key) for key in NAMES), f"{spread:.4f}", *sizes])
-        compared = comparison(runs[0])
-        notes = "\n".join(compared["notes"])
-        tables.append(f"{name}, first seed\n\n{table(compared['header'], compared['rows'])}\n\n{notes}")
-    header = ["recipe", *(key.replace("_", " ") for key in NAMES), "spread", "state bytes", "new parameters"]
-    return (
-        f"{figures['teacher']}: nats per token, {figures['tokens']:,} tokens of training, "
-        f"{figures['seeds']} seed(s)\n\n{table(header, rows)}\n\n" + "\n\n".join(tables)
-    )
+# The columns of a recipe, of language models and of embeddings.
+NAMES = {
+    "causal_lm": [
+        *("teacher", "window_alone", "same_bytes", "healed", "student", "gap", "gap_closed", "linear_share"),
+        *("agreement", "kl", "minutes", "state_bytes", "new_parameters"),
+    ],
+    "embedding": ["cosine", "cosine_min", "same_neighbour", "spearman", "spearman_teacher"],
+}
 
 
 def mean_of(runs: list[dict[str, Any]], key: str) -> float | None:
     """None where one of the runs has no such figure."""
     values = [run.get(key) for run in runs]
-    return None if None in values else statistics.mean(values)
+    return None if None in values else float(statistics.mean(values))
 
 
-def plot(plt, figures):
-    if "curves" not in next(iter(figures["recipes"].values())):
-        return plot_embeddings(plt, figures)
-    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for number, (name, content) in enumerate(figures["recipes"].items()):
-        for index, points in enumerate(content["curves"]):
-            tokens, nats = zip(*points)
-            gaps = [value - content["runs"][index]["teacher"] for value in nats]
-            axis.plot(tokens, gaps, "o-", markersize=3, color=f"C{number}", alpha=0.8, label=None if index else name)
-    first = next(iter(figures["recipes"].values()))["runs"][0]
-    for name, style in (("window_alone", ":"), ("same_bytes", "--"), ("healed", "-.")):
-        if first.get(name) is not None:
-            gap = first[name] - first["teacher"]
-            axis.axhline(gap, color="black", linestyle=style, linewidth=1, label=COLUMNS[name])
-    axis.set(xlabel="training tokens", ylabel="nats per token above the teacher", title=figures["teacher"])
-    axis.set_ylim(bottom=0)
-    axis.legend()
-    return figure
-
-
-def plot_embeddings(plt, figures):
-    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for name, content in figures["recipes"].items():
-        for run_ in content["runs"]:
-            axis.plot([run_["untrained"]["cosine"], run_["cosine"]], ["untrained", "trained"], "o-", label=name)
-    axis.set(xlabel="mean cosine to the teacher", title=figures["teacher"])
-    axis.legend()
-    return figure
+def tables(recipes: dict[str, Any], task: str) -> list[Table]:
+    """The means over seeds of all recipes, and the figures of the first seed of each language model."""
+    rows, details = [], []
+    for name, content in recipes.items():
+        runs = content["runs"]
+        if task == "embedding":
+            rows.append([f"{name}, untrained", *(mean_of([run["untrained"] for run in runs], n) for n in NAMES[task])])
+        else:
+            compared = comparison(runs[0])
+            details.append(table([f"{name}, first seed", *compared["header"][1:]], compared["rows"]))
+        rows.append([name, *(mean_of(runs, key) for key in NAMES[task])])
+    return [table(["recipe", *(key.replace("_", " ") for key in NAMES[task])], rows), *details]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--task", choices=sorted(DIRECTIONS), default="causal_lm")
-    parser.add_argument("--teacher", required=True, help="folder of the softmax model")
-    parser.add_argument("--train_file", required=True)
-    parser.add_argument("--validation_file", required=True, help="held-out running text (.txt), or scored pairs")
-    parser.add_argument("--recipes", nargs="+", default=["default"], metavar="NAME[:KEY=VALUE,...]")
-    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of all recipes that know them")
-    parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--tokens_per_step", type=int, default=1024)
-    parser.add_argument("--max_length", type=int, default=512)
-    parser.add_argument("--max_eval_chars", type=int, default=50_000)
-    parser.add_argument("--max_eval_length", type=int, default=16_384, help="longest windows of figures by position")
-    parser.add_argument("--controls", choices=("none", "untrained", "healed"), default="healed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--work_dir", type=Path, default=Path("outputs/conversion_quality"))
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.tokens, arguments.tokens_per_step, arguments.max_length, arguments.max_eval_chars = (
-            2000,
-            128,
-            64,
-            2000,
-        )
-    logging.basicConfig(level=logging.WARNING)
-    disable_progress_bar()
-    shared = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in arguments.settings)}
-    figures: dict[str, Any] = {
-        "teacher": Path(arguments.teacher).name,
-        "tokens": arguments.tokens,
-        "seeds": len(arguments.seeds),
-        "recipes": {},
+    """Train and measure the students of every recipe."""
+    quick = {"tokens": 2000, "tokens_per_step": 128, "max_length": 64, "max_eval_chars": 2000}
+    files = {
+        "teacher": None,
+        "train_file": None,
+        "validation_file": None,
+        "work_dir": Path("outputs/conversion_quality"),
     }
-    is_causal = arguments.task == "causal_lm"
+    chosen = {"task": "causal_lm", "recipes": ["default"], "settings": [], "controls": "healed", "seeds": [0]}
+    sizes = {"tokens": 1_000_000, "tokens_per_step": 1024, "max_length": 512}
+    evaluation = {"max_eval_chars": 50_000, "max_eval_length": 16_384}
+    arguments = parse_arguments(__doc__, argv, quick, **files, **chosen, **sizes, **evaluation)
+    logging.basicConfig(level=logging.WARNING)
+    shared = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in arguments.settings)}
+    found: dict[str, Any] = {}
     for recipe in (parse_recipe(text, shared, arguments.task) for text in arguments.recipes):
-        folders = [train(arguments, recipe, seed) for seed in arguments.seeds]
-        figures["recipes"][recipe.name] = {
-            **dataclasses.asdict(recipe),
-            "runs": [
-                {**measure(arguments, recipe, folder, seed), "minutes": minutes(folder)}
-                for folder, seed in zip(folders, arguments.seeds)
-            ],
-            **({"curves": [curve(folder) for folder in folders]} if is_causal else {}),
-        }
-        write((report if is_causal else report_embeddings)(figures) + "\n")
-    save_results(arguments, "conversion_quality", figures, plot)
+        folders = {seed: train(arguments, recipe, seed) for seed in arguments.seeds}
+        runs = [
+            {**measure(arguments, recipe, folder, seed), "minutes": minutes(folder)} for seed, folder in folders.items()
+        ]
+        found[recipe.name] = {**dataclasses.asdict(recipe), "runs": runs}
+        if arguments.task == "causal_lm":
+            found[recipe.name]["curves"] = [curve(folder) for folder in folders.values()]
+    save(arguments, "conversion_quality", tables(found, arguments.task), recipes=found)
 
 
 if __name__ == "__main__":
