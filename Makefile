@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= 2
 # In benchmarks/papers/ and benchmarks/.
-PAPERS := untrained copy_task autoregressive_images
+PAPERS := untrained copy_task
 # Where the timed ones write: `make bench BENCH_DIR=benchmarks/results` replaces those in the results' page.
 BENCH_DIR ?= outputs/benchmarks
 SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_embeddings speed_conversion speed_without_kernels shared_prefix long_prompts
@@ -85,7 +85,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	touch $@
 
 .PHONY: bench-papers
-bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks (about half an hour on one free core)
+bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks (about 25 minutes on one free core)
 	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.$$name || exit 1; done
 
 .PHONY: bench-recall

@@ -4,8 +4,7 @@
 
 Tokens a CPU second of the forward pass and of a training step (forward and backward), the models of a line taking turns
 in every round, ratios as medians over rounds; and the peak of the memory that one such call takes beside weights and
-gradients. From the peaks at two lengths follows the longest sequence whose training step fits into 20 GB with the
-weights, their gradients and Adam's two moments. About five minutes.
+gradients. About five minutes.
 
 `--long` measures only prefills of 8,192 and 32,768 tokens, once each (six minutes or more, half of it softmax).
 `--compiled` measures only torch.compile (fullgraph) of Llama 125M: the CPU seconds of compilers and first call, which
@@ -17,7 +16,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -95,9 +93,6 @@ TRAINING = {("MiniLM", 512): LINEAR, ("MiniLM", 2048): LINEAR} | {
 }
 COMPILED = [(512, True), (512, False), (2048, False)]  # tokens, and whether a step behind them is measured
 LONGEST_WARMED = 2048  # longer calls take seconds, in which a first call is like any other
-MEMORY = 20e9
-# Weights, gradients and Adam's two moments, in float32.
-BYTES_PER_PARAMETER = 16
 
 
 def variants(name: str, settings: dict[str, dict[str, Any]], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -146,8 +141,8 @@ def measure(call_of: Any, name: str, length: int, settings: dict[str, dict[str, 
         start = time.process_time()
         peaks[key] = peak_bytes(call)
         times[key].append(time.process_time() - start)
-    sizes = {"model": name, "tokens": length, "parameters": models[SOFTMAX].num_parameters(), "peak": peaks}
-    return sizes | {"seconds": medians(times), "times as fast": times_as_fast(times, SOFTMAX)}
+    speed = {"seconds": medians(times), "times as fast": times_as_fast(times, SOFTMAX)}
+    return {"model": name, "tokens": length, "peak": peaks, **speed}
 
 
 def compiled_step(model: Any, forward: Any, context: int) -> Callable[[], Any]:
@@ -194,20 +189,6 @@ def measure_compiled(name: str, length: int, is_step: bool, rounds: int) -> list
     return [f"{name}, {call}", *medians(times, 1e-3).values(), faster, *seconds.values(), slower]
 
 
-def longest_sequences(results: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Per model the tokens that fit into `MEMORY`, from the line through the peaks at its two lengths."""
-    found: dict[str, dict[str, int]] = {}
-    for short, long in itertools.pairwise(results):
-        if short["model"] != long["model"]:
-            continue
-        room = MEMORY - BYTES_PER_PARAMETER * short["parameters"]
-        found[short["model"]] = {}
-        for key, peak in long["peak"].items():
-            slope = (peak - short["peak"][key]) / (long["tokens"] - short["tokens"])
-            found[short["model"]][key] = round(long["tokens"] + (room - peak) / slope)
-    return found
-
-
 def speed_table(title: str, results: list[dict[str, Any]]) -> Any:
     """Tokens a second, with the speed over softmax's and the MB at the peak in brackets."""
     keys = list(dict.fromkeys(key for result in results for key in result["peak"]))
@@ -220,13 +201,6 @@ def speed_table(title: str, results: list[dict[str, Any]]) -> Any:
 
     rows = [[f"{r['model']}, {r['tokens']:,}", *(cell(r, key) for key in keys)] for r in results]
     return table([f"{title}, tokens/s (over softmax, MB at the peak)", *keys], rows)
-
-
-def longest_table(found: dict[str, dict[str, int]]) -> Any:
-    """The longest sequences of each model."""
-    keys = list(dict.fromkeys(key for row in found.values() for key in row))
-    rows = [[name, *(row.get(key) for key in keys)] for name, row in found.items()]
-    return table(["tokens that train in 20 GB", *keys], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -249,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     trained = [measure(training_step, *case, settings, rounds) for case, settings in training.items()]
     tables = [speed_table("forward", read)]
     if trained:
-        tables += [speed_table("training step", trained), longest_table(longest_sequences(trained))]
+        tables.append(speed_table("training step", trained))
     save(arguments, "speed_models", tables, forward=read, training=trained)
 
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import conversion_quality, real_attention, speed_conversion, speed_delta, speed_kernels, speed_models
-from benchmarks.papers import autoregressive_images, copy_task, heal_data, long_documents, recall, recall_tasks
+from benchmarks import conversion_quality, real_attention, speed_conversion, speed_delta, speed_kernels
+from benchmarks.papers import copy_task, heal_data, long_documents, recall, recall_tasks
 from benchmarks.speed_break_even import ROWS, break_even
 from hf_linear_attention.mechanisms import MECHANISMS
 
@@ -63,31 +63,9 @@ def test_break_even_is_the_length_from_which_softmax_stays_slower():
     assert {row["mechanism"] for row in ROWS.values()} == set(MECHANISMS)
 
 
-def test_the_longest_sequence_follows_from_the_line_through_two_peaks():
-    results = [
-        {"model": "a", "tokens": tokens, "parameters": 10**9, "peak": {"softmax": 10**6 * tokens + 10**9}}
-        for tokens in (512, 2048)
-    ]
-    # 20 GB, less 16 bytes a parameter and the constant part
-    assert speed_models.longest_sequences(results) == {"a": {"softmax": 3000}}
-    assert speed_models.longest_sequences([results[0], results[1] | {"model": "b"}]) == {}
-
-
 def test_own_memory_leaves_out_the_pages_of_files():
     assert speed_conversion.own_bytes("VmRSS:\t  900 kB\nRssAnon:\t   400 kB\nRssFile:\t  500 kB\n") == 400 * 1024
     assert speed_conversion.own_bytes("State:\tZ (zombie)\n") == 0
-
-
-def test_the_integral_of_uncached_decoding(monkeypatch):
-    """Where a step of n tokens costs n, however few of the steps are timed."""
-    now = [0]
-
-    def model(pixels, **_):
-        now[0] += pixels.shape[1]
-
-    monkeypatch.setattr(autoregressive_images.time, "process_time", lambda: now[0])
-    assert autoregressive_images.uncached_seconds(model, 9, 9) == sum(range(1, 10))
-    assert autoregressive_images.uncached_seconds(model, 9, 3) == sum(range(1, 10))
 
 
 def test_copy_batch():

@@ -33,7 +33,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
     [
         *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models", "speed_embeddings"),
         *("speed_conversion", "speed_without_kernels", "shared_prefix", "long_prompts"),
-        *("papers.copy_task", "papers.autoregressive_images"),
+        "papers.copy_task",
     ],
 )
 def test_a_quick_run(name, tmp_path, capsys):
