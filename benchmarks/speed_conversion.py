@@ -1,6 +1,6 @@
 """The conversion of a sharded checkpoint in time and memory, and how long both scripts and the import take to start.
 
-    python benchmarks/speed_conversion.py --output_dir outputs/benchmarks
+    python -m benchmarks.speed_conversion
 
 A Llama of `--gigabytes` with random bfloat16 weights, in shards of 0.5 GB, through `conversion/convert_checkpoint.py`,
 with its verification and without; for comparison what `from_pretrained` alone takes. Memory is what a process has
@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import ROOT, argument_parser, save_results, table, write
+from benchmarks.common import ROOT, Table, Times, medians, parse, save, table
 
 
 SHARD_BYTES = 5 * 10**8
@@ -103,7 +98,8 @@ def own_bytes(status: str) -> int:
     return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")), 0)
 
 
-def measure_conversions(gigabytes: float, hidden: int, names: tuple[str, ...]) -> dict[str, Any]:
+def conversions(gigabytes: float, hidden: int, names: tuple[str, ...]) -> Table:
+    """Time and own memory of every process that loads or converts the checkpoint."""
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "source"
         source.mkdir()
@@ -119,75 +115,36 @@ def measure_conversions(gigabytes: float, hidden: int, names: tuple[str, ...]) -
             "conversion": convert,
         }
         measured = {name: measure_process(processes[name]) for name in names or processes}
-    return {"bytes": sum(sizes), "largest shard": max(sizes), "processes": measured}
+    base = measured[IMPORT]["own bytes"]
+    rows = [
+        [name, run["CPU"], run["wall"], run["own bytes"] / 1e6, (run["own bytes"] - base) / max(sizes)]
+        for name, run in measured.items()
+    ]
+    title = f"{sum(sizes) / 1e9:.2f} GB, largest shard {max(sizes) / 1e6:,.0f} MB"
+    return table([title, "CPU s", "wall s", "own MB at the peak", "over the import, in largest shards"], rows)
 
 
-def measure_starts(rounds: int, names: tuple[str, ...]) -> dict[str, list[float]]:
+def starts(rounds: int, names: tuple[str, ...]) -> Table:
     """CPU seconds of every program, taking turns; the first round reads the files into the system's cache."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: Times = {name: [] for name in names}
     for number in range(rounds + 1):
         for name in names:
             measured = measure_process(PROGRAMS[name])["CPU"]
             if number:
                 seconds[name].append(measured)
-    return seconds
-
-
-def report(figures: dict[str, Any]) -> str:
-    conversion = figures["conversion"]
-    base = conversion["processes"][IMPORT]["own bytes"]
-    rows = [
-        [
-            name,
-            f"{result['CPU']:.1f}",
-            f"{result['wall']:.1f}",
-            f"{result['own bytes'] / 1e6:,.0f}",
-            f"{(result['own bytes'] - base) / conversion['largest shard']:.2f}",
-        ]
-        for name, result in conversion["processes"].items()
-    ]
-    title = f"{conversion['bytes'] / 1e9:.2f} GB, largest shard {conversion['largest shard'] / 1e6:,.0f} MB"
-    header = [title, "CPU s", "wall s", "own MB at the peak", "over the import, in largest shards"]
-    base_seconds = figures["starts"][TORCH]
-    starts = [
-        [
-            name,
-            f"{statistics.median(seconds):.2f}",
-            f"{statistics.median(mine - other for mine, other in zip(seconds, base_seconds)):.2f}",
-        ]
-        for name, seconds in figures["starts"].items()
-    ]
-    return f"{table(header, rows)}\n\n{table(['start', 'CPU s', 'over torch and transformers'], starts)}"
-
-
-def plot(plt, figures):
-    processes = figures["conversion"]["processes"]
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
-    axes[0].barh(list(processes), [result["own bytes"] / 1e9 for result in processes.values()])
-    axes[0].axvline(figures["conversion"]["bytes"] / 1e9, color="gray", linestyle=":", label="the checkpoint")
-    axes[0].set_xlabel("GB of own memory at the peak")
-    axes[0].legend()
-    axes[1].barh(list(figures["starts"]), [statistics.median(seconds) for seconds in figures["starts"].values()])
-    axes[1].set_xlabel("CPU seconds to start")
-    return figure
+    found = medians(seconds)
+    rows = [[name, value, value - found[TORCH]] for name, value in found.items()]
+    return table(["start", "CPU s", "over torch and transformers"], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.5)
-    parser.add_argument("--rounds", type=int, default=2, help="of the start-up times")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    """Measure conversions and starts."""
+    arguments = parse(__doc__, argv, {"gigabytes": 0.01, "rounds": 1}, gigabytes=1.5, rounds=2)
     hidden, processes, programs = 2048, (), tuple(PROGRAMS)
     if arguments.quick:
-        arguments.gigabytes, arguments.rounds, hidden = 0.01, 1, 256
-        processes, programs = (IMPORT, UNVERIFIED), programs[:2]
-    figures = {
-        "conversion": measure_conversions(arguments.gigabytes, hidden, processes),
-        "starts": measure_starts(arguments.rounds, programs),
-    }
-    write(report(figures))
-    save_results(arguments, "speed_conversion", figures, plot)
+        hidden, processes, programs = 256, (IMPORT, UNVERIFIED), programs[:2]
+    tables = [conversions(arguments.gigabytes, hidden, processes), starts(arguments.rounds, programs)]
+    save(arguments, "speed_conversion", tables)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time of the gated delta rule against N, beside transformers' own torch code of Qwen3-Next (one thread, CPU time).
 
-    python benchmarks/speed_delta.py --output_dir outputs/benchmarks
+    python -m benchmarks.speed_delta
 
 B = 1, 16 heads of 128 (features and values), float32, queries and keys of norm 1. `C` is the kernel that the
 installation built, `torch` the same without it, `C, by feature` and `torch, by feature` with a decay per feature (Kimi
@@ -15,22 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import statistics
+import itertools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from benchmarks.speed_kernels import cpu_times, in_torch, plot, ratio_text
+from benchmarks.common import Times, median_ratio, medians, parse, save, table, times_in_turns
+from benchmarks.speed_kernels import MODES, in_torch
 from hf_linear_attention import accelerate_stock_models
 from hf_linear_attention.kernels_delta import gated_delta
 
@@ -53,6 +49,8 @@ def inputs(length: int) -> dict[str, torch.Tensor]:
 
 
 def ours(decay: str) -> Call:
+    """Our kernel with the decay by head or by feature."""
+
     def call(tensors, state=None):
         query, key, value, beta = (tensors[name].transpose(1, 2) for name in ("query", "key", "value", "beta"))
         log_decay = tensors[decay].transpose(1, 2)
@@ -72,6 +70,7 @@ def torch_code(modeling: ModuleType) -> Iterator[None]:
 
 
 def transformers(name: str) -> Call:
+    """transformers' torch code of Qwen3-Next."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     with torch_code(modeling_qwen3_next):
@@ -85,6 +84,7 @@ def transformers(name: str) -> Call:
 
 
 def calls(rule: str) -> dict[str, Call]:
+    """Every method, by the name of its column."""
     by_head, by_feature = ours("by head"), ours("by feature")
     by_name = {OURS: by_head, "torch": in_torch(by_head), PEER: transformers(rule)}
     return by_name | {"C, by feature": by_feature, "torch, by feature": in_torch(by_feature)}
@@ -93,6 +93,7 @@ def calls(rule: str) -> dict[str, Call]:
 def run(
     call: Call, tensors: dict[str, torch.Tensor], state: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> None:
+    """One call, with the backward pass if there is a gradient."""
     if gradient is None:
         with torch.no_grad():
             call(tensors, state)
@@ -100,17 +101,16 @@ def run(
     call({name: x.detach().requires_grad_() for name, x in tensors.items()}, state)[0].backward(gradient)
 
 
-def measure(
-    methods: dict[str, Call], length: int, with_backward: bool, rounds: int, with_state: bool
-) -> dict[str, Any]:
+def row(methods: dict[str, Call], length: int, with_backward: bool, rounds: int, with_state: bool = False) -> list[Any]:
+    """Milliseconds of each method, and those of torch and transformers over ours."""
     tensors = inputs(length)
     gradient = torch.ones_like(tensors["value"]) if with_backward else None
     state = torch.randn(1, HEADS, DIM, DIM) if with_state else None
     chosen = [name for name in methods if not with_backward or length <= LONGEST_BACKWARD.get(name, length)]
-    times = cpu_times({name: lambda c=methods[name]: run(c, tensors, state, gradient) for name in chosen}, rounds)
-    seconds = {name: statistics.median(values) for name, values in times.items()}
-    over = {name: median_ratio(values, times[OURS]) for name, values in times.items()}
-    return {"seconds": seconds, "over C": over}
+    times = times_in_turns({n: lambda call=methods[n]: run(call, tensors, state, gradient) for n in chosen}, rounds)
+    found = medians(times, 1e-3)
+    slower = (median_ratio(times[name], times[OURS]) for name in ("torch", PEER))
+    return [length, *(found.get(name) for name in methods), *slower]
 
 
 def errors(methods: dict[str, Call]) -> dict[str, float]:
@@ -137,8 +137,8 @@ def stock_layers() -> dict[str, torch.nn.Module]:
     }
 
 
-def layer_seconds(layer: torch.nn.Module, length: int, with_backward: bool, rounds: int) -> tuple[list[float], ...]:
-    """The CPU seconds of each round: of the stock layer, and of the accelerated one."""
+def layer_seconds(layer: torch.nn.Module, length: int, with_backward: bool, rounds: int) -> Times:
+    """The CPU seconds of the stock layer, and of the accelerated one."""
     hidden_states = torch.randn(1, length, 1024, requires_grad=with_backward)
 
     def stock() -> None:
@@ -152,65 +152,34 @@ def layer_seconds(layer: torch.nn.Module, length: int, with_backward: bool, roun
             stock()
 
     with torch_code(sys.modules[type(layer).__module__]):
-        times = cpu_times({"stock": stock, "accelerated": accelerated}, rounds)
-    return times["stock"], times["accelerated"]
+        return times_in_turns({"stock": stock, "accelerated": accelerated}, rounds)
 
 
 def layer_rows(lengths: list[int], rounds: int) -> list[list[Any]]:
+    """Milliseconds of stock layers, and how many times as fast they are when accelerated."""
     rows = []
     for name, layer in stock_layers().items():
-        for length in lengths:
-            for mode in ("forward", "forward and backward"):
-                stock, accelerated = layer_seconds(layer, length, mode != "forward", rounds)
-                medians = [_milliseconds(statistics.median(x)) for x in (stock, accelerated)]
-                rows.append([name, mode, f"{length:,}", *medians, ratio_text(median_ratio(stock, accelerated))])
+        for length, mode in itertools.product(lengths, MODES):
+            times = layer_seconds(layer, length, mode != "forward", rounds)
+            rows.append([name, mode, length, *medians(times, 1e-3).values(), median_ratio(*times.values())])
     return rows
 
 
-def report(figures: dict[str, Any]) -> str:
-    parts = []
-    for mode in ("forward", "forward and backward", "step"):
-        names = list(figures[mode][next(iter(figures[mode]))]["seconds"])
-        rows = [
-            [
-                f"{int(length):,}",
-                *(_milliseconds(result["seconds"].get(name)) for name in names),
-                *(ratio_text(result["over C"].get(name)) for name in ("torch", PEER)),
-            ]
-            for length, result in figures[mode].items()
-        ]
-        parts.append(table([f"{mode}, CPU ms", *names, "torch / C", f"{PEER} / C"], rows))
-    errors = [f"{error:.1e}" for error in figures["errors"].values()]
-    parts.append(table(["", *figures["errors"]], [["largest error over the largest output", *errors]]))
-    header = ["layer, CPU ms", "", "tokens", "stock", "accelerated", "stock / accelerated"]
-    return "\n\n".join([*parts, table(header, figures["layers"])])
-
-
-def _milliseconds(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{seconds * 1000:.2f}"
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    if arguments.quick:
-        arguments.lengths, arguments.rounds = [16, 48], 1
-    methods = calls("torch_chunk_gated_delta_rule")
-    figures: dict[str, Any] = {}
-    for mode in ("forward", "forward and backward"):
-        figures[mode] = {
-            str(n): measure(methods, n, mode != "forward", arguments.rounds if n < 1024 else 1, False)
-            for n in arguments.lengths
-        }
-    steps = calls("torch_recurrent_gated_delta_rule")
-    figures["step"] = {"1": measure(steps, 1, False, 200 * arguments.rounds, True)}
-    figures["errors"] = errors(methods)
-    figures["layers"] = layer_rows(arguments.lengths[-2:-1], min(3, arguments.rounds))
-    write(report(figures))
-    save_results(arguments, "speed_delta", figures, plot)
+    """Time the rule, its step and whole layers."""
+    quick = {"lengths": [16, 48], "rounds": 1}
+    arguments = parse(__doc__, argv, quick, lengths=[64, 256, 1024, 4096], rounds=3)
+    lengths, rounds = arguments.lengths, arguments.rounds
+    methods, steps = calls("torch_chunk_gated_delta_rule"), calls("torch_recurrent_gated_delta_rule")
+    columns, tables = [*methods, "torch / C", f"{PEER} / C"], []
+    for mode in MODES:
+        rows = [row(methods, n, mode != "forward", rounds if n < 1024 else 1) for n in lengths]
+        tables.append(table([f"{mode}, CPU ms", *columns], rows))
+    tables.append(table(["step, CPU ms", *columns], [row(steps, 1, False, 200 * rounds, with_state=True)]))
+    tables.append(table(["", *methods], [["largest error over the largest output", *errors(methods).values()]]))
+    header = ["layer, CPU ms", "", "tokens", "stock", "accelerated", "stock / accelerated"]
+    tables.append(table(header, layer_rows(lengths[-2:-1], rounds)))
+    save(arguments, "speed_delta", tables)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Causal linear attention and decoding on a CUDA device, beside flash attention and fla's own kernels, in bfloat16.
 
-    python benchmarks/speed_gpu.py --output_dir outputs/benchmarks
+    python -m benchmarks.speed_gpu
 
 B = 1, 16 heads of 64. `linear elu1` is what a converted model runs, feature map and division included: with the extra
 `gpu` on fla-core's kernels, `torch` without; `sdpa` is torch's fused causal softmax, `fla` its own normalised
@@ -14,28 +14,23 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import argument_parser, median_ratio, save_results, table, write
-from benchmarks.speed_decoding import LARGE, decoder, random_cache
-from benchmarks.speed_kernels import mechanism_call, sdpa
+from benchmarks.common import Table, Times, medians, parse, save, table, times_as_fast
+from benchmarks.speed_decoding import LARGE, decoder, random_cache, steps_of
+from benchmarks.speed_kernels import MODES, attend, mechanism_call, sdpa
 from benchmarks.speed_models import LINEAR, SOFTMAX, variants
 from hf_linear_attention import kernels_operators
 
 
 HEADS, DIM = 16, 64
 OURS, PLAIN_TORCH, SDPA, FLA = "linear elu1", "torch", "sdpa", "fla"
-MODES = ("forward", "forward and backward")
 DEVICE = "cuda"
 
 
@@ -64,16 +59,8 @@ def calls() -> dict[str, Callable[..., torch.Tensor]]:
     return found | ({FLA: fla} if importlib.util.find_spec("fla") else {})
 
 
-def attend(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor], with_backward: bool) -> None:
-    if with_backward:
-        output = call(*(tensor.detach().requires_grad_() for tensor in tensors))
-        output.backward(torch.ones_like(output))
-    else:
-        with torch.no_grad():
-            call(*tensors)
-
-
 def seconds_of(call: Callable[[], Any]) -> float:
+    """Of one call on the device."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -83,15 +70,16 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
+    """New memory of one call on the device."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
     return torch.cuda.max_memory_allocated() - before
 
 
-def times_in_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def device_times(functions: dict[str, Callable[[], Any]], rounds: int) -> Times:
     """Seconds on the device after three rounds in which kernels are compiled and chosen."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: Times = {name: [] for name in functions}
     for number in range(rounds + 3):
         for name, function in functions.items():
             seconds = seconds_of(function)
@@ -100,101 +88,53 @@ def times_in_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict
     return times
 
 
-def measure(length: int, with_backward: bool, rounds: int, device: str) -> dict[str, Any]:
+def rows_of(length: int, with_backward: bool, rounds: int) -> list[list[Any]]:
+    """A row for each method: its time, the others' over it, its share of the roofline, and its peak of memory."""
     torch.manual_seed(0)
     # As a model hands them over: heads beside tokens in memory.
     shape = (1, length, HEADS, DIM)
-    tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
-    functions = {name: lambda call=call: attend(call, tensors, with_backward) for name, call in calls().items()}
-    times = times_in_turns(functions, rounds)
-    target = torch.empty_like(tensors[0])
-    copy_seconds = statistics.median(times_in_turns({"copy": lambda: target.copy_(tensors[0])}, rounds)["copy"])
-    seconds = {name: statistics.median(values) for name, values in times.items()}
-    return {
-        "seconds": seconds,
-        "over it": {
-            base: {name: median_ratio(times[base], values) for name, values in times.items()} for base in times
-        },
-        # four tensors against the two of a copy
-        "share of the roofline": {name: 2 * copy_seconds / value for name, value in seconds.items()},
-        "peak": {name: peak_bytes(function) for name, function in functions.items()},
-    }
+    tensors = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+    functions = {name: partial(attend, call, tensors, with_backward) for name, call in calls().items()}
+    times, target = device_times(functions, rounds), torch.empty_like(tensors[0])
+    copy = statistics.median(device_times({"copy": lambda: target.copy_(tensors[0])}, rounds)["copy"])
+    over = [times_as_fast(times, rival) if rival in times else {} for rival in (SDPA, FLA)]
+    rows = []
+    for name, seconds in medians(times).items():
+        # Four tensors are moved, against the two of a copy.
+        roofline = None if with_backward else 2 * copy / seconds
+        ratios = (ratio.get(name) for ratio in over)
+        rows.append([f"{length:,}", name, 1000 * seconds, *ratios, roofline, peak_bytes(functions[name]) / 1e6])
+    return rows
 
 
 @torch.inference_mode()
-def measure_decoding(contexts: list[int], rounds: int, device: str) -> dict[str, Any]:
-    models = {name: model.to(device) for name, model in variants(LARGE, LINEAR, torch.bfloat16).items()}
-    results = {}
-    with torch.device(device):
-        tokens = torch.zeros(1, 16, dtype=torch.long)
-        steps = {
-            name: decoder(model, model(tokens, use_cache=True).past_key_values)
-            for name, model in models.items()
-            if name != SOFTMAX
-        }
+def decoding(contexts: list[int], rounds: int) -> Table:
+    """Tokens a second behind contexts of several lengths."""
+    models = {name: model.to(DEVICE) for name, model in variants(LARGE, LINEAR, torch.bfloat16).items()}
+    rows = []
+    with torch.device(DEVICE):
+        steps = steps_of(models)
         for context in contexts:
             steps[SOFTMAX] = decoder(models[SOFTMAX], random_cache(models[SOFTMAX], context))
-            times = times_in_turns(steps, rounds)
-            results[context] = {name: 1 / statistics.median(values) for name, values in times.items()}
-    return results
-
-
-def report(figures: dict[str, Any]) -> str:
-    parts = [figures["device"]]
-    for mode in MODES:
-        rows = [
-            [
-                f"{length:,}",
-                name,
-                f"{1000 * seconds:.3f}",
-                f"{result['over it'][SDPA][name]:.2f}x",
-                f"{result['over it'][FLA][name]:.2f}x" if FLA in result["over it"] else None,
-                f"{100 * result['share of the roofline'][name]:.0f} %" if mode == "forward" else None,
-                f"{result['peak'][name] / 1e6:,.0f}",
-            ]
-            for length, result in figures[mode].items()
-            for name, seconds in result["seconds"].items()
-        ]
-        header = [f"{mode}, tokens", "", "ms", "sdpa / it", "fla / it", "of the roofline", "MB at the peak"]
-        parts.append(table(header, rows))
-    names = list(next(iter(figures["decoding"].values())))
-    rows = [[f"{context:,}", *(f"{r[name]:,.0f}" for name in names)] for context, r in figures["decoding"].items()]
-    return "\n\n".join([*parts, table([f"{LARGE}, tokens/s at a context of", *names], rows)])
-
-
-def plot(plt, figures):
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
-    for axis, mode in zip(axes, MODES):
-        for name in next(iter(figures[mode].values()))["seconds"]:
-            values = [1000 * result["seconds"][name] for result in figures[mode].values()]
-            axis.plot(list(figures[mode]), values, marker="o", markersize=3, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=mode)
-    for name in next(iter(figures[MODES[1]].values()))["peak"]:
-        values = [result["peak"][name] / 1e6 for result in figures[MODES[1]].values()]
-        axes[2].plot(list(figures[MODES[1]]), values, marker="o", markersize=3, label=name)
-    axes[2].set(xscale="log", yscale="log", xlabel="tokens", ylabel="MB at the peak", title=MODES[1])
-    axes[2].legend()
-    return figure
+            found = medians(device_times(steps, rounds))
+            rows.append([f"{context:,}", *(1 / found[name] for name in models)])
+    return table([f"{LARGE}, tokens/s at a context of", *models], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 18)])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768, 131072])
-    parser.add_argument("--rounds", type=int, default=20)
-    arguments = parser.parse_args(argv)
+    """Time the kernels and the steps of a whole model."""
+    quick = {"lengths": [64, 128], "contexts": [64], "rounds": 1}
+    defaults = {"lengths": [2**n for n in range(10, 18)], "contexts": [1024, 32768, 131072], "rounds": 20}
+    arguments = parse(__doc__, argv, quick, **defaults)
     if not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here; run this where there is one (make bench is for a CPU)")
-    if arguments.quick:
-        arguments.lengths, arguments.contexts, arguments.rounds = [64, 128], [64], 1
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+        raise SystemExit("torch sees no CUDA device here; run this where there is one (make bench is for a CPU)")
+    tables = []
     for mode in MODES:
-        figures[mode] = {
-            length: measure(length, mode != "forward", arguments.rounds, DEVICE) for length in arguments.lengths
-        }
-    figures["decoding"] = measure_decoding(arguments.contexts, arguments.rounds, DEVICE)
-    write(report(figures))
-    save_results(arguments, "speed_gpu", figures, plot)
+        header = [f"{mode}, tokens", "", "ms", "sdpa / it", "fla / it", "of the roofline", "MB at the peak"]
+        rows = [row for n in arguments.lengths for row in rows_of(n, mode != "forward", arguments.rounds)]
+        tables.append(table(header, rows))
+    tables.append(decoding(arguments.contexts, arguments.rounds))
+    save(arguments, "speed_gpu", tables, device=torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

@@ -150,11 +150,11 @@ def _preview(conversion: Conversion) -> list[str]:
     from hf_linear_attention.conversion.diagnosis import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted
     from hf_linear_attention.conversion.preset_plan import describe_stages
-    from hf_linear_attention.conversion.report import describe, describe_tensors, describe_unknown_speed
+    from hf_linear_attention.conversion.report import describe, describe_tensors
     from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
 
     arguments = conversion.request.arguments
-    lines = [describe(conversion.plan, conversion.source), *describe_unknown_speed(conversion.plan)]
+    lines = [describe(conversion.plan, conversion.source)]
     if arguments.verbose:
         lines.append(describe_tensors(conversion.plan))
     if is_automatic(arguments):

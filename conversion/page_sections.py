@@ -332,22 +332,20 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def cost_section(report: Mapping[str, Any]) -> Section | None:
     """From which length the model is faster, its speed where it was measured, and its memory over the length."""
-    texts, speed, reads = [], report.get("speed"), report.get("max_length")
+    texts, reads = [], report.get("max_length")
     measured = (report.get("quality") or {}).get("speed") or {}
     whole = {name: curve for name, curve in (measured.get("model") or {}).items() if curve}
     timed = speed_chart(
         whole or {"this model": measured.get("curve") or ()}, reads, "the model" if whole else ONE_LAYER
     )
-    if speed:
-        texts.append(f"On a CPU its attention alone is faster than softmax attention from {report['faster_from']}.")
-        if reads and all(length is None or length > reads for length in speed["lengths"].values()):
-            texts.append(f"The model reads {reads:,} tokens, so it is never faster within its own length.")
-    elif report.get("layers") and timed is None:
-        texts.append("Speed was not measured for these settings and heads; hf-linear-attention compare measures it.")
+    if report.get("layers") and timed is None:
+        texts.append("Speed was not measured; hf-linear-attention compare measures it.")
     if timed is not None:
         conditions = whole_conditions(measured) if whole else speed_conditions(measured)
         texts.append(f"The speed is that of {conditions}, on the machine that measured this model.")
-    memory = _memory_chart(report, speed, reads)
+        if reads and not whole and (measured.get("faster_from") or 0) > reads:
+            texts.append(f"The model reads {reads:,} tokens, so it is never faster within its own length.")
+    memory = _memory_chart(report, reads)
     if memory is not None:
         texts.append(
             "The memory is that of the context of one sequence while the model writes, in the converted layers. It is "
@@ -400,7 +398,7 @@ def speed_chart(
     )
 
 
-def _memory_chart(report: Mapping[str, Any], speed: Mapping[str, Any] | None, reads: int | None) -> Chart | None:
+def _memory_chart(report: Mapping[str, Any], reads: int | None) -> Chart | None:
     layers = [layer for layer in report.get("layers") or () if layer.get("state_bytes")]
     if not layers:
         return None
@@ -415,8 +413,6 @@ def _memory_chart(report: Mapping[str, Any], speed: Mapping[str, Any] | None, re
         Line("this model: its state", [(length, state + growing * length) for length in CONTEXTS], 1),
     ]
     marks = [(float(reads), f"the original reads {reads:,}")] if reads and CONTEXTS[0] <= reads <= CONTEXTS[-1] else []
-    faster = min((length for length in (speed or {}).get("lengths", {}).values() if length), default=None)
-    marks += [(float(faster), f"faster from {faster:,}")] if faster else []
     return line_chart(
         "Memory over length",
         "Bytes of context for one sequence over its length, for the cache of the original and the state of this model.",

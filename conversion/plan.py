@@ -16,7 +16,6 @@ from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.architectures import attention_modules, converted_features
 from hf_linear_attention.configuration_linear_attention import entries_of, model_heads
-from hf_linear_attention.conversion.break_even import cost_settings
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes, with_budget
 from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
@@ -92,8 +91,7 @@ INPUTS: dict[str, Inputs] = {
 class Plan:
     """The whole conversion.
 
-    `tied` tensors are shared with a mapped tensor and are not stored. `cost_settings` (`break_even.py`) are those of
-    every converted layer; they are empty if layers have different ones. `extension` is that of the learned positions.
+    `tied` tensors are shared with a mapped tensor and are not stored. `extension` is that of the learned positions.
     """
 
     config: PreTrainedConfig
@@ -105,7 +103,6 @@ class Plan:
     dropped: list[TensorPlan]
     tied: list[TensorPlan]
     dropped_features: list[str]
-    cost_settings: dict[str, Any]
     extension: Extension | None = None
 
     @property
@@ -241,7 +238,6 @@ def make_plan(
     names = list(self_attention_modules(model))
     if any(entry["cross_attention"] for entry in entries_of(config.linear_attention)):
         names += attention_modules(model, cross=True)
-    costs = [cost_settings(cast(AttentionMechanism, module.linear_attention)) for module in converted.values()]
     return Plan(
         config=config,
         stock_class=stock_class,
@@ -250,7 +246,6 @@ def make_plan(
             (_layer_plan(names.index(name), name, module, kept_dtype) for name, module in converted.items()),
             key=lambda layer: layer.layer,
         ),
-        cost_settings=costs[0] if costs and all(cost == costs[0] for cost in costs) else {},
         dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
         extension=extension,

@@ -11,9 +11,7 @@ import torch
 import transformers
 
 from hf_linear_attention._common.model_card import REPORT, write_model_card
-from hf_linear_attention.conversion.break_even import cost_settings, faster_from
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes
-from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -45,9 +43,6 @@ def report_of(model: Any) -> dict[str, Any]:
     modules = linear_attention_modules(model)
     tensors = {name: tensor.numel() for name, tensor in model.state_dict().items()}
     sizes = {name: state_bytes(module) for name, module in modules.items()}
-    costs = [cost_settings(module.linear_attention) for module in modules.values()]
-    is_same = bool(costs) and all(cost == costs[0] for cost in costs)
-    is_causal = None if model.config.is_encoder_decoder else direction_of(model.config) == "causal"
     figures = {
         "layers converted": len(modules),
         "weights": sum(tensors.values()),
@@ -64,5 +59,4 @@ def report_of(model: Any) -> dict[str, Any]:
         "layers": [{"module": name, "state_bytes": size} for name, size in sizes.items()],
         "checks": None,
         "figures": figures,
-        "faster_from": faster_from(costs[0] if is_same else {}, is_causal),
     }

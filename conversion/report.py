@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,13 @@ import torch
 import transformers
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
-from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, is_causal_config, max_length_of
-from hf_linear_attention.conversion.break_even import (
-    current_backend,
-    difference_here,
-    faster_from,
-    measured_speed,
-    why_unknown,
-)
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
 from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_heads
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
 from hf_linear_attention.conversion.softmax_layers import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.kernels_cpu import kernel_backend
 from hf_linear_attention.layer_ranges import layers_text
 
 
@@ -47,10 +40,8 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
         "tensor_counts": counts,
         "checks": dict(checks) if checks else None,
         "figures": figures,
-        "faster_from": _faster_from(plan),
-        "speed": measured_speed(plan.cost_settings, _is_causal(plan)),
         "max_length": max_length_of(plan.config),
-        "backend": asdict(current_backend()),
+        "backend": kernel_backend()._asdict(),
     }
 
 
@@ -83,23 +74,12 @@ def describe(plan: Plan, source: Source) -> str:
     ]
     if plan.state_bytes:
         lines.append(_line("state", _state_line(plan)))
-    if (length := _faster_from(plan)) is not None:
-        lines.append(_line("speed", f"its attention alone is faster than softmax attention from {length}"))
-        if (difference := difference_here()) is not None:
-            lines.append(_line("speed here", difference))
     if plan.dropped:
         lines.append(_line("dropped", _names([tensor.source for tensor in plan.dropped])))
     if plan.new_base:
         lines.append(_line("untrained", f"{_names([t.target for t in plan.new_base])} (not in the checkpoint)"))
     lines += [_line("left out", feature) for feature in plan.dropped_features]
     return "\n".join(lines)
-
-
-def describe_unknown_speed(plan: Plan) -> list[str]:
-    """For `--dry_run`, what tells the length from which the mechanism is faster, if no measurement does."""
-    if _faster_from(plan) is not None or not plan.layers:
-        return []
-    return [_line("speed", f"{why_unknown(plan.cost_settings)}; `{PROGRAM} compare` measures it here")]
 
 
 def _attention_lines(plan: Plan) -> list[str]:
@@ -177,16 +157,6 @@ def _state_line(plan: Plan) -> str:
     if plan.growing_bytes_per_token:
         text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
     return text
-
-
-def _faster_from(plan: Plan) -> str | None:
-    return faster_from(plan.cost_settings, _is_causal(plan))
-
-
-def _is_causal(plan: Plan) -> bool | None:
-    """Whether the model is a decoder; None for an encoder-decoder."""
-    config = plan.config
-    return None if config.is_encoder_decoder else is_causal_config(config, config.stock_model_type)
 
 
 def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:

@@ -18,7 +18,7 @@ from hf_linear_attention.mechanism import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
 
-# The share of the linear part (benchmarks/RESULTS.md, "Against a window of the same bytes"). Between a sixth and a
+# The share of the linear part (benchmarks/results/conversion.md, "the default preset"). Between a sixth and a
 # third of the bytes stories260k learns equally well; with two thirds (version 2 of the preset) it has .016 nats more.
 LINEAR_SHARE = 1 / 6
 # The number of features is a multiple of this, the number of float32 values in the widest vector registers.

@@ -90,11 +90,6 @@ def faster(report: Mapping[str, Any]) -> str | None:
     if curves := measured.get("model"):
         parts = [_faster(verb, curves[name]) for verb, name in (("reads", "reading"), ("writes", "writing"))]
         return " and ".join(part for part in parts if part) or None
-    lengths = ((report.get("speed") or {}).get("lengths") or {}).values()
-    if lengths:
-        longest = max(length or report["speed"]["longest"] for length in lengths)
-        more = "more than " if any(length is None for length in lengths) else ""
-        return f"its attention alone is faster from {more}{longest:,} tokens"
     length = measured.get("faster_from")
     return f"its attention alone is faster from {length:,} tokens" if length else None
 

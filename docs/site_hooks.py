@@ -14,9 +14,11 @@ from mkdocs.structure.files import File
 
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ("conversion", "recall", "long_documents", "papers", "speed")
 # The file in the repository, and its page.
 PAGES = {
-    "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/results/README.md": "results/index.md",
+    **{f"benchmarks/results/{name}.md": f"results/{name}.md" for name in RESULTS},
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }

@@ -6,7 +6,7 @@
 The weights Phi(Q) Phi(K)^T E^T F are non-negative because every factor is, and they sum to 1 because the denominator is
 the numerator for v = 1. The combination is often written with arbitrary E and F and with the denominator Phi(Q) sum
 Phi(K) of plain linear attention; then neither holds. `reference.linformer_linear_slides` and
-`benchmarks/linformer_plus_linear.py` show this, and what the valid form gains.
+`benchmarks/papers/untrained.py` show this, and what the valid form gains.
 """
 
 from __future__ import annotations

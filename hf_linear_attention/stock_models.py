@@ -44,9 +44,9 @@ def accelerate_stock_models() -> contextlib.ExitStack:
     """Let stock models of transformers compute the gated delta rule with our kernels on a CPU, from now on.
 
     These are Qwen3-Next, Qwen3.5, Olmo-Hybrid, Kimi Linear and the other `STOCK_MODELS` that the installed transformers
-    has. Values and gradients are those of transformers' torch code up to rounding (`benchmarks/RESULTS.md` has the
-    ratios of time). Tensors on other devices, packed sequences (`cu_seqlens`) and torch.export go on to the function
-    that transformers has chosen.
+    has. Values and gradients are those of transformers' torch code up to rounding; the ratios of time are in
+    `benchmarks/results/speed.md`. Tensors on other devices, packed sequences (`cu_seqlens`) and torch.export go on to
+    the function that transformers has chosen.
 
     Returns:
         What undoes it: as a context manager at the end of `with`, or by its method `close`. Undo in the reverse order

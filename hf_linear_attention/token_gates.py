@@ -48,7 +48,7 @@ INPUT_GATE_OPTION = Option(
     "`hedgehog`",
 )
 # -g at the start. The heads of stories260k look 4 to 44 tokens back on average, and a state that starts with the
-# trained length as its half-life first has to learn to forget (benchmarks/RESULTS.md, "The start of the decay").
+# trained length as its half-life first has to learn to forget (benchmarks/results/conversion.md).
 INITIAL_SLOPE = 1 / 20
 # Exponents count from the start of a part, so that float32 keeps their digits however long the input is.
 TOKENS_PER_PART = 4096

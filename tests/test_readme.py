@@ -49,7 +49,7 @@ def test_every_page_is_in_the_navigation():
     named = re.findall(r"[\w/-]+\.md", yaml.dump(yaml.safe_load(text)["nav"]))
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     # made by docs/site_hooks.py from files elsewhere in the repository
-    assert set(named) - {"results.md", "changelog.md", "contributing.md"} == there
+    assert {page for page in named if not page.startswith("results/")} - {"changelog.md", "contributing.md"} == there
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -108,7 +108,6 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         is_sentence_model=is_sentence_model,
         other_weights=_other_weights(facts, conversion),
         settings=_rows(_settings(facts.get("settings"))),
-        faster_from=report.get("faster_from"),
         conversion=_rows(conversion),
         dropped_features=report.get("dropped_features") or [],
         training=_rows(facts.get("training") or {}),

@@ -37,7 +37,6 @@ def test_the_card_of_a_conversion(linear_llama):
     assert f"| kl to teacher | {figures['kl_to_teacher']:.4g} |" in text
     assert 'AutoModelForCausalLM.from_pretrained("llama", trust_remote_code=True)' in text
     assert "| num_features | 16 |" in text
-    assert report["faster_from"] is None  # its heads are of another size than those that were measured
     assert "faster than" not in text.replace("builds faster", "")
 
 
@@ -219,7 +218,6 @@ def test_no_text_of_others_is_markup_wherever_it_comes_from(tmp_path):
         "base_model": HOSTILE,
         "figures": {HOSTILE: HOSTILE, f"# {HOSTILE}": 1.0},
         "dropped_features": [f"# {HOSTILE}"],
-        "faster_from": HOSTILE,
         "card_metadata": {"license": f"mit\n---\n{HOSTILE}"},
         "quality": {"validation_file": HOSTILE},
     }

@@ -58,8 +58,7 @@ REPORT: dict[str, Any] = {
     "weights": {"total": 1000, "new": 60}, "dropped_features": ["position_bias"],
     "tensors": {"dropped": [{"source": "dropped.weight", "target": None, "shape": [3, 4], "dtype": "float32"}]},
     "checks": {"student_against_teacher": {"top1_agreement": 0.5}, "heads": heads(1.0, "the built-in sentences")},
-    "faster_from": "1,024 tokens (measured: hybrid, one thread)", "max_length": 512,
-    "speed": {"lengths": {"causal": 1024}, "longest": 4096, "measured": "hybrid, one thread"},
+    "max_length": 512,
     "command": ["--model_name_or_path", "org/tiny", "--preset", "default", "--train_file", "a.jsonl"],
     "quality": QUALITY,
 }  # fmt: skip

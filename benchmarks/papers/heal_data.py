@@ -52,6 +52,7 @@ def text_rows(row: TextRow) -> Callable[[Namespace, Path], None]:
 
 
 def write_jsonl(path: Path, rows: list[Row]) -> None:
+    """Write one row a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

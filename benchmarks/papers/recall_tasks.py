@@ -41,12 +41,14 @@ def distinct(size: int, count: int, choices: int, generator: torch.Generator) ->
 
 
 def noise(size: int, length: int, generator: torch.Generator) -> Tensor:
+    """Documents of noise after BOS."""
     tokens = FIRST_NOISE + torch.randint(NOISE, (size, length), generator=generator)
     tokens[:, 0] = 0
     return tokens
 
 
 def mqar(size: int, length: int, generator: torch.Generator) -> Documents:
+    """Pairs, and the same pairs asked for in another order."""
     pairs = (length - 1) // 4
     keys = FIRST_KEY + distinct(size, pairs, KEYS, generator)
     values = FIRST_VALUE + torch.randint(VALUES, (size, pairs), generator=generator)
@@ -60,6 +62,7 @@ def mqar(size: int, length: int, generator: torch.Generator) -> Documents:
 
 
 def copying(size: int, length: int, generator: torch.Generator) -> Documents:
+    """Symbols, and the same after a gap."""
     copied = min(MOST_COPIED, (length - 3) // 3)
     symbols = FIRST_VALUE + distinct(size, copied, VALUES, generator)
     first = torch.cat((torch.ones(size, 1, dtype=torch.long), symbols), 1)
@@ -73,6 +76,7 @@ def copying(size: int, length: int, generator: torch.Generator) -> Documents:
 
 
 def needle(size: int, length: int, generator: torch.Generator) -> Documents:
+    """One pair in noise, and its key at the end."""
     tokens = noise(size, length, generator)
     key = FIRST_KEY + torch.randint(KEYS, (size, 1), generator=generator)
     value = FIRST_VALUE + torch.randint(VALUES, (size, 1), generator=generator)
@@ -84,11 +88,8 @@ def needle(size: int, length: int, generator: torch.Generator) -> Documents:
     return tokens, counts
 
 
-TASKS: dict[str, Callable[[int, int, torch.Generator], Documents]] = {
-    "mqar": mqar,
-    "copying": copying,
-    "needle": needle,
-}
+Maker = Callable[[int, int, torch.Generator], Documents]
+TASKS: dict[str, Maker] = {"mqar": mqar, "copying": copying, "needle": needle}
 # The rotary base of the teachers: with 1e4 they recall half as much at four times the trained length.
 ROPE_THETA = 1e6
 # Tokens of a training step at every length of the curriculum, and the weight of the loss over all tokens.
@@ -117,21 +118,12 @@ def curriculum(length: int) -> list[int]:
 
 
 def new_teacher(length: int, width: int, layers: int, heads: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=length,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    """A Llama with random weights."""
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": length}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}}
+    tokens = {"vocab_size": len(WORDS), "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **rotary, **tokens, tie_word_embeddings=False))
 
 
 def train_teacher(model: Any, task: str, seed: int, most_steps: int, learning_rate: float = 2e-3) -> dict[str, Any]:

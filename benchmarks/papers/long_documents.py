@@ -1,12 +1,13 @@
 """Retrieval of documents of 4,000 tokens by a sentence of their last quarter, with MiniLM, which knows 512 positions.
 
-    python benchmarks/long_documents.py --text /path/to/grimms_fairy_tales.txt
+    python -m benchmarks.papers.long_documents --text /path/to/grimms_fairy_tales.txt
 
 Documents are pieces of CPython's documentation (`pydoc_data.topics`) and of a long text, in two collections: as they
 are, where the first 512 tokens often say what the last quarter is about, and mixed, where the four quarters of a
 document come from four places. Every second piece heals the converted models, without labels (`--preset default
 --max_position_embeddings 4096`); queries are sentences of the others, and all documents are candidates. Ways to read a
-document, of which the first three use the original, and the others each converted model, untrained and healed:
+document, of which the first three use the original, and the others each converted model, untrained and healed
+(`--tokens 0` leaves the healing out; `--documents` takes fewer documents):
 
     original, cut at 512            what a user of MiniLM gets: the rest of the document is not read
     original, chunks of 512         one vector for each chunk, of which the most similar one counts
@@ -25,23 +26,18 @@ import argparse
 import itertools
 import json
 import re
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from benchmarks.common import argument_parser, interleaved_times, median_ratio, save_results, table, write
+from benchmarks.common import Table, parse, save, table, times_as_fast, times_in_turns, write
 from benchmarks.real_attention import minilm_folder
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.conversion.convert_checkpoint import main as convert_main
@@ -59,11 +55,11 @@ LENGTH, CHUNK = 4096, 512
 QUERIES = 8  # per document
 
 
-def documents(text: Path | None, tokenizer: Any, size: int) -> list[str]:
+def documents(text: str | None, tokenizer: Any, size: int) -> list[str]:
     """Pieces of the sources of at most `size` tokens, which end at a paragraph; shorter pieces are left out."""
     sources = ["\n\n".join(topics[name] for name in sorted(topics))]
     if text is not None:
-        sources.append(text.read_text(encoding="utf-8"))
+        sources.append(Path(text).read_text(encoding="utf-8"))
     pieces = []
     for source in sources:
         piece: list[str] = []
@@ -187,7 +183,7 @@ def healed(arguments: argparse.Namespace, source: Path, mechanism: str, texts: l
 
 
 @torch.no_grad()
-def speed(source: Path, mechanisms: list[str], length: int, rounds: int) -> dict[str, dict[str, float]]:
+def speed(source: Path, mechanisms: list[str], length: int, rounds: int) -> Table:
     """Times as many tokens a second, by CPU time, as the original in chunks and as softmax over the whole text."""
     models = {name: untrained(source, name, length) for name in mechanisms}
     original = AutoModel.from_pretrained(source).eval()
@@ -199,69 +195,60 @@ def speed(source: Path, mechanisms: list[str], length: int, rounds: int) -> dict
 
     rivals = {"chunks of 512": lambda: original(input_ids=ids.view(-1, CHUNK)), "softmax": softmax}
     passes = {name: partial(model, input_ids=ids) for name, model in models.items()}
-    times = interleaved_times({**rivals, **passes}, rounds, time.process_time)
-    return {rival: {name: median_ratio(times[rival], times[name]) for name in models} for rival in rivals}
+    times = times_in_turns({**rivals, **passes}, rounds)
+    rows = [[rival, *(times_as_fast(times, rival)[name] for name in models)] for rival in rivals]
+    return table([f"one pass over {length:,} tokens, times as fast as", *models], rows)
 
 
-def plot(plt: Any, figures: dict[str, Any]) -> Any:
-    names = list(figures["recall@1"])
-    figure, axis = plt.subplots(figsize=(7, 0.3 * len(names) + 0.8), layout="constrained")
-    axis.barh(names[::-1], [figures["recall@1"][name] for name in names[::-1]], color="tab:blue")
-    axis.set_xlabel("recall@1 by a sentence of the last quarter")
-    axis.set_xlim(0, 1)
-    return figure
+Reader = tuple[Any, Callable[..., dict[str, list[Tensor]]]]
+"""A model, and what it makes of documents."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--text", type=Path, help="a long text besides CPython's documentation")
-    parser.add_argument("--documents", type=int, help="use this number of documents (default: all)")
-    names = [ORIGINAL, *MECHANISMS]
-    parser.add_argument("--models", nargs="+", choices=names, default=names[:3], help="with which to read")
-    parser.add_argument("--tokens", help="the tokens of each healing run; 0 for none (default: 0.25M)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement of speed; 0 for none")
-    arguments = parser.parse_args(argv)
-    source = minilm_folder()
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    texts = documents(arguments.text, tokenizer, 1024 if arguments.quick else LENGTH - 96)
-    arguments.tokens = arguments.tokens or ("2k" if arguments.quick else "0.25M")
-    if arguments.quick:
-        texts = texts[:6]
-    if arguments.documents is not None:  # spread over both sources
-        texts = texts[:: max(1, len(texts) // arguments.documents)][: arguments.documents]
-    readers: dict[str, tuple[Any, Callable[..., dict[str, list[Tensor]]]]] = {}
+def readers_of(arguments: argparse.Namespace, source: Path, texts: list[str]) -> dict[str, Reader]:
+    """The original, and each converted model, untrained and healed on every second text."""
+    readers: dict[str, Reader] = {}
     for name in arguments.models:
         if name == ORIGINAL:
             readers[name] = (AutoModel.from_pretrained(source).eval(), by_original)
-        else:
-            readers[f"{name} untrained"] = (untrained(source, name, LENGTH), by_converted)
-            if arguments.tokens != "0":
-                readers[f"{name} healed"] = (healed(arguments, source, name, texts[1::2]), by_converted)
+            continue
+        readers[f"{name} untrained"] = (untrained(source, name, LENGTH), by_converted)
+        if arguments.tokens != "0":
+            readers[f"{name} healed"] = (healed(arguments, source, name, texts[1::2]), by_converted)
+    return readers
+
+
+def retrieval(readers: dict[str, Reader], tokenizer: Any, texts: list[str]) -> Table:
+    """The recall of every way to read the documents, as they are and mixed."""
     asked = [(place, query) for place in range(0, len(texts), 2) for query in queries(texts[place], QUERIES)]
-    write(f"{len(texts)} documents of at most {LENGTH} tokens, {len(asked)} queries")
-    figures: dict[str, Any] = {"documents": len(texts), "queries": len(asked), "recall@1": {}, "recall@5": {}}
-    own, others = texts[::2], texts[1::2]
-    mix = [text for pair in itertools.zip_longest(mixed(own), mixed(others)) for text in pair if text is not None]
+    mix = [text for pair in itertools.zip_longest(mixed(texts[::2]), mixed(texts[1::2])) for text in pair if text]
+    rows = []
     for reader, (model, embed) in readers.items():
         read = query_vectors(model, tokenizer, [query for _, query in asked])
         pairs = [(place, vector) for (place, _), vector in zip(asked, read, strict=True)]
-        for collection, given in (("as they are", texts), ("mixed", mix)):
-            for way, vectors in embed(model, tokenizer, given).items():
-                name = f"{collection}: {reader}, {way}"
-                for most in (1, 5):
-                    figures[f"recall@{most}"][name] = recall(vectors, pairs, most)
-                write(f"{name}: recall@1 {figures['recall@1'][name]:.3f}, recall@5 {figures['recall@5'][name]:.3f}")
-    header = ("read by", "recall@1", "recall@5")
-    rows = [(name, share, figures["recall@5"][name]) for name, share in figures["recall@1"].items()]
-    write("\n" + table(header, rows))
-    length, rounds = (1024, 1) if arguments.quick else (8192, arguments.rounds)
+        given = [embed(model, tokenizer, collection) for collection in (texts, mix)]
+        for way in given[0]:
+            shares = (recall(vectors[way], pairs, most) for vectors in given for most in (1, 5))
+            rows.append([f"{reader}, {way}", *shares])
+            write(str(rows[-1]))
+    title = f"{len(texts)} documents, {len(asked)} queries"
+    return table([title, "recall@1", "recall@5", "mixed, recall@1", "mixed, recall@5"], rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Heal the models, and measure recall and speed."""
+    quick = {"documents": 6, "size": 1024, "tokens": "2k", "rounds": 1, "length": 1024}
+    defaults = {"text": None, "documents": 0, "size": LENGTH - 96, "tokens": "0.25M", "rounds": 3, "length": 8192}
+    arguments = parse(__doc__, argv, quick, models=[ORIGINAL, "hybrid", "window"], **defaults)
+    source = minilm_folder()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = documents(arguments.text, tokenizer, arguments.size)
+    if arguments.documents:  # spread over both sources
+        texts = texts[:: max(1, len(texts) // arguments.documents)][: arguments.documents]
+    tables = [retrieval(readers_of(arguments, source, texts), tokenizer, texts)]
     timed = [name for name in arguments.models if name != ORIGINAL]
-    if timed and rounds:
-        ratios = speed(source, timed, length, rounds)
-        figures["speed"] = {"tokens": length, "times as fast as": ratios}
-        write(f"\nTimes as fast at {length} tokens, one pass:")
-        write(table(("as", *timed), [(rival, *(row[name] for name in timed)) for rival, row in ratios.items()]))
-    save_results(arguments, "long_documents", figures, plot)
+    if timed and arguments.rounds:
+        tables.append(speed(source, timed, arguments.length, arguments.rounds))
+    save(arguments, "long_documents", tables)
 
 
 if __name__ == "__main__":

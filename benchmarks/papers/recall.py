@@ -1,14 +1,13 @@
 """Recall of softmax teachers and of their conversions: accuracy against bytes of state, and against the length.
 
-    OMP_NUM_THREADS=1 python benchmarks/recall.py
+    python -m benchmarks.papers.recall
 
 Tiny Llamas are trained until they answer 99 % of a task (recall_tasks.py): multi-query associative recall, copying
 after a gap, a needle. Each is converted by every form of FORMS with a state of each of the `--shares` of the bytes of
 its keys and values at the trained length, and healed with the stages of a preset on `--tokens` tokens of the same task.
-The form `window` is the control: an exact window of the same bytes, untrained and healed in the same way. The columns
-by length have the largest share. Beyond the trained length the same state is a smaller share of the keys and values,
-and `mqar` asks for more pairs. What is finished in `--work_dir` is not made again: a second run starts with the
-conversions. Minutes are those of the processor.
+The form `window` is the control: an exact window of the same bytes, untrained and healed in the same way. Beyond
+the trained length the same state is a smaller share of the keys and values, and `mqar` asks for more pairs. What is
+finished in `--work_dir` is not made again: a second run starts with the conversions.
 """
 
 from __future__ import annotations
@@ -18,23 +17,18 @@ import hashlib
 import json
 import logging
 import statistics
-import sys
-import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.common import argument_parser, save_results, table, write
-from benchmarks.recall_tasks import TASKS, accuracy, new_teacher, tokenizer, train_teacher, write_documents
+from benchmarks.common import parse as parse_arguments
+from benchmarks.common import save, table, write
+from benchmarks.papers.recall_tasks import TASKS, accuracy, new_teacher, tokenizer, train_teacher, write_documents
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.controls import model_state_bytes
@@ -72,6 +66,7 @@ class Form:
 
     @property
     def is_available(self) -> bool:
+        """Whether the package has its mechanism and its preset."""
         return self.preset in preset_names() and self.settings.get("mechanism", "window") in MECHANISMS
 
 
@@ -93,10 +88,6 @@ FORMS = {
 # Answers that an accuracy counts at least, and the most documents for them: a needle has one answer.
 ANSWERS, MOST_DOCUMENTS = 1024, 256
 LEAST_DOCUMENTS = 16
-# The goal: this share of the teacher's accuracy with half of the bytes of its keys and values.
-GOAL, HALF = 0.95, 1 / 2
-# The least accuracy of a teacher that can be asked to pass it on.
-CAN_RECALL = 0.99
 
 
 def bytes_of(teacher: Any, settings: Mapping[str, Any]) -> int:
@@ -154,13 +145,12 @@ def teacher_folder(arguments: Namespace, task: str, seed: int) -> Path:
 
 
 def healing(arguments: Namespace, form: Form) -> Preset:
-    """The preset's stages with the learning rate of all parameters given, if it is."""
+    """The preset's stages with the given learning rate of all parameters in the last one."""
     preset = load_preset(form.preset)
     stages = preset.stages["causal_lm"]
-    if arguments.learning_rate is not None:
-        options = {**stages[-1].options, "learning_rate": arguments.learning_rate}
-        stages = [*stages[:-1], dataclasses.replace(stages[-1], options=options)]
-    return dataclasses.replace(preset, stages={"causal_lm": stages})
+    options = {**stages[-1].options, "learning_rate": arguments.learning_rate}
+    last = dataclasses.replace(stages[-1], options=options)
+    return dataclasses.replace(preset, stages={"causal_lm": [*stages[:-1], last]})
 
 
 def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, task: str, seed: int) -> Path:
@@ -234,129 +224,56 @@ def measure(arguments: Namespace, name: str, share: float, task: str, seed: int)
     }
 
 
-def run_task(arguments: Namespace, task: str) -> dict[str, Any]:
+def run_task(arguments: Namespace, task: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The facts of the teachers and of all forms."""
     teachers, rows = [], []
     for seed in arguments.seeds:
         folder = teacher_folder(arguments, task, seed)
-        teacher = AutoModelForCausalLM.from_pretrained(folder)
-        facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        teachers.append({"seed": seed, "accuracy": by_length(arguments, folder, task), **facts})
-        write(f"{task}, seed {seed}: teacher {teachers[-1]['accuracy']} in {facts['minutes']:.1f} minutes")
+        teachers.append({"seed": seed, "accuracy": by_length(arguments, folder, task)})
+        write(f"{task}, seed {seed}: teacher {teachers[-1]['accuracy']}")
         for share in arguments.shares:
             for name in arguments.forms:
-                start = time.process_time()
                 row = measure(arguments, name, share, task, seed)
                 if row is not None:
                     rows.append(row)
-                    minutes = (time.process_time() - start) / 60  # hardly any where it was finished before
-                    write(f"{task}, seed {seed}, {share:.3g}, {name}: {row['healed']} in {minutes:.2f} minutes")
-    return {"cache_bytes": cache_bytes(teacher), "teachers": teachers, "rows": rows}
+                    write(f"{task}, seed {seed}, {share:.3g}, {name}: {row['healed']}")
+    return teachers, rows
 
 
-def mean_at(rows: Sequence[Mapping[str, Any]], key: str, at: int) -> float | None:
-    """Over seeds; None where there is no row."""
-    return statistics.mean(row[key][at] for row in rows) if rows else None
+def means(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The percent of answers right by length, means over seeds."""
+    return [100 * statistics.fmean(values) for values in zip(*(row[key] for row in rows))]
 
 
-def percent(value: float | None) -> str | None:
-    return None if value is None else f"{100 * value:.1f}"
-
-
-def of(content: Mapping[str, Any], form: str, share: float) -> list[dict[str, Any]]:
-    return [row for row in content["rows"] if (row["form"], row["share"]) == (form, share)]
-
-
-def report(figures: Mapping[str, Any]) -> str:
-    parts = []
-    for task, content in figures["tasks"].items():
-        shares, forms = figures["shares"], figures["forms"]
-        header = ["", *(f"{share:.3g} of the bytes" for share in shares), *(f"x{n}" for n in figures["lengths"])]
-        teacher = [mean_at(content["teachers"], "accuracy", at) for at in range(len(figures["lengths"]))]
-        lines = [["softmax teacher", *[None] * len(shares), *map(percent, teacher)]]
-        labels = [(f"{WINDOW}, untrained", WINDOW, "untrained")] if WINDOW in forms else []
-        for label, form, key in [*labels, *((form, form, "healed") for form in forms)]:
-            found = [of(content, form, share) for share in shares]
-            first = [percent(mean_at(rows, key, 0)) for rows in found]
-            lengths = [percent(mean_at(found[-1], key, at)) for at in range(len(figures["lengths"]))]
-            lines.append([label, *first, *lengths])
-        parts.append(
-            f"{task}: percent of answers right; {content['cache_bytes']:,} bytes of keys and values at "
-            f"{figures['length']} tokens; by length with {shares[-1]:.3g} of them\n\n{table(header, lines)}"
-        )
-    return "\n\n".join([*parts, conclusion(figures)])
-
-
-def conclusion(figures: Mapping[str, Any]) -> str:
-    """Which forms reach the goal, for every task whose teacher can recall."""
-    lines = []
-    for task, content in figures["tasks"].items():
-        teacher = mean_at(content["teachers"], "accuracy", 0) or 0
-        means = {form: mean_at(of(content, form, HALF), "healed", 0) or 0 for form in figures["forms"]}
-        reached = "; ".join(form for form, value in means.items() if value >= GOAL * teacher) or "none"
-        lines.append(f"{task}: {reached if teacher >= CAN_RECALL else 'the teacher itself cannot recall'}")
-    return f"{GOAL:.0%} of the teacher's accuracy with half of the bytes:\n" + "\n".join(lines)
-
-
-def plot(plt, figures):
-    figure, axes = plt.subplots(2, len(figures["tasks"]), figsize=(14, 8), layout="constrained", squeeze=False)
-    for (above, below), (task, content) in zip(axes.T, figures["tasks"].items()):
-        labels = [(f"{WINDOW}, untrained", WINDOW, "untrained", "k^:")] if WINDOW in figures["forms"] else []
-        for number, form in enumerate(figures["forms"]):
-            labels.append((form, form, "healed", "ks--" if form == WINDOW else f"C{number}o-"))
-        for label, form, key, style in labels:
-            found = [(share, of(content, form, share)) for share in figures["shares"]]
-            points = [
-                (statistics.mean(row["state_bytes"] for row in rows) / content["cache_bytes"], mean_at(rows, key, 0))
-                for _, rows in found
-                if rows
-            ]
-            above.plot(*zip(*points), style, markersize=3, label=label)
-            last = [mean_at(found[-1][1], key, at) for at in range(len(figures["lengths"]))]
-            below.plot(figures["lengths"], last, style, markersize=3)
-        teacher = [mean_at(content["teachers"], "accuracy", at) for at in range(len(figures["lengths"]))]
-        above.axhline(teacher[0], color="grey", linewidth=1, label="softmax teacher")
-        below.plot(figures["lengths"], teacher, color="grey", linewidth=1)
-        above.set(title=task, xlabel="bytes of state / keys and values", ylabel="answers right", ylim=(0, 1.02))
-        below.set(xlabel="length / trained length", ylabel="answers right", ylim=(0, 1.02), xscale="log")
-        below.set_xticks(figures["lengths"], [str(times) for times in figures["lengths"]], minor=False)
-        below.minorticks_off()
-    axes[0][0].legend(fontsize=7)
-    return figure
+def task_table(arguments: Namespace, task: str, teachers: list[Any], rows: list[Any]) -> dict[str, Any]:
+    """The accuracy by length, of the teacher and of every form with each share of the bytes."""
+    lines: list[list[Any]] = [["softmax teacher", None, *means(teachers, "accuracy")]]
+    for share in arguments.shares:
+        for form in arguments.forms:
+            found = [row for row in rows if (row["form"], row["share"]) == (form, share)]
+            if found and form == WINDOW:
+                lines.append([f"{WINDOW}, untrained", share, *means(found, "untrained")])
+            if found:
+                lines.append([form, share, *means(found, "healed")])
+    return table([f"{task}, percent right", "of the bytes", *(f"x{times}" for times in arguments.lengths)], lines)
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train the teachers, convert and heal them, and measure all."""
     known = [name for name, form in FORMS.items() if form.is_available]
-    parser = argument_parser(__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
-    parser.add_argument("--forms", nargs="+", choices=known, default=known)
-    parser.add_argument("--shares", type=float, nargs="+", default=[1 / 8, 1 / 4, HALF])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8], help="times the trained length")
-    parser.add_argument("--tokens", type=int, default=262_144)
-    parser.add_argument("--tokens_per_step", type=int, default=2048)
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="of all parameters, in the last stage")
-    parser.add_argument("--length", type=int, default=129, help="tokens of a document on which the teacher is trained")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--teacher_steps", type=int, default=1500, help="the most; training ends when it can recall")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--work_dir", type=Path, default=Path("outputs/recall"))
-    arguments = parser.parse_args(argv)
-    arguments.documents = MOST_DOCUMENTS
-    if arguments.quick:
-        arguments.length, arguments.width, arguments.teacher_steps, arguments.documents = 33, 32, 20, LEAST_DOCUMENTS
-        arguments.tokens, arguments.tokens_per_step = 528, 132
-        arguments.shares, arguments.lengths = arguments.shares[-1:], arguments.lengths[:2]
+    quick = {"length": 33, "width": 32, "teacher_steps": 20, "documents": LEAST_DOCUMENTS, "tokens": 528}
+    quick |= {"tokens_per_step": 132, "shares": [1 / 2], "lengths": [1, 2]}
+    sizes = {"length": 129, "width": 64, "layers": 2, "heads": 2, "documents": MOST_DOCUMENTS}
+    training = {"tokens": 262_144, "tokens_per_step": 2048, "learning_rate": 1e-3, "teacher_steps": 1500, "seeds": [0]}
+    chosen = {"tasks": list(TASKS), "forms": known, "shares": [1 / 8, 1 / 4, 1 / 2], "lengths": [1, 2, 4, 8]}
+    arguments = parse_arguments(__doc__, argv, quick, **sizes, **training, **chosen, work_dir=Path("outputs/recall"))
     logging.basicConfig(level=logging.WARNING)
-    disable_progress_bar()
-    figures: dict[str, Any] = {
-        **{key: getattr(arguments, key) for key in ("length", "lengths", "shares", "forms", "tokens", "seeds")},
-        "tasks": {},
-    }
+    tables, figures = [], {}
     for task in arguments.tasks:
-        figures["tasks"][task] = run_task(arguments, task)
-        write(f"\n{report(figures)}\n")
-    save_results(arguments, "recall", figures, plot)
+        teachers, rows = run_task(arguments, task)
+        tables.append(task_table(arguments, task, teachers, rows))
+        figures[task] = {"teachers": teachers, "rows": rows}
+    save(arguments, "recall", tables, tasks=figures)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
 """Train an original for a task, convert it, heal it by the preset `default`, and compare the three on held-out rows.
 
-    python benchmarks/heal_tasks.py --task seq2seq_lm
-    python benchmarks/heal_tasks.py --task image_classification --mnist MNIST.npz
-    python benchmarks/heal_tasks.py --task token_classification --texts A.txt B.txt C.jsonl
+    python -m benchmarks.papers.heal_tasks --task seq2seq_lm
+    python -m benchmarks.papers.heal_tasks --task image_classification --mnist MNIST.npz
+    python -m benchmarks.papers.heal_tasks --task token_classification --texts A.txt B.txt C.jsonl
 
 Tasks of text start from the first layers of the real MiniLM, those of images and seq2seq_lm from random weights.
-MNIST.npz holds `images` [n, 28, 28] and `labels` [n]. Every text of `--texts` is one source. Everything is done by the
-two commands of this package, whose command lines are printed. A T5 knows positions only by its position bias, which a
+MNIST.npz holds `images` [n, 28, 28] and `labels` [n]. Every text of `--texts` is one source. `--convert` takes other
+options of convert_checkpoint.py, `--train` and `--heal` further options of finetune.py. Everything is done by the two
+commands of this package, whose command lines are printed. A T5 knows positions only by its position bias, which a
 linear layer does not have, so the first layer of its encoder keeps softmax attention.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import datasets
 import torch
@@ -39,20 +36,9 @@ from transformers import (
     ViTForImageClassification,
     ViTImageProcessorPil,
 )
-from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.common import argument_parser, save_results, table, write
-from benchmarks.heal_data import (
-    LETTERS,
-    TextRow,
-    cased_words,
-    digits,
-    gap,
-    most_pieces,
-    plain_text,
-    strings,
-    text_rows,
-)
+from benchmarks.common import parse, save, table, write
+from benchmarks.papers import heal_data
 from benchmarks.real_attention import minilm_folder
 from hf_linear_attention.conversion.convert_checkpoint import main as convert_main
 from hf_linear_attention.training.finetune import main as finetune_main
@@ -66,7 +52,7 @@ QUICK = " --max_train_steps 4"
 
 def save_t5(arguments: Namespace, folder: Path) -> None:
     """A T5 with random weights, and a tokenizer with one token for each letter."""
-    words = ["<pad>", "</s>", "<unk>", *LETTERS]
+    words = ["<pad>", "</s>", "<unk>", *heal_data.LETTERS]
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
@@ -151,7 +137,7 @@ HYBRID = "--attention hybrid --num_sinks 1 --window_size"
 FROZEN = "--freeze_pattern embeddings --per_device_train_batch_size 4"
 
 
-def of_text(row: TextRow, **changes: Any) -> Task:
+def of_text(row: heal_data.TextRow, **changes: Any) -> Task:
     """A task of MiniLM on passages of `--texts`."""
     usual = {
         "start": minilm_as(AutoModel),
@@ -160,13 +146,13 @@ def of_text(row: TextRow, **changes: Any) -> Task:
         "convert": {"linear": LINEAR, "hybrid": f"{HYBRID} 16"},
         "data": "--max_length 256",
     }
-    return Task(rows=text_rows(row), **usual | changes)
+    return Task(rows=heal_data.text_rows(row), **usual | changes)
 
 
 def of_digits(**changes: Any) -> Task:
     """A task of a small ViT on the digits of `--mnist`."""
     return Task(
-        rows=digits,
+        rows=heal_data.digits,
         start=save_vit,
         train="--max_train_steps 1000 --per_device_train_batch_size 16 --learning_rate 1e-3",
         heal="--max_train_steps 200 --per_device_train_batch_size 16",
@@ -177,7 +163,7 @@ def of_digits(**changes: Any) -> Task:
 
 TASKS = {
     "seq2seq_lm": Task(
-        rows=strings,
+        rows=heal_data.strings,
         start=save_t5,
         train="--max_train_steps 1000 --per_device_train_batch_size 64 --learning_rate 2e-3",
         heal="--max_train_steps 300 --per_device_train_batch_size 64",
@@ -187,13 +173,13 @@ TASKS = {
     ),
     "image_classification": of_digits(),
     "image_embedding": of_digits(trained_as="image_classification", figures=nearest_centroid),
-    "sequence_classification": of_text(most_pieces),
-    "token_classification": of_text(cased_words),
+    "sequence_classification": of_text(heal_data.most_pieces),
+    "token_classification": of_text(heal_data.cased_words),
     "question_answering": of_text(
-        gap, train="--max_train_tokens 120000 --learning_rate 3e-4 --per_device_train_batch_size 8"
+        heal_data.gap, train="--max_train_tokens 120000 --learning_rate 3e-4 --per_device_train_batch_size 8"
     ),
     "masked_lm": of_text(  # the logits of a vocabulary cost more than three layers
-        plain_text,
+        heal_data.plain_text,
         start=minilm_as(AutoModelForMaskedLM),
         train=f"--max_train_tokens 60000 --learning_rate 3e-4 {FROZEN}",
         heal=f"--max_train_tokens 60000 {FROZEN}",
@@ -211,6 +197,7 @@ def run(name: str, command: Callable[[list[str]], int], *words: Any) -> None:
 
 
 def finetune(*words: Any, out: Path) -> None:
+    """Run a training or an evaluation."""
     run("finetune.py", finetune_main, *words, "--output_dir", out, "--overwrite_output_dir", "true")
 
 
@@ -259,46 +246,23 @@ def heal(arguments: Namespace, task: Task, work: Path) -> dict[str, dict[str, fl
 
 def main(argv: list[str] | None = None) -> None:
     """Run one of the tasks, and print the figures."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--task", choices=list(TASKS), default="seq2seq_lm")
-    parser.add_argument("--mnist", help="the .npz of the digits")
-    parser.add_argument("--texts", nargs="+", default=[], help="texts, .txt or .jsonl, each a source")
-    parser.add_argument("--layers", type=int, default=3, help="the layers of MiniLM that are kept")
-    parser.add_argument("--words", type=int, default=80, help="the words of a passage")
-    parser.add_argument("--longest", type=int, default=10, help="the letters of a string")
-    parser.add_argument("--rows", type=int, help="rows of text for training")
-    parser.add_argument("--held_out", type=int, help="rows of text for the figures")
-    parser.add_argument("--train", default="", help="further options of finetune.py for the original")
-    parser.add_argument("--heal", default="", help="further options of finetune.py for --preset default")
-    parser.add_argument("--convert", nargs="*", help="options of convert_checkpoint.py, each a conversion")
-    arguments = parser.parse_args(argv)
+    defaults = {"task": "seq2seq_lm", "mnist": None, "texts": [], "layers": 3, "words": 80, "longest": 10}
+    more = {"rows": 0, "held_out": 0, "train": "", "heal": "", "convert": []}
+    arguments = parse(__doc__, argv, {"rows": 200, "held_out": 20}, **defaults, **more)
     task = TASKS[arguments.task]
     quick = QUICK if arguments.quick else ""
     arguments.train = f"{task.train}{quick} {arguments.train}"
     arguments.heal = f"{task.heal}{quick} {arguments.heal}"
-    given = {re.sub(r"\W+", "_", words).strip("_"): words for words in arguments.convert or []}
+    given = {re.sub(r"\W+", "_", words).strip("_"): words for words in arguments.convert}
     arguments.convert = given or task.convert
-    rows, held_out = (200, 20) if arguments.quick else task.rows_of
-    arguments.rows, arguments.held_out = arguments.rows or rows, arguments.held_out or held_out
-    disable_progress_bar()
-    work = Path(arguments.output_dir) / f"heal_{arguments.task}"
+    arguments.rows, arguments.held_out = arguments.rows or task.rows_of[0], arguments.held_out or task.rows_of[1]
+    work = arguments.output_dir / f"heal_{arguments.task}"
     work.mkdir(parents=True, exist_ok=True)
     task.rows(arguments, work)
     figures = heal(arguments, task, work)
     names = list(figures["original"])
-    rows_ = [[model, *(found[name] for name in names)] for model, found in figures.items()]
-    write(table(["", *names], rows_))
-    save_results(arguments, f"heal_{arguments.task}", {"figures": figures}, _plot)
-
-
-def _plot(plt: Any, results: dict[str, Any]) -> Any:
-    """The first figure of every model."""
-    figure, axes = plt.subplots(figsize=(8, 4))
-    name = next(iter(results["figures"]["original"]))
-    found = {model: figures[name] for model, figures in results["figures"].items()}
-    axes.barh(list(found), list(found.values()))
-    axes.set_xlabel(name)
-    return figure
+    rows = [[model, *(found[name] for name in names)] for model, found in figures.items()]
+    save(arguments, "heal_tasks", [table([arguments.task, *names], rows)])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Figures that pages quote stand in the results, too: rounded, in a line with these words."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# The page, words before or around its figures, the figures, the page of results, and words of the line with them.
+FIGURES = [
+    ("README.md", "have a cosine of", ".971", "conversion", "| `hybrid`, window 64 + 1 |"),
+    ("README.md", "after the same training", ".815", "conversion", "| `linear` exp | .308"),
+    ("README.md", "Llama of 125M parameters reads", "5.7", "speed", "| Llama 125M, 32,768 |"),
+    ("README.md", "32 pairs; a window of as many bytes", "95", "recall", "| `linear` exp, decay, 120 features | 95"),
+    ("README.md", "32 pairs; a window of as many bytes", "54", "recall", "| window 64, healed | 54.1"),
+    ("README.md", "within the 512 tokens of its training", "1.351 1.358 1.361", "conversion", "The quick start"),
+    ("README.md", "the speed of softmax over 8,192 tokens", "5.1 3.7", "speed", "| MiniLM, 8,192 |"),
+    ("docs/comparison.md", "times as long at 16,384", "4.2", "papers", "| performer-pytorch"),
+    ("docs/comparison.md", "nats per token, and the default", "1.432 1.438", "conversion", "LoLCATs' form"),
+    ("docs/figures.md", "`--preset default --state_bytes 76920`", "1.356", "conversion", "| the same, means"),
+    ("docs/figures.md", "healed by `finetune.py` alone", "5.105 1.696 1.351", "conversion", "| stories260k, `linear`"),
+    ("docs/figures.md", "`--preset linear --num_features 64`", "1.465", "conversion", "| preset `linear`, 64"),
+    (
+        "docs/figures.md",
+        "| `linear` exp, decay |",
+        "91.7 49.2 100",
+        "recall",
+        "| `linear` exp, decay, 120 features | 91.7",
+    ),
+    ("docs/figures.md", "| `--preset default` | 72.7", "72.7 40.9", "recall", "| `--preset default` | 72.7"),
+    ("docs/figures.md", "| one token at 32,768 |", "32.6 30.7", "speed", "| Llama 125M, at 32,768 |"),
+    ("docs/figures.md", "| prefill of 32,768 tokens |", "5.8 6.0 5.7", "speed", "| Llama 125M, 32,768 |"),
+    ("docs/figures.md", "Katharopoulos 2020, table 5", "1.09", "papers", "| softmax, cached | 4.0"),
+    ("docs/healing.md", "window of 64", ".63", "conversion", "| the same, window 64 |"),
+    ("docs/mechanisms.md", "| `nystrom` (landmarks) |", ".440 .371", "papers", "| `nystrom`, and its formula"),
+    ("docs/mechanisms/gated_delta.md", "`--preset linear` has", "1.462", "conversion", "| preset `gated_delta`, 80"),
+    ("docs/mechanisms/hybrid.md", "where the original has", "1.356", "conversion", "| the same, means"),
+    ("docs/positions.md", "| `linear` elu1 |", "256", "speed", "| linear elu1 | 256"),
+    ("docs/positions.md", "| `hybrid`, window 64 |", "2,048 512", "speed", "| hybrid 64 + 4 | 2,048"),
+    ("docs/positions.md", "| MiniLM, chunk by chunk |", ".484 .418", "long_documents", "| original, chunks of 512"),
+    ("docs/positions.md", "| `hybrid`, the same window", ".542 .373", "long_documents", "| `hybrid`, 64 + 1, late"),
+    ("docs/state.md", "the first token comes", "100", "speed", "| 32,768 | 5,3"),
+    ("docs/tutorials/embeddings.md", "Before the training the cosine was", ".9939 .9522", "conversion", "The tutorial"),
+]
+NUMBER = re.compile(r"(?<![\w.])(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def numbers(text: str) -> list[Decimal]:
+    return [Decimal(figure.replace(",", "").rstrip(".")) for figure in NUMBER.findall(text)]
+
+
+def is_in(figure: str, text: str) -> bool:
+    """Whether a number of the text can be rounded to this figure; the number may be a rounded one itself."""
+    wanted = Decimal(figure.replace(",", ""))
+
+    def unit(number: Decimal) -> Decimal:
+        return Decimal(1).scaleb(number.as_tuple().exponent)
+
+    return any(2 * abs(found - wanted) <= unit(found) + unit(wanted) for found in numbers(text))
+
+
+@pytest.mark.parametrize(("page", "words", "figures", "results", "row"), FIGURES)
+def test_a_figure_stands_in_the_page_and_in_the_results(page, words, figures, results, row):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert words in text
+    places = [match.start() for match in re.finditer(re.escape(words), text)]
+    around = [text[max(0, place - 120) : place + len(words) + 160] for place in places]
+    lines = (ROOT / "benchmarks" / "results" / f"{results}.md").read_text(encoding="utf-8").splitlines()
+    found = " ".join(line for line in lines if row in line)
+    for figure in figures.split():
+        assert any(is_in(figure, part) for part in around), figure
+        assert is_in(figure, found), figure

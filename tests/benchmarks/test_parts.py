@@ -1,0 +1,233 @@
+"""What the benchmarks compute by themselves: data, formulas, rivals."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from argparse import Namespace
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import conversion_quality, real_attention, speed_conversion, speed_delta, speed_kernels
+from benchmarks.papers import copy_task, heal_data, long_documents, recall, recall_tasks
+from benchmarks.speed_break_even import ROWS, break_even
+from hf_linear_attention.mechanisms import MECHANISMS
+
+
+def test_real_heads():
+    """What stock MiniLM says its attention weights are."""
+    from transformers import AutoModel, AutoTokenizer
+
+    text, folder = real_attention.documentation(), real_attention.minilm_folder()
+    (layers,) = real_attention.minilm_heads(text, 32, 1)
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    (ids,) = real_attention.windows(AutoTokenizer.from_pretrained(folder), text, 32, 1)
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True).attentions
+    for heads, weights in zip(layers, expected, strict=True):
+        torch.testing.assert_close(heads.weights(), weights)
+
+
+def test_every_form_of_the_kernel_is_what_its_column_says():
+    calls, tensors = speed_kernels.calls(), speed_kernels.inputs(100)
+    outputs = {name: call(*tensors) for name, call in calls.items()}
+    # float32 sums of 100 terms in another order
+    torch.testing.assert_close(outputs["C"], outputs["torch"], rtol=1e-5, atol=1e-5)
+    if "performer-pytorch" in outputs:  # the same formula, but for its epsilon of 1e-6 under the sum
+        torch.testing.assert_close(outputs["performer-pytorch"], outputs["C"], rtol=1e-4, atol=1e-4)
+    for name in ("exp", "decay", "hybrid"):
+        assert (outputs[name] - outputs["C"]).abs().max() > 1e-3, name
+
+
+@pytest.mark.parametrize("rule", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+def test_the_delta_rule_is_the_one_of_transformers(rule):
+    calls, tensors = speed_delta.calls(rule), speed_delta.inputs(70)
+    state = torch.randn(1, speed_delta.HEADS, speed_delta.DIM, speed_delta.DIM)
+    exact = calls[speed_delta.PEER]({name: x.double() for name, x in tensors.items()}, state.double())
+    for name, call in calls.items():
+        if "feature" in name:  # the same decay for every feature
+            tensors["by feature"] = tensors["by head"].unsqueeze(3).expand_as(tensors["query"])
+        for a, e in zip(call(tensors, state), exact):
+            # float32 on both sides (transformers computes in it whatever it is given): sums of 128 terms, 70 times
+            assert (a.double() - e.double()).abs().max() <= 1e-5 * e.abs().max(), name
+
+
+def test_break_even_is_the_length_from_which_softmax_stays_slower():
+    assert break_even([1, 2, 4], [0.5, 1.1, 2.0]) == 2
+    assert break_even([1, 2, 4], [1.5, 0.9, 2.0]) == 4
+    assert break_even([1, 2, 4], [0.1, 0.2, 0.9]) is None
+    assert {row["mechanism"] for row in ROWS.values()} == set(MECHANISMS)
+
+
+def test_own_memory_leaves_out_the_pages_of_files():
+    assert speed_conversion.own_bytes("VmRSS:\t  900 kB\nRssAnon:\t   400 kB\nRssFile:\t  500 kB\n") == 400 * 1024
+    assert speed_conversion.own_bytes("State:\tZ (zombie)\n") == 0
+
+
+def test_copy_batch():
+    """0 w 0 w, with a target for the second w alone."""
+    tokens, target = copy_task.copy_batch(3, 8, torch.Generator().manual_seed(0))
+    count = tokens.shape[1] // 2
+    assert 4 <= count <= 8
+    assert not tokens[:, [0, count + 1]].any()
+    assert torch.equal(tokens[:, 1:count], tokens[:, count + 2 :])
+    assert (target[:, : count + 1] == -100).all()
+    assert torch.equal(target[:, count + 1 :], tokens[:, 1 : count + 1])
+
+
+def documents(task: str, length: int) -> tuple[list[list[str]], list[int]]:
+    tokens, counts = recall_tasks.TASKS[task](20, length, torch.Generator().manual_seed(0))
+    assert tokens.shape == counts.shape == (20, length)
+    words = [[recall_tasks.WORDS[token] for token in document] for document in tokens.tolist()]
+    return words, counts[0].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("length", [9, 129, 1025])
+def test_mqar(length):
+    """Pairs of different keys, then the same pairs in another order; the values of the second half count."""
+    pairs = (length - 1) // 4
+    words, counts = documents("mqar", length)
+    assert counts == list(range(2 * pairs + 2, length, 2))
+    for document in words:
+        stored = list(zip(document[1 : 2 * pairs + 1 : 2], document[2 : 2 * pairs + 1 : 2]))
+        asked = list(zip(document[2 * pairs + 1 :: 2], document[2 * pairs + 2 :: 2]))
+        assert len(dict(stored)) == pairs == len(asked)
+        assert sorted(stored) == sorted(asked)
+    assert any(document[1] != document[2 * pairs + 1] for document in words)
+
+
+@pytest.mark.parametrize(("length", "copied"), [(9, 2), (129, 24), (1025, 24)])
+def test_copying(length, copied):
+    """The symbols after the last GO, which are different, are those after the first."""
+    words, counts = documents("copying", length)
+    assert counts == list(range(length - copied, length))
+    for document in words:
+        first, symbols = document.index("GO"), document[-copied:]
+        assert document[-copied - 1] == "GO"
+        assert document[first + 1 : first + 1 + copied] == symbols
+        assert len(set(symbols)) == copied
+
+
+@pytest.mark.parametrize("length", [9, 1025])
+def test_needle(length):
+    words, counts = documents("needle", length)
+    assert counts == [length - 1]
+    for document in words:
+        key, value = document[-2:]
+        assert document[document.index(key) + 1] == value
+        assert [word[0] for word in document].count("n") == length - 5
+
+
+def test_files_give_the_tokens_back(tmp_path):
+    """Blocks of joined documents are the documents, because all of them have the same length."""
+    recall_tasks.write_documents(tmp_path / "rows.jsonl", "mqar", 33, 100, seed=3)
+    expected, _ = recall_tasks.TASKS["mqar"](4, 33, torch.Generator().manual_seed(3))
+    texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    tokenizer = recall_tasks.tokenizer()
+    assert [[tokenizer.bos_token_id, *ids] for ids in tokenizer(texts)["input_ids"]] == expected.tolist()
+
+
+def test_accuracy_counts_the_answers_alone():
+    tokens, counts = recall_tasks.mqar(6, 33, torch.Generator().manual_seed(0))
+
+    class Oracle(torch.nn.Module):
+        """It is right about answers, except in the first 3 documents, and wrong about all other tokens."""
+
+        seen = 0
+
+        def forward(self, inputs, use_cache):
+            chosen = slice(self.seen, self.seen + len(inputs))
+            right = counts[chosen, 1:] & (torch.arange(6)[chosen, None] >= 3)
+            self.seen += len(inputs)
+            found = torch.where(right, tokens[chosen, 1:], (tokens[chosen, 1:] + 1) % len(recall_tasks.WORDS))
+            return SimpleNamespace(logits=torch.nn.functional.one_hot(found, len(recall_tasks.WORDS)).float())
+
+    assert recall_tasks.accuracy(Oracle(), (tokens, counts), tokens_at_once=70) == 0.5
+
+
+def test_a_teacher_learns(monkeypatch):
+    """From chance (1 of 64 values) to more than a third of the answers of two pairs, in seconds."""
+    monkeypatch.setattr(recall_tasks, "STEP_TOKENS", 1152)
+    torch.manual_seed(0)
+    model = recall_tasks.new_teacher(9, 64, 2, 2)
+    given = recall_tasks.mqar(200, 9, torch.Generator().manual_seed(1))
+    assert recall_tasks.accuracy(model, given) < 0.1
+    recall_tasks.train_teacher(model, "mqar", 0, most_steps=150)
+    assert recall_tasks.accuracy(model, given) > 1 / 3  # to copy any value that was stored gives half
+    assert recall_tasks.curriculum(100) == [9, 17, 33, 65, 100]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_every_form_uses_the_bytes(share):
+    """At most the budget, and the next size would exceed it; the bytes are those of the state that decoding keeps."""
+    teacher = recall_tasks.new_teacher(129, 64, 2, 2)
+    assert recall.cache_bytes(teacher) == 2 * 2 * 64 * 129 * 4  # layers, keys and values, width, tokens, float32
+    budget = int(share * recall.cache_bytes(teacher))
+    for name, form in recall.FORMS.items():
+        settings = recall.sized(teacher, form, budget)
+        least = 0 if form.size is None else 0.95 * budget
+        assert least < recall.bytes_of(teacher, settings) <= budget, name
+    assert recall.sized(teacher, recall.FORMS["linear exp"], 100) is None
+
+
+def sources(prefixes, count=200):
+    return {name: [f"{name}{number}" for number in range(count)] for name in prefixes}
+
+
+def test_rows_of_text_are_what_they_say():
+    generator = random.Random(0)
+    for _ in range(20):
+        row = heal_data.gap(generator, sources("ab"), 30)
+        (answer,), (start,) = row["answers"]["text"], row["answers"]["answer_start"]
+        assert row["context"][start : start + len(answer)] == answer
+        assert row["question"].replace("_", answer) in row["context"]
+        row = heal_data.most_pieces(generator, sources("abcd"), 0)
+        (most, first), (_, second) = Counter(word[0] for word in row["text"].split()).most_common(2)
+        assert (most, first > second) == (row["label"], True)
+    words = ["tree,", "'Tis", "I", "McCoy", "KING:"]
+    assert list(map(heal_data.case_of, words)) == ["O", "TITLE", "TITLE", "TITLE", "UPPER"]
+
+
+def test_held_out_rows_are_of_the_last_tenth_of_every_text(tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(1000))), encoding="utf-8")
+    given = Namespace(texts=[tmp_path / "a.txt"], rows=40, held_out=20, words=15)
+    heal_data.text_rows(heal_data.plain_text)(given, tmp_path)
+    for name, first, last in (("train", 0, 900), ("valid", 900, 1000)):
+        lines = (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        numbers = [int(word) for line in lines for word in json.loads(line)["text"].split()]
+        assert first <= min(numbers) < max(numbers) < last
+
+
+def test_mixed_documents_have_quarters_of_four():
+    texts = ["\n\n".join(f"{name}{number}" for number in range(8)) for name in "abcd"]
+    for own, text in zip(texts, long_documents.mixed(texts), strict=True):
+        parts = text.split()
+        assert parts[6:] == own.split()[6:]
+        assert len({part[0] for part in parts}) == 4
+        assert [int(part[1]) for part in parts] == list(range(8))
+
+
+def test_retrieval_counts_the_most_similar_chunk_of_every_document():
+    given = [torch.eye(4)[:1], torch.eye(4)[1:3], torch.eye(4)[3:]]
+    query = torch.tensor([0.5, 0.0, 0.8, 0.3])
+    assert long_documents.recall(given, [(1, query)]) == 1
+    assert long_documents.recall(given, [(1, query), (0, query), (2, query)], 2) == pytest.approx(2 / 3)
+
+
+def test_an_option_of_a_stage_that_is_none_is_refused():
+    recipe = conversion_quality.parse_recipe("hot:preset=default,anneal.learning_rate=1e-3", {})
+    with pytest.raises(ValueError, match="has the stages transfer, distil"):
+        conversion_quality.preset_of(recipe)
+    recipe = conversion_quality.parse_recipe("cold:preset=default,distil.learning_rate=0.001,distil.share=0.5", {})
+    stages = {stage.name: stage for stage in conversion_quality.preset_of(recipe).stages["causal_lm"]}
+    assert (stages["distil"].options["learning_rate"], stages["distil"].share) == (0.001, 0.5)
+
+
+def test_the_demo_finds_its_texts():
+    training, held_out = importlib.import_module("benchmarks.demo").texts()
+    assert len(training) > 3 * len(held_out) > 100
+    assert not set(training) & set(held_out)

@@ -1,0 +1,190 @@
+"""Every benchmark runs once at a tiny size, and prints and writes its tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from checkpoints import save_twin
+
+
+def run(name: str, folder, *words: object) -> dict:
+    """The result of a quick run."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert f"python -m benchmarks.{name}" in module.__doc__
+    module.main(["--quick", "--output_dir", str(folder), *map(str, words)])
+    (path,) = folder.glob(f"{name.rpartition('.')[2]}*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert all(len(row) == len(table["header"]) for table in result["tables"] for row in table["rows"])
+    return result
+
+
+def rows(result: dict, number: int = 0) -> dict[str, list]:
+    """The rows of a table by their names."""
+    return {row[0]: row[1:] for row in result["tables"][number]["rows"]}
+
+
+@pytest.mark.benchmarks
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models", "speed_embeddings"),
+        *("speed_conversion", "speed_without_kernels", "shared_prefix", "long_prompts"),
+        "papers.copy_task",
+    ],
+)
+def test_a_quick_run(name, tmp_path, capsys):
+    result = run(name, tmp_path)
+    assert result["environment"]["threads"] == 1
+    printed = capsys.readouterr().out
+    for table in result["tables"]:
+        assert table["header"][0] in printed
+        assert any(isinstance(value, (int, float)) for row in table["rows"] for value in row[1:]) or "MB" in printed
+
+
+@pytest.mark.benchmarks
+def test_options_of_the_speed_benchmarks(tmp_path):
+    assert len(rows(run("speed_models", tmp_path / "long", "--long"))) == 1
+    threads = run("speed_kernels", tmp_path / "threads", "--threads", 2, "--lengths", 64)["tables"][0]["rows"]
+    assert [row[1:3] for row in threads] == [[b, mode] for b in (1, 8) for mode in ("forward", "forward and backward")]
+
+
+@pytest.mark.benchmarks
+def test_untrained(tmp_path):
+    result = run("papers.untrained", tmp_path)
+    swap = rows(result)
+    # float32 and an iterated inverse against the float64 formula
+    assert swap["nystrom"][:2] == pytest.approx(swap["formula of Nystromformer"][:2], rel=1e-4)
+    assert swap["linformer mean-pool"][:2] == pytest.approx(swap["formula of Linformer, mean-pool"][:2], rel=1e-4)
+    # On this input: the best of rank 16 < the best swap < the mean of the values < random projections.
+    mean = swap["mean of the values"][2]
+    assert swap["truncated SVD"][0] < swap["nystrom"][0] < mean < swap["linformer random"][0]
+    assert all(0 < low < high <= 1 for low, high in rows(result, 1).values())
+    errors = rows(result, 2)  # at a small norm, orthogonal rows help, and even maps are the best
+    assert errors["trig, orthogonal"][0] < errors["trig, iid"][0]
+    assert errors["cosh, orthogonal"][0] < errors["exp, orthogonal"][0]
+    # phi(q) times the sum of k segment means, over phi(q) times the sum of n keys; segments are a little uneven
+    assert rows(result, 3)["mean-pool, k = 16"][0] == pytest.approx(16 / 160, rel=0.05)
+
+
+@pytest.mark.benchmarks
+def test_memory_by_length(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_LINEAR_ATTENTION_BACKEND", "torch")
+    found = rows(run("papers.memory_length", tmp_path, "--rows", "linear, exp"))["linear, exp"]
+    assert 0 < found[1] < 40
+
+
+@pytest.mark.benchmarks
+def test_long_documents(tmp_path):
+    result = run("papers.long_documents", tmp_path, "--models", "original", "hybrid")
+    read = rows(result)
+    ways = ("one vector", "late chunking")
+    assert {f"hybrid {state}, {way}" for state in ("untrained", "healed") for way in ways} < set(read)
+    assert len(read) == 7
+    assert all(0 <= share <= 1 for shares in read.values() for share in shares)
+    assert read["hybrid untrained, late chunking"][2] > 0.2  # of 6 documents, at random a sixth
+    assert list(rows(result, 1)) == ["chunks of 512", "softmax"]
+    assert (tmp_path / "long_documents" / "hybrid-2k" / "model.safetensors").is_file()
+
+
+@pytest.mark.benchmarks
+@pytest.mark.parametrize("task", ["seq2seq_lm", "question_answering", "image_embedding"])
+def test_heal_tasks(task, tmp_path):
+    import numpy as np
+
+    given = ["--task", task]
+    if task == "question_answering":
+        (tmp_path / "one.txt").write_text("\n".join([*topics.values()][:20]), encoding="utf-8")
+        given += ["--texts", tmp_path / "one.txt", "--layers", 1, "--words", 20]
+    if task == "image_embedding":
+        images, labels = np.random.default_rng(0).integers(0, 256, (60, 28, 28), np.uint8), np.arange(60) % 10
+        np.savez(tmp_path / "digits.npz", images=images, labels=labels)
+        given += ["--mnist", tmp_path / "digits.npz"]
+    result = run("papers.heal_tasks", tmp_path, *given)
+    converted = importlib.import_module("benchmarks.papers.heal_tasks").TASKS[task].convert
+    assert list(rows(result)) == [
+        "original",
+        *(f"{n}, {state}" for n in converted for state in ("converted", "healed")),
+    ]
+    place = result["tables"][0]["header"].index(
+        {"seq2seq_lm": "exact_match", "question_answering": "f1"}.get(task, "cosine")
+    )
+    assert all(0 <= row[place - 1] <= 1.0001 for row in rows(result).values())
+
+
+@pytest.mark.benchmarks
+def test_recall_is_not_made_twice(tmp_path):
+    words = ["--tasks", "mqar", "--forms", "window", "linear exp", "--work_dir", tmp_path / "work"]
+    result = run("papers.recall", tmp_path / "out", *words)
+    assert list(rows(result)) == ["softmax teacher", "window, untrained", "window", "linear exp"]
+    for row in result["tasks"]["mqar"]["rows"]:
+        assert all(0 <= value <= 1 for value in [*row["healed"], *(row["untrained"] or ())])
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*") if path.is_file()}
+    assert run("papers.recall", tmp_path / "out", *words)["tables"] == result["tables"]
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Lines to train on, a held-out text and scored pairs."""
+    texts = [topics[name] for name in sorted(topics)[:30]]
+    lines = "".join(json.dumps({"text": " ".join(text.split()[:60])}) + "\n" for text in texts)
+    (tmp_path / "train.jsonl").write_text(lines)
+    (tmp_path / "valid.txt").write_text(texts[0])
+    words = texts[1].split()
+    pairs = [(" ".join(words[at : at + 6]), " ".join(words[at + at % 4 : at + 6]), at % 4) for at in range(0, 60, 5)]
+    table = "".join(f"{first}\t{second}\t{score}\n" for first, second, score in pairs)
+    (tmp_path / "pairs.tsv").write_text(f"sentence1\tsentence2\tscore\n{table}")
+    return tmp_path
+
+
+@pytest.mark.benchmarks
+def test_conversion_quality_of_language_models(files, tmp_path):
+    save_twin(tmp_path / "llama", "llama")
+    words = ["--teacher", tmp_path / "llama", "--train_file", files / "train.jsonl", "--work_dir", tmp_path / "work"]
+    words += ["--validation_file", files / "valid.txt", "--settings", "window_size=4", "num_features=8"]
+    result = run("conversion_quality", tmp_path / "out", *words)
+    found = result["recipes"]["default"]
+    assert found["settings"]["window_size"] == 4
+    assert {"gap", "same_bytes", "healed", "kl", "state_bytes", "minutes"} <= set(found["runs"][0])
+    assert found["curves"][0][0][0] == 0
+    (student,) = (tmp_path / "work").glob("llama-default-2000-0.unfinished/trained/model.safetensors")
+    before = student.stat().st_mtime_ns
+    again = run("conversion_quality", tmp_path / "out", *words)["recipes"]["default"]["runs"][0]
+    assert (again["student"], again["healed"]) == (found["runs"][0]["student"], found["runs"][0]["healed"])
+    assert student.stat().st_mtime_ns == before
+
+
+@pytest.mark.benchmarks
+def test_conversion_quality_of_embedding_models(files, tmp_path):
+    save_twin(tmp_path / "bert", "bert", "AutoModel")
+    words = ["--task", "embedding", "--teacher", tmp_path / "bert", "--train_file", files / "train.jsonl"]
+    words += ["--validation_file", files / "pairs.tsv", "--work_dir", tmp_path / "work", "--recipes"]
+    result = run(
+        "conversion_quality", tmp_path / "out", *words, "nystrom:preset=default,mechanism=nystrom,num_landmarks=4"
+    )
+    (figures,) = result["recipes"]["nystrom"]["runs"]
+    assert -1 <= figures["untrained"]["cosine_min"] < figures["cosine"] <= 1.001
+    assert figures["cosine"] != figures["untrained"]["cosine"]
+
+
+def test_the_gpu_benchmark_refuses_without_one_and_runs_through_with_one(monkeypatch, tmp_path):
+    script = importlib.import_module("benchmarks.speed_gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        script.main(["--output_dir", str(tmp_path)])
+    # All but the clock and the memory of the device, on the CPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(script, "DEVICE", "cpu")
+    monkeypatch.setattr(script, "LARGE", "Llama 15M")
+    monkeypatch.setattr(script, "seconds_of", lambda call: call() is not call and 1e-3)
+    monkeypatch.setattr(script, "peak_bytes", lambda call: call() is not call and 1000)
+    calls = {name: call for name, call in script.calls().items() if name != script.FLA}
+    monkeypatch.setattr(script, "calls", lambda: calls)
+    result = run("speed_gpu", tmp_path)
+    assert [row[1] for row in result["tables"][0]["rows"][:3]] == [script.OURS, script.PLAIN_TORCH, script.SDPA]
+    assert rows(result, 2)["64"][0] == pytest.approx(1000)
