@@ -133,5 +133,6 @@ format: $(VENV)/.installed ## Let ruff and clang-format mend what they can
 .PHONY: types
 types: $(VENV)/.installed ## mypy over the package, as an installation lays it out
 	rm -rf build/types && mkdir -p build/types/hf_linear_attention
-	ln -s $(CURDIR)/hf_linear_attention/*.py $(CURDIR)/hf_linear_attention/_common $(CURDIR)/conversion $(CURDIR)/training $(CURDIR)/model_cards build/types/hf_linear_attention
+	ln -s $(filter-out %/conversion %/training %/model_cards,$(wildcard $(CURDIR)/hf_linear_attention/*)) \
+	    $(CURDIR)/conversion $(CURDIR)/training $(CURDIR)/model_cards build/types/hf_linear_attention
 	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p hf_linear_attention

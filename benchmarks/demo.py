@@ -59,7 +59,7 @@ def texts() -> tuple[list[str], list[str]]:
                 text = ""
         if text:
             parts[number % 8 == 0].append(text)
-    return parts
+    return parts[0], [text for text in parts[1] if text not in parts[0]]  # two topics share a paragraph
 
 
 def write_lines(path: Path, rows: Iterable[str]) -> Path:

@@ -18,7 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import in_a_process, parse, peak_bytes, save, table, write
-from hf_linear_attention import convert, long_inputs
+from hf_linear_attention import convert
+from hf_linear_attention.attention import long_inputs
 
 
 def load(name: str | None) -> Any:

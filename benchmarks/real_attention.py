@@ -15,8 +15,8 @@ from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.calibration_data import token_windows
-from hf_linear_attention.mechanism import AttentionMechanism, LayerShape
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.base import AttentionMechanism, LayerShape
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 class Heads(NamedTuple):

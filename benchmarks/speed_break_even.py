@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import median_ratio, parse, save, table, times_in_turns
 from benchmarks.speed_kernels import inputs, mechanism_call
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 # The mechanism and its settings, by what the row is called.

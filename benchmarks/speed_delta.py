@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from benchmarks.common import Times, median_ratio, medians, parse, save, table, times_in_turns
 from benchmarks.speed_kernels import MODES, in_torch
 from hf_linear_attention import accelerate_stock_models
-from hf_linear_attention.kernels_delta import gated_delta
+from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 HEADS, DIM = 16, 128

@@ -41,10 +41,10 @@ from benchmarks.common import (
     times_in_turns,
     write,
 )
-from hf_linear_attention import kernels_cpu
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism import LayerShape, Rotary
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 HEADS, DIM = 12, 64

@@ -18,7 +18,7 @@ from benchmarks.common import parse, save, table, times_as_fast, times_in_turns
 from benchmarks.speed_decoding import SMALL, decoder, random_cache, steps_of
 from benchmarks.speed_kernels import DIM, SDPA, measure, mechanism_call, sdpa
 from benchmarks.speed_models import SOFTMAX, forward_pass, variants
-from hf_linear_attention import kernels_cpu
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from hf_linear_attention.attention.transformers_internals import loaded_dtypes
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.transformers_internals import loaded_dtypes
 
 
 FILE_BYTES = 2**26  # the most that is held in memory, except for a single larger tensor

@@ -25,10 +25,10 @@ from hf_linear_attention._common.errors import RunError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention._common.reading import read_json, reading
-from hf_linear_attention.configuration_linear_attention import can_generate, entries_of, max_length_of
+from hf_linear_attention.checkpoint_code import checkpoint_code
+from hf_linear_attention.configuration_linear_attention import CODE_FILES, code_in, max_length_of, mechanisms_of
 from hf_linear_attention.conversion.layer_speed import layer_times
 from hf_linear_attention.conversion.source import open_source
-from hf_linear_attention.mechanisms import checkpoint_code, code_in, mechanisms_of
 
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -251,11 +251,13 @@ def _code(folder: Path, config: Any, content: dict[str, Any]) -> Iterator[Findin
         advice = "without them the model loads only after `import hf_linear_attention`; export it again"
         yield Finding(BROKEN, "code", f"{', '.join(missing)} missing; {advice}")
         return
-    has_heads = any(entry["softmax_heads"] for entry in entries_of(config.linear_attention))
-    ours = checkpoint_code(mechanisms_of(config.linear_attention), can_generate(config), has_heads)
+    ours = checkpoint_code(config)
+    # Checkpoints from before had more files, and never left the work to the package.
+    serves = "def installed_package" in (found[CODE_FILES[0]] or "")
+    runs = "the installed package runs in its place" if serves else "with trust_remote_code=True it runs"
     changed = sorted(name for name in {*found, *ours} if found.get(name) != ours.get(name))
     if not changed:
-        yield Finding(OK, "code", f"all {len(found)} files are there, and equal to those of the installed package")
+        yield Finding(OK, "code", f"both files are there, and equal to those of the installed package; {runs}")
         return
     if broken := [name for name in changed if not _is_code(found.get(name) or "")]:
         yield Finding(BROKEN, "code", f"{', '.join(broken)} empty or no Python; export the model again")
@@ -265,7 +267,8 @@ def _code(folder: Path, config: Any, content: dict[str, Any]) -> Iterator[Findin
         NOTE,
         "code",
         f"{len(changed)} of {len(found)} files differ from the installed package: {shown}. They are of another "
-        "version, or were edited since the export; `save_pretrained` of the loaded model writes the installed ones",
+        f"version, or were edited since the export; {runs}. `save_pretrained` of the loaded model writes the "
+        "installed ones",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import file_above
-from hf_linear_attention.mechanisms import code_in
+from hf_linear_attention.configuration_linear_attention import code_in
 
 
 def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:

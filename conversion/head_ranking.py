@@ -24,6 +24,7 @@ from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_tokens
+from hf_linear_attention.attention.softmax_heads import keep_softmax_heads
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan, make_plan
@@ -31,7 +32,6 @@ from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.layer_ranges import with_softmax_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.softmax_heads import keep_softmax_heads
 from hf_linear_attention.training.data.batches import Batch
 
 

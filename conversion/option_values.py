@@ -7,7 +7,7 @@ from typing import Any
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.configuration_linear_attention import parse_layers
 from hf_linear_attention.layer_ranges import parse_by_layer
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 def layers_value(text: str) -> str | list[int]:

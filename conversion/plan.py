@@ -14,14 +14,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.architectures import attention_modules, converted_features
-from hf_linear_attention.configuration_linear_attention import entries_of, model_heads
+from hf_linear_attention.attention.architectures import attention_modules, converted_features
+from hf_linear_attention.attention.transformers_internals import loaded_names
+from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of, model_heads
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes, with_budget
 from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
 from hf_linear_attention.layer_ranges import layers_text, spread
-from hf_linear_attention.mechanism import AttentionMechanism
-from hf_linear_attention.mechanisms import mechanisms_of
+from hf_linear_attention.mechanisms.base import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import (
     linear_attention_modules,
     linear_model_class,
@@ -29,7 +29,6 @@ from hf_linear_attention.modeling_linear_attention import (
 )
 from hf_linear_attention.position_extension import Extension, LongerPositions, plan_extension
 from hf_linear_attention.training.parameters import MECHANISM
-from hf_linear_attention.transformers_internals import loaded_names
 
 
 # The settings that the conversion itself adds: their format, and the rotary positions of the layers.

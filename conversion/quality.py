@@ -24,7 +24,6 @@ from hf_linear_attention._common.model_card import (
     write_model_card,
 )
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.configuration_linear_attention import PREFIX
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.earlier_figures import EARLIER, with_earlier
@@ -35,6 +34,7 @@ from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.training.data.packing import PackedBlocks
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id
 from hf_linear_attention.training.models import load_student, load_teacher

@@ -16,7 +16,7 @@ from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_hea
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
 from hf_linear_attention.conversion.softmax_layers import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.kernels_cpu import kernel_backend
+from hf_linear_attention.kernels.cpu import kernel_backend
 from hf_linear_attention.layer_ranges import layers_text
 
 

@@ -25,8 +25,8 @@ from hf_linear_attention.configuration_linear_attention import DROPPABLE
 from hf_linear_attention.conversion.embedding_options import EmbeddingArguments
 from hf_linear_attention.conversion.option_values import attention_value, layers_value, option_value
 from hf_linear_attention.layer_ranges import is_by_layer
-from hf_linear_attention.mechanism import Option
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.options import Option
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.position_extension import STARTS, LongerPositions
 from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
 

@@ -104,8 +104,8 @@ def register_model(name: str) -> type:
     """
     from transformers import AutoConfig
 
+    from hf_linear_attention.attention.transformers_internals import server_namespace
     from hf_linear_attention.modeling_linear_attention import linear_model_class
-    from hf_linear_attention.transformers_internals import server_namespace
 
     with reading(f"`{name}`", "give the folder or name of a converted model"):  # `~nosuchuser`
         folder = Path(name).expanduser()

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.attention_layer import LinearizedCrossAttention
+from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.conversion.request import SIZES
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanism import AttentionMechanism
+from hf_linear_attention.mechanisms.base import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface of the CPU kernels: plain C, called through ctypes by hf_linear_attention/kernels_cpu.py.
+/* The interface of the CPU kernels: plain C, called through ctypes by hf_linear_attention/kernels/cpu.py.
 
-   Nothing here checks a size: kernels_cpu.py compares every shape, dtype and stride before an address leaves Python.
+   Nothing here checks a size: kernels/cpu.py compares every shape, dtype and stride before an address leaves Python.
 
    Axes: heads are key/value heads, groups the query heads of each of them. A tensor has five axes, batch, head, group,
    token and column; the stride of a column is always one number. Numbers of 4 bytes are float32, of 2 bfloat16; masks
@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-/* Raised by every change to what stands in this file; kernels_cpu.py computes in torch where it expects another one. */
+/* Raised by every change to what stands in this file; kernels/cpu.py computes in torch where it expects another one. */
 #define ABI_VERSION 4
 
 #if defined(_WIN32)

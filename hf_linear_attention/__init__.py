@@ -10,9 +10,17 @@ Importing this package registers the `linear_<x>` model types with the Auto clas
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, ClassVar
 
-from .registration import register
+from .extensions import EXTENSIONS
+from .torch_kernels.implementations import PROVIDERS
 
 
 __version__ = "0.1.0"
@@ -20,14 +28,16 @@ __version__ = "0.1.0"
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
     "accelerate_stock_models": "stock_models",
-    "PromptStore": "prompt_store",
+    "PromptStore": "state.prompt_store",
     "calibrate": "conversion_api",
     "convert": "conversion_api",
     "convert_and_heal": "conversion.convert_and_heal",
     "convert_config": "conversion_api",
-    "kernel_backend": "kernels_cpu",
-    "load_prompt_state": "prompt_state",
-    "save_prompt_state": "prompt_state",
+    "kernel_backend": "kernels.cpu",
+    "load_prompt_state": "state.prompt_state",
+    "register_feature_map": "mechanisms.registry",
+    "register_mechanism": "mechanisms.registry",
+    "save_prompt_state": "state.prompt_state",
     "softmax_attention": "modeling_linear_attention",
     "supported_model_types": "tested_architectures",
     "write_conversion_files": "conversion.python_report",
@@ -42,12 +52,12 @@ __all__ = [
     "convert_config",
     "kernel_backend",
     "load_prompt_state",
+    "register_feature_map",
+    "register_mechanism",
     "save_prompt_state",
     "softmax_attention",
     "supported_model_types",
 ]
-
-register()
 
 
 def __getattr__(name: str) -> Any:
@@ -58,3 +68,71 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(_LAZY))
+
+
+def _on_demand(module: str, name: str) -> Callable[..., Any]:
+    """A function that imports its module when it is called."""
+    return lambda *args, **kwargs: getattr(importlib.import_module(f".{module}", __name__), name)(*args, **kwargs)
+
+
+class _AfterTransformers(MetaPathFinder):
+    """Registers the `linear_<x>` model types once transformers has read its table of configs."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _AUTO_CONFIGS:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Modules that docs/api.md named by another path: the old one works for one more release, with a warning."""
+
+    moved: ClassVar[dict[str, tuple[str, ...]]] = {
+        "cache": ("attention.cache",),
+        "kernels_cpu": ("kernels.cpu",),
+        "mechanism": ("mechanisms.base", "mechanisms.options"),
+        "prompt_state": ("state.prompt_state",),
+        "prompt_store": ("state.prompt_store",),
+    }
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        package, _, module = name.rpartition(".")
+        return ModuleSpec(name, self) if package == __name__ and module in self.moved else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        new = [f"{__name__}.{name}" for name in self.moved[spec.name.rpartition(".")[2]]]
+        text = " and ".join(f"`{name}`" for name in new)
+        warnings.warn(f"`{spec.name}` is now {text}; the old name goes in the next release.", FutureWarning)
+        module = ModuleType(spec.name)
+        for name in new:
+            module.__dict__.update(vars(importlib.import_module(name)))
+        module.__dict__.update(__spec__=spec, __name__=spec.name)
+        return module
+
+    def exec_module(self, module: Any) -> None: ...
+
+
+_AUTO_CONFIGS = "transformers.models.auto.configuration_auto"
+_register = _on_demand("registration", "register")
+# `--help` needs no transformers, so that this import must not import it.
+if _AUTO_CONFIGS in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _AfterTransformers())
+sys.meta_path.append(_MovedModules())
+PROVIDERS.append(_on_demand("kernels.register", "register_kernels"))
+EXTENSIONS["first_instance"] = _on_demand("registration", "register_heads")
+EXTENSIONS["checkpoint_code"] = _on_demand("checkpoint_code", "checkpoint_code")
+EXTENSIONS["observed_rotary"] = _on_demand("rotary_positions", "observed_rotary")
+EXTENSIONS["after_saving"] = _on_demand("conversion.python_report", "write_conversion_files")
+for _name in ("convert", "save_prompt_state", "load_prompt_state"):
+    EXTENSIONS[_name] = _on_demand(_LAZY[_name], _name)

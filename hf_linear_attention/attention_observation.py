@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_layer import MechanismInputs
+from .attention.layer import MechanismInputs
+from .attention.transformers_internals import attention_implementation, set_attention_implementation
 from .modeling_linear_attention import linear_attention_modules, softmax_attention
-from .transformers_internals import attention_implementation, set_attention_implementation
 
 
 IMPLEMENTATION = "observed_softmax_attention"

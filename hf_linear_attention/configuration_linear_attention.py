@@ -14,41 +14,32 @@ The model type differs from the stock one, so that nobody loads converted weight
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from .transformers_internals import is_causal_lm
-from .transformers_internals import is_masked_lm
-from .transformers_internals import stock_heads
+from .attention.transformers_internals import is_causal_lm, is_masked_lm, stock_heads
+from .extensions import EXTENSIONS, FORMAT_VERSION, PREFIX, installed_package
+from .mechanisms.options import MECHANISM_OPTIONS, MechanismOptions, Option
 
 
-if TYPE_CHECKING:
-    from .mechanism import AttentionMechanism
-    from .mechanism import Option
-
-    # config.json also names classes of this file, and transformers copies the files that such a line imports.
-    from .modeling_linear_attention import LinearAttentionModelMixin  # noqa: F401
-
-
-PREFIX = "linear_"
 MODELING_MODULE = "modeling_linear_attention"
-# Called with a config class when its first instance is built; `registration.py` registers its Auto classes in this way.
-FIRST_INSTANCE_HOOKS: list[Callable[[type], None]] = []
+# The files that the `auto_map` of config.json names.
+CODE_FILES = ("configuration_linear_attention.py", "modeling_linear_attention.py")
+LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0\n"
 # The settings that every mechanism has, with their defaults.
 COMMON_SETTINGS: dict[str, Any] = {
     "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
 }  # fmt: skip
-# The version of the settings' format; it is raised when older code would misread new settings.
-#   1  the format since the first release, whose settings did not have the field `format_version` yet
-FORMAT_VERSION = 1
 # Features of stock attention that a state of constant size cannot represent: the values of the setting `drop`.
 DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
 NAMED_LAYERS = ("all", "full_attention", "none")
@@ -87,12 +78,9 @@ class LinearAttentionSettings(dict):
         max_length: int | None = None,
         is_saved: bool = False,
     ) -> None:
-        from .mechanisms import MECHANISMS
-        from .mechanisms import unknown_mechanism
-
         given = {"mechanism": "linear", **copy.deepcopy(COMMON_SETTINGS), **(settings or {})}
         check_format_version(given.pop("format_version", 1), FORMAT_VERSION, "these `linear_attention` settings")
-        mechanism = MECHANISMS.get(given["mechanism"]) if isinstance(given["mechanism"], str) else None
+        mechanism = MECHANISM_OPTIONS.get(given["mechanism"]) if isinstance(given["mechanism"], str) else None
         if mechanism is None:
             raise SettingsError([unknown_mechanism(given["mechanism"])])
         filled = mechanism.filled(given)
@@ -105,7 +93,7 @@ class LinearAttentionSettings(dict):
             problems += [] if is_saved else _unused_problems(filled, mechanism)
         capability = "causal" if is_causal else "bidirectional"
         if is_causal is not None and (obstacle := mechanism.obstacle(capability, filled)):
-            able = _names(name for name, other in MECHANISMS.items() if getattr(other, f"supports_{capability}"))
+            able = _names(name for name, other in MECHANISM_OPTIONS.items() if getattr(other, f"supports_{capability}"))
             problems.append(
                 f"`mechanism` = `{given['mechanism']}` {obstacle}, which `{model_type}` needs; use one of {able}"
             )
@@ -122,10 +110,8 @@ def default_entry() -> dict[str, Any]:
     code in a checkpoint has only the checkpoint's own mechanisms, whose defaults need not fit the defaults of the
     model type: they are checked when a model is built.
     """
-    from .mechanisms import MECHANISMS
-
-    name = "linear" if "linear" in MECHANISMS else next(iter(MECHANISMS))
-    filled = MECHANISMS[name].filled({})
+    name = "linear" if "linear" in MECHANISM_OPTIONS else next(iter(MECHANISM_OPTIONS))
+    filled = MECHANISM_OPTIONS[name].filled({})
     return {"mechanism": name, **filled, **copy.deepcopy(COMMON_SETTINGS), "format_version": FORMAT_VERSION}
 
 
@@ -212,8 +198,6 @@ class SettingsError(ValueError):
 def _option_problems(
     given: Mapping[str, Any], filled: Mapping[str, Any], options: Mapping[str, Option], num_layers: int | None
 ) -> list[str]:
-    from .mechanisms import taken_elsewhere
-
     own = f"`mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
     unknown = [name for name in given if name not in options and name not in ("mechanism", *COMMON_SETTINGS)]
     problems = [f"`{name}` is not an option of {own}{taken_elsewhere(name, given[name])}" for name in unknown]
@@ -228,7 +212,7 @@ def _option_problems(
     return problems
 
 
-def _unused_problems(filled: Mapping[str, Any], mechanism: type[AttentionMechanism]) -> list[str]:
+def _unused_problems(filled: Mapping[str, Any], mechanism: type[MechanismOptions]) -> list[str]:
     unused = mechanism.unused(filled)
     return [
         f"`{name}` = `{filled[name]}` has no effect with {unused[name]}; leave it out"
@@ -255,7 +239,7 @@ def _drop_problems(drop: Any) -> list[str]:
 
 
 def _softmax_head_problems(
-    given: Mapping[str, Any], mechanism: type[AttentionMechanism], filled: Mapping[str, Any]
+    given: Mapping[str, Any], mechanism: type[MechanismOptions], filled: Mapping[str, Any]
 ) -> list[str]:
     pairs, layers = given["softmax_heads"], given["layers"]
     if not isinstance(pairs, (list, tuple)) or not all(
@@ -273,7 +257,7 @@ def _softmax_head_problems(
 
 
 def _cross_attention_problems(
-    wanted: Any, mechanism: type[AttentionMechanism], name: str, filled: Mapping[str, Any]
+    wanted: Any, mechanism: type[MechanismOptions], name: str, filled: Mapping[str, Any]
 ) -> list[str]:
     if not isinstance(wanted, bool):
         return [f"`cross_attention` = {wanted!r}; it must be true or false"]
@@ -302,6 +286,63 @@ def parse_layers(text: str) -> str | list[int]:
     return sorted(layers)
 
 
+def mechanisms_of(settings: Any) -> set[str]:
+    """The names of the mechanisms in these `linear_attention` settings, which are one dict or a list of dicts."""
+    return {entry["mechanism"] for entry in entries_of(settings)}
+
+
+def unknown_mechanism(name: object) -> str:
+    """The error message for a mechanism that is not in the registry."""
+    known = ", ".join(f"`{name}`" for name in sorted(MECHANISM_OPTIONS))
+    if "checkpoint_code" in EXTENSIONS:
+        return f"`mechanism` = {name!r}; it must be one of {known}"
+    return (
+        f"`mechanism` = {name!r}, but this checkpoint contains the code of {known} only; install hf-linear-attention, "
+        "which has every mechanism, and `import hf_linear_attention` before loading"
+    )
+
+
+def taken_elsewhere(name: str, value: object) -> str:
+    """The end of an error message about an option: a mechanism that takes this value of it, if there is one."""
+    able = [
+        key for key, kind in MECHANISM_OPTIONS.items() if name in kind.options and not kind.options[name].problem(value)
+    ]
+    return f"; for it, set `mechanism` to `{'linear' if 'linear' in able else able[0]}`" if able else ""
+
+
+def own_code(config: PreTrainedConfig) -> dict[str, str]:
+    """`{file: text}` of the code that this file belongs to, in a checkpoint."""
+    return {name: Path(__file__).with_name(name).read_text(encoding="utf-8") for name in CODE_FILES}
+
+
+def code_in(folder: str | os.PathLike) -> dict[str, str | None]:
+    """`{file: text}` of the code of the checkpoint in `folder`, by its imports; None for a file that is not there."""
+    found: dict[str, str | None] = {}
+    waiting = list(CODE_FILES)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            path = Path(folder, name)
+            text = found[name] = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+            waiting += [f"{module}.py" for module in re.findall(r"(?m)^\s*from\s+\.(\w+)\s+import", text or "")]
+    return found
+
+
+def write_code(folder: str | os.PathLike, code: Mapping[str, str]) -> None:
+    """Write the files of a checkpoint's code into `folder`.
+
+    Files of an earlier checkpoint in `folder` that its code imports are removed if they are ours, that is, if they
+    start with our licence line.
+    """
+    earlier = code_in(folder)
+    os.makedirs(folder, exist_ok=True)
+    for name, text in code.items():
+        Path(folder, name).write_text(text, encoding="utf-8")
+    for name, old in earlier.items():
+        if name not in code and old is not None and old.startswith(LICENCE_LINE):
+            Path(folder, name).unlink()
+
+
 class LinearAttentionConfigMixin:
     """The base that `Linear<X>Config` has before `<X>Config`."""
 
@@ -322,12 +363,8 @@ class LinearAttentionConfigMixin:
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save config.json and, in the same folder, the code that a model with this config needs."""
-        from .mechanisms import mechanisms_of
-        from .mechanisms import save_code
-
         if not os.path.isfile(save_directory):  # the stock method refuses a file
-            has_heads = any(entry["softmax_heads"] for entry in entries_of(self.linear_attention))
-            save_code(save_directory, mechanisms_of(self.linear_attention), can_generate(self), has_heads)
+            write_code(save_directory, EXTENSIONS.get("checkpoint_code", own_code)(self))
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
@@ -355,8 +392,8 @@ class LinearAttentionConfigMixin:
             self.auto_map = auto_map(self.stock_model_type)
         if not type(self).__dict__.get("_has_instances", False):
             type(self)._has_instances = True
-            for hook in FIRST_INSTANCE_HOOKS:
-                hook(type(self))
+            if "first_instance" in EXTENSIONS:
+                EXTENSIONS["first_instance"](type(self))
 
 
 def share_peft_targets(model_type: str) -> None:
@@ -472,4 +509,6 @@ def __getattr__(name: str) -> type:
         stock = next((CONFIG_MAPPING[kind] for kind, cls in CONFIG_MAPPING_NAMES.items() if cls == match[1]), None)
     if stock is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if (package := installed_package()) is not None:
+        return getattr(importlib.import_module(f"{package}.configuration_linear_attention"), name)
     return _make_config_class(stock)

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from .configuration_linear_attention import COMMON_SETTINGS
-from .configuration_linear_attention import LinearAttentionSettings
-from .mechanisms import MECHANISMS
-from .mechanisms import unknown_mechanism
+from .configuration_linear_attention import COMMON_SETTINGS, LinearAttentionSettings, unknown_mechanism
+from .mechanisms.registry import MECHANISMS
 
 
 EXAMPLES = "`3`, `0-3` or `4-`"

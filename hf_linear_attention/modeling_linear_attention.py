@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,46 +25,50 @@ import transformers
 from torch import nn
 from transformers import AutoModel, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from .architectures import OWN_SOFTMAX
-from .architectures import adapter_of
-from .architectures import attention_modules
-from .architectures import has_own_dispatch
-from .architectures import is_causal_attention
-from .architectures import layer_shape
-from .architectures import layer_type
-from .architectures import refuse_features
-from .architectures import refuse_without_hidden_states
-from .architectures import skips_position_bias
-from .long_inputs import divide_long_inputs  # of decoders
-from .mechanism import LayerShape
-from .mechanism import Rotary
-from .mechanism import refuse_shape
-from .cache import state_layer
-from .configuration_linear_attention import entries_of
-from .configuration_linear_attention import linear_config_class
-from .configuration_linear_attention import model_heads
-from .configuration_linear_attention import num_attention_layers
-from .attention_layer import LinearizedCrossAttention
-from .attention_layer import cross_state_layer
-from .attention_layer import CACHE_ARGUMENTS
-from .attention_layer import IMPLEMENTATION
-from .attention_layer import LinearizedAttention
-from .attention_layer import check_softmax_cache
-from .mechanisms import MECHANISMS
-from .mechanisms import mechanisms_of
-from .mechanisms import unknown_mechanism
-from .position_limit import limit_positions
-from .positions import kept_frequencies
-from .positions import needs_rotary
-from .positions import refuse_frequencies
-from .softmax_heads import keep_softmax_heads  # of softmax heads
-from .prompt_state import load_prompt_state  # of decoders
-from .prompt_state import save_prompt_state  # of decoders
-from .transformers_internals import ModelHooks
-from .transformers_internals import attention_implementation
-from .transformers_internals import copy_checkpoint_conversion
-from .transformers_internals import is_loaded
-from .transformers_internals import set_attention_implementation
+from .attention.architectures import (
+    OWN_SOFTMAX,
+    adapter_of,
+    attention_modules,
+    has_own_dispatch,
+    is_causal_attention,
+    layer_shape,
+    layer_type,
+    refuse_features,
+    refuse_without_hidden_states,
+    skips_position_bias,
+)
+from .attention.cache import state_layer
+from .attention.layer import (
+    CACHE_ARGUMENTS,
+    IMPLEMENTATION,
+    LinearizedAttention,
+    LinearizedCrossAttention,
+    check_softmax_cache,
+    cross_state_layer,
+)
+from .attention.long_inputs import divide_long_inputs  # of decoders
+from .attention.masks import linear_attention_mask
+from .attention.softmax_heads import keep_softmax_heads  # of softmax heads
+from .attention.transformers_internals import (
+    ModelHooks,
+    attention_implementation,
+    copy_checkpoint_conversion,
+    is_loaded,
+    set_attention_implementation,
+)
+from .configuration_linear_attention import (
+    entries_of,
+    linear_config_class,
+    mechanisms_of,
+    model_heads,
+    num_attention_layers,
+    unknown_mechanism,
+)
+from .extensions import extension, installed_package
+from .mechanisms.base import LayerShape, Rotary
+from .mechanisms.registry import MECHANISMS, refuse_shape
+from .positions.limit import limit_positions
+from .positions.rotary import kept_frequencies, needs_rotary, refuse_frequencies
 
 
 # The classes made in this file, by their stock class and whether they are for cross-attention.
@@ -74,7 +79,6 @@ class LinearAttentionModelMixin(ModelHooks):
     """The base that `Linear<X>ForY` has before its stock model class."""
 
     stock_class: type[PreTrainedModel]
-    save_prompt_state, load_prompt_state = save_prompt_state, load_prompt_state  # of decoders
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         # The generic classification heads build their base by `AutoModel.from_config`, which must return our class.
@@ -135,6 +139,14 @@ class LinearAttentionModelMixin(ModelHooks):
                 state_layer(cache, module.layer_idx)
         if generation_config.is_assistant:
             cache.activate_past_recording()
+
+    def save_prompt_state(self, past_key_values: Any, path: str | os.PathLike) -> None:
+        """Write the prompt in `past_key_values` to a file; see `hf_linear_attention.save_prompt_state`."""
+        extension("save_prompt_state", "Prompt states need the package")(self, past_key_values, path)
+
+    def load_prompt_state(self, path: str | os.PathLike) -> Any:
+        """A cache with the prompt in a file; see `hf_linear_attention.load_prompt_state`."""
+        return extension("load_prompt_state", "Prompt states need the package")(self, path)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse it here: transformers would refuse it later, in another thread, and recommend `sdpa`.
@@ -303,13 +315,10 @@ def _observed_rotary(
     model: PreTrainedModel, modules: Mapping[int, Any], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     rope = settings.get("rope", "before_map")
-    try:
-        from hf_linear_attention.rotary_positions import observed_rotary
-    except ImportError:  # a checkpoint does not carry this file; conversion writes `rotary` into its config
-        raise ValueError(
-            "The config does not contain the model's rotary positions (`rotary`); install hf-linear-attention, load "
-            "the model with it, and save it again."
-        ) from None
+    # Conversion writes `rotary` into the config.
+    observed_rotary = extension(
+        "observed_rotary", "The config does not contain the model's rotary positions (`rotary`)"
+    )
     try:
         found = observed_rotary(model, modules)
     except ValueError as error:
@@ -412,7 +421,8 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     bases: tuple[type, ...] = (LinearAttentionModelMixin, stock)
     if issubclass(stock, GenerationMixin):  # transformers looks for it in the direct bases
         bases += (GenerationMixin,)
-    config_class = linear_config_class(stock.config_class.model_type)
+    config_class: Any = linear_config_class(stock.config_class.model_type)
+    config_class.linear_attention_mask = staticmethod(linear_attention_mask)
     model_class = _make_class(name, bases, {"stock_class": stock, "config_class": config_class})
 
     def initialize(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -464,5 +474,7 @@ def __getattr__(name: str) -> type[PreTrainedModel]:
     match = re.fullmatch(r"Linear(\w+)", name)
     stock = getattr(transformers, match[1], None) if match else None
     if isinstance(stock, type) and issubclass(stock, PreTrainedModel):
+        if (package := installed_package()) is not None:
+            return getattr(importlib.import_module(f"{package}.modeling_linear_attention"), name)
         return linear_model_class(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

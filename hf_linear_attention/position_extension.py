@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .position_limit import reserved_rows
+from .positions.limit import reserved_rows
 
 
 if TYPE_CHECKING:  # this file is read for `--help` too, which needs no models

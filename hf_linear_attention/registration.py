@@ -10,11 +10,8 @@ from __future__ import annotations
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from .configuration_linear_attention import FIRST_INSTANCE_HOOKS
-from .configuration_linear_attention import PREFIX
-from .configuration_linear_attention import linear_config_class
-from .configuration_linear_attention import model_heads
-from .transformers_internals import replace_extra_configs
+from .attention.transformers_internals import replace_extra_configs
+from .extensions import PREFIX
 
 
 class LinearConfigs(dict):
@@ -30,6 +27,9 @@ class LinearConfigs(dict):
     def __missing__(self, model_type: str) -> type:
         if model_type not in self:
             raise KeyError(model_type)
+        # `register` runs while transformers is imported, which may be the work of this file.
+        from .configuration_linear_attention import linear_config_class
+
         return self.setdefault(model_type, linear_config_class(model_type.removeprefix(PREFIX)))
 
 
@@ -39,7 +39,6 @@ def register() -> None:
     `AutoConfig.register` would need the classes themselves. It writes into the dict `_extra_content`, so this replaces
     that dict by one that makes the classes on demand and keeps what others have registered.
     """
-    FIRST_INSTANCE_HOOKS.append(register_heads)
     replace_extra_configs(LinearConfigs)
 
 
@@ -51,6 +50,7 @@ def register_heads(config_class: type) -> None:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
+    from .configuration_linear_attention import model_heads
     from .modeling_linear_attention import linear_model_class
 
     for auto_class, stock in model_heads(config_class.stock_model_type).items():

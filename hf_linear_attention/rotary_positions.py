@@ -19,13 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .architectures import attention_modules
-from .architectures import layer_type
-from .architectures import stock_class_of
-from .attention_calls import NotObservedError
-from .attention_calls import attention_call
-from .attention_calls import cos_and_sin
-from .attention_calls import rotary_widths
+from .attention.architectures import attention_modules, layer_type, stock_class_of
+from .attention.calls import NotObservedError, attention_call, cos_and_sin, rotary_widths
 from .configuration_linear_attention import max_length_of
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels_delta import gated_delta
+from .torch_kernels.delta import gated_delta
 
 
 # Model types whose file has the functions below; the tests compare each that the installed transformers knows.

@@ -23,7 +23,7 @@ def pytest_sessionstart(session):
     """With HF_LINEAR_ATTENTION_REQUIRE_KERNELS=1 nothing passes because it was skipped."""
     if os.environ.get("HF_LINEAR_ATTENTION_REQUIRE_KERNELS") != "1":
         return
-    from hf_linear_attention.kernels_cpu import kernel_backend
+    from hf_linear_attention.kernels.cpu import kernel_backend
 
     if kernel_backend().name != "c":
         pytest.exit(f"The C kernels are required: {kernel_backend().reason}", returncode=1)

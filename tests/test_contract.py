@@ -15,9 +15,9 @@ import yaml
 import hf_linear_attention
 from hf_linear_attention.configuration_linear_attention import DROPPABLE
 from hf_linear_attention.conversion import commands, serve
-from hf_linear_attention.features import FEATURE_MAPS
-from hf_linear_attention.features_random import RANDOM_FEATURES
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.features.maps import FEATURE_MAPS
+from hf_linear_attention.features.random_maps import RANDOM_FEATURES
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.training.losses.combined_loss import OBJECTIVES
 from hf_linear_attention.training.tasks import TASKS
 

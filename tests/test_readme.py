@@ -11,7 +11,7 @@ from capability_table import capability_table, options_table
 
 from hf_linear_attention import supported_model_types
 from hf_linear_attention.conversion.convert_checkpoint import architecture_table
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 ROOT = Path(__file__).resolve().parents[1]

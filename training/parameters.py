@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import SetupError
-from hf_linear_attention.mechanisms import mechanisms_of
+from hf_linear_attention.configuration_linear_attention import mechanisms_of
 from hf_linear_attention.training.adapters import ADAPTER
 from hf_linear_attention.training.distributed.sharding import load_whole
 from hf_linear_attention.training.recipe import Recipe

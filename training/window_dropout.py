@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_linear_attention._common.errors import SetupError
-from hf_linear_attention.mechanism_hybrid import HybridAttention
+from hf_linear_attention.mechanisms.hybrid import HybridAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.common import in_a_process, parse, peak_bytes, save, table, write
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 HEADS, HEAD_DIM = 12, 32  # of MiniLM

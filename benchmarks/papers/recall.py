@@ -35,7 +35,7 @@ from hf_linear_attention.conversion.controls import model_state_bytes
 from hf_linear_attention.conversion.request import SIZES
 from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
 from hf_linear_attention.training.presets.preset import (
     Preset,

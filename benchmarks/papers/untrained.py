@@ -37,10 +37,10 @@ from benchmarks.real_attention import (
     read_text,
     relative_errors,
 )
-from hf_linear_attention.features import elu_plus_one
-from hf_linear_attention.features_random import RANDOM_FEATURES
-from hf_linear_attention.mechanism_linformer import mean_pool_matrix
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.features.maps import elu_plus_one
+from hf_linear_attention.features.random_maps import RANDOM_FEATURES
+from hf_linear_attention.mechanisms.linformer import mean_pool_matrix
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 sys.path.append(str(ROOT / "tests" / "support"))  # the oracles

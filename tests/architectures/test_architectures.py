@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import model_heads
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED, supported_model_types
 

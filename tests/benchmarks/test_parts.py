@@ -15,7 +15,7 @@ import torch
 from benchmarks import conversion_quality, real_attention, speed_conversion, speed_delta, speed_kernels
 from benchmarks.papers import copy_task, heal_data, long_documents, recall, recall_tasks
 from benchmarks.speed_break_even import ROWS, break_even
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 def test_real_heads():

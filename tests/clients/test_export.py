@@ -9,8 +9,9 @@ from torch import nn
 from torch.export import Dim, export
 from transformers import DynamicCache, StaticCache
 
-from hf_linear_attention import convert, kernels_cpu
-from hf_linear_attention.cache import state_layer
+from hf_linear_attention import convert
+from hf_linear_attention.attention.cache import state_layer
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 pytestmark = pytest.mark.clients

@@ -26,7 +26,7 @@ from packaging.version import Version
 from transformers_tests import SourceUnavailableError, source_module
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings, linear_config_class
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 # Before the import of transformers' test utilities, which read it.

@@ -15,7 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline
 from hf_linear_attention.conversion.request import ConversionArguments, mechanism_arguments, parse
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")

@@ -28,7 +28,7 @@ from hf_linear_attention.conversion.doctor import (
     main,
     numbers,
 )
-from hf_linear_attention.kernels_cpu import KernelBackend
+from hf_linear_attention.kernels.cpu import KernelBackend
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,26 +67,25 @@ def test_the_command_examines_both_and_the_exit_code_says_what_it_found(folder, 
     assert out.endswith("Nothing is broken.\n")
     for topic in ("torch", "transformers", "kernels", "threads", "GPU", "cache", "speed", "code", "weights", "length"):
         assert re.search(rf"(?m)^(ok|note) +{topic} ", out), topic
-    (folder / "masks.py").unlink()
+    (folder / "modeling_linear_attention.py").unlink()
     code, out, err = answer(folder)
     assert code == 1
-    assert re.search(r"(?m)^broken +code +masks.py missing", out)
+    assert re.search(r"(?m)^broken +code +modeling_linear_attention.py missing", out)
     assert err == "hf-linear-attention doctor: failed: 1 thing is broken; see the lines `broken` above\n"
 
 
 def test_edited_code_is_told_from_the_installed_one(folder):
-    path = folder / "masks.py"
-    path.write_text(path.read_text() + "# mine\n")
-    (folder / "features.py").unlink()  # a file that only `kernels` of another version would need
-    finding = found(folder, "code")
-    assert finding.kind == BROKEN
-    (folder / "features.py").write_text("# empty\n")
-    assert found(folder, "code").kind == BROKEN
-    (folder / "features.py").write_text("other = True\n")
-    finding = found(folder, "code")
-    assert finding.kind == NOTE
-    assert "2 of" in finding.text
-    assert "features.py, masks.py" in finding.text
+    for name, text, kind in (
+        ("configuration", None, NOTE),
+        ("modeling", "# empty\n", BROKEN),
+        ("modeling", "other = True\n", NOTE),
+    ):
+        path = folder / f"{name}_linear_attention.py"
+        path.write_text(path.read_text() + "# mine\n" if text is None else text)
+        finding = found(folder, "code")
+        assert finding.kind == kind
+        assert path.name in finding.text
+    assert "2 of 2 files differ" in finding.text
 
 
 def test_code_that_does_not_load_alone(folder, monkeypatch):

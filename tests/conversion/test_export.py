@@ -12,6 +12,7 @@ import transformers
 from checkpoints import convert_folder, files, run
 
 from hf_linear_attention._common.errors import ConversionError
+from hf_linear_attention.configuration_linear_attention import CODE_FILES
 from hf_linear_attention.conversion import export, pipeline
 
 
@@ -90,12 +91,12 @@ def test_a_signal_leaves_nothing_behind(llama, tmp_path, monkeypatch, number, wo
 
 
 def test_everything_shipped_is_there_and_a_missing_file_is_noticed(linear_llama, tmp_path):
-    assert {"kernels.py", "features.py", "mechanisms.py"} <= set(files(linear_llama))
+    assert set(CODE_FILES) <= set(files(linear_llama))
     for name in files(linear_llama):
         shutil.copyfile(linear_llama / name, tmp_path / name)
     export.check_shipped(tmp_path)
-    (tmp_path / "features.py").unlink()
-    with pytest.raises(ConversionError, match=r"features\.py"):
+    (tmp_path / CODE_FILES[1]).unlink()
+    with pytest.raises(ConversionError, match=r"modeling_linear_attention\.py"):
         export.check_shipped(tmp_path)
 
 

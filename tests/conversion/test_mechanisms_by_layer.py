@@ -15,8 +15,8 @@ from checkpoints import run, save_twin
 from matrix import sample_inputs
 from transformers import AutoModelForCausalLM
 
-from hf_linear_attention import kernels_cpu
 from hf_linear_attention.conversion.request import parse
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 ALONE = Path(__file__).parents[1] / "shipping" / "alone.py"

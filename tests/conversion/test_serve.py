@@ -13,9 +13,9 @@ from checkpoints import convert_folder, save_twin
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.attention.transformers_internals import server_namespace
 from hf_linear_attention.conversion import serve
 from hf_linear_attention.conversion.commands import main
-from hf_linear_attention.transformers_internals import server_namespace
 
 
 def manager():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_linear_attention
 from hf_linear_attention import PromptStore, calibrate, convert, softmax_attention
-from hf_linear_attention.mechanism_performer import PerformerAttention
+from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 
 HUGE = 10**15

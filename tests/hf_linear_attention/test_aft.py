@@ -9,8 +9,8 @@ from matrix import build_mechanism, sample_inputs, stock_config, stock_model
 from oracles import aft, aft_bias
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanism_aft import AftAttention
+from hf_linear_attention.mechanisms.aft import AftAttention
+from hf_linear_attention.mechanisms.base import LayerShape
 
 
 WINDOW = {"local": {"window_size": 3}, "conv": {"window_size": 3}}

@@ -15,7 +15,8 @@ import yaml
 from matrix import MECHANISM_ROWS, stock_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_linear_attention import convert, kernels_cpu
+from hf_linear_attention import convert
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"

@@ -11,7 +11,7 @@ from matrix import MECHANISM_ROWS, rows, stock_model
 from transformers import DynamicCache, StaticCache
 
 from hf_linear_attention import convert, softmax_attention
-from hf_linear_attention.cache import LinearAttentionStateLayer, state_layer
+from hf_linear_attention.attention.cache import LinearAttentionStateLayer, state_layer
 
 
 IDS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(3))

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForMaskedLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.mechanism import AttentionMechanism, refuse_shape
+from hf_linear_attention.mechanisms.base import AttentionMechanism
+from hf_linear_attention.mechanisms.registry import refuse_shape
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -64,7 +64,7 @@ def test_all_problems_are_named_at_once():
     [
         ({"mechanism": "flash"}, "must be one of .*`linear`"),
         ({"mechanism": "linear", "feature_map": "elu1", "num_features": 8}, "has no effect"),
-        ({"mechanism": "linear", "feature_map": "hedgehog", "num_features": 7}, "must be even"),
+        ({"mechanism": "linear", "feature_map": "hedgehog", "num_features": 7}, "must be a multiple of 2"),
         ({"mechanism": "performer", "num_features": 0}, "at least 1"),
         ({"mechanism": "performer", "num_features": 2.5}, "type int"),
         ({"mechanism": "performer", "num_features": True}, "type int"),

@@ -8,7 +8,7 @@ import reference
 import torch
 from matrix import build_mechanism
 
-from hf_linear_attention.features import FEATURE_MAPS, elu_plus_one
+from hf_linear_attention.features.maps import FEATURE_MAPS, elu_plus_one
 
 
 def test_elu_is_positive_where_the_textbook_form_is_zero():

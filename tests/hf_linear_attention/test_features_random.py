@@ -11,10 +11,10 @@ from matrix import build_mechanism
 from torch.utils.checkpoint import checkpoint
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.features import orthogonal_random_matrix
-from hf_linear_attention.features_random import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanism_performer import PerformerAttention
+from hf_linear_attention.features.maps import orthogonal_random_matrix
+from hf_linear_attention.features.random_maps import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 
 SHAPE = LayerShape(4, 2, 8, 1)

@@ -11,10 +11,10 @@ from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.state_budget import state_bytes
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.kernels_delta import gated_delta
-from hf_linear_attention.mechanism import LayerShape, Rotary
-from hf_linear_attention.mechanism_gated_delta import GatedDeltaAttention
+from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 HIDDEN = 24

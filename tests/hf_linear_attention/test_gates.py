@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
 
 from hf_linear_attention import calibrate, convert, softmax_attention
-from hf_linear_attention.architectures import attention_modules, refuse_without_hidden_states
+from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
+from hf_linear_attention.attention.cache import state_layer
 from hf_linear_attention.attention_observation import observe_attention
-from hf_linear_attention.cache import state_layer
-from hf_linear_attention.mechanism_gated_delta import GatedDeltaAttention
+from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

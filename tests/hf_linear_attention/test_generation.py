@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForCon
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from hf_linear_attention import convert
-from hf_linear_attention.cache import state_layer
+from hf_linear_attention.attention.cache import state_layer
 
 
 SETTINGS = {

@@ -12,9 +12,9 @@ from oracles import ORACLES
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.features_random import RANDOM_FEATURES, GeneralizedRandomFeatureMap
-from hf_linear_attention.mechanism import LayerShape, Rotary
-from hf_linear_attention.mechanism_performer import PerformerAttention
+from hf_linear_attention.features.random_maps import RANDOM_FEATURES, GeneralizedRandomFeatureMap
+from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 
 UNBIASED = [
@@ -202,7 +202,7 @@ def test_a_saved_model_is_the_same_function(family, more, tmp_path):
             if ".geometry." in name or ".decay." in name:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "geometry.py").is_file()
+    assert "class LearnedGeometry(" in (tmp_path / "modeling_linear_attention.py").read_text(encoding="utf-8")
     loaded = type(model).from_pretrained(tmp_path).eval()
     inputs = sample_inputs(family)
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_the_fast_paths_map_too(monkeypatch):
         for part in zip(*(x.split([10, 1, 1, 9], dim=2) for x in inputs)):
             output, state = attend(mechanism, part, state=state)
             parts.append(output)
-        monkeypatch.setattr("hf_linear_attention.kernels_cpu.library", lambda: None)
+        monkeypatch.setattr("hf_linear_attention.kernels.cpu.library", lambda: None)
         in_torch, _ = attend(mechanism, inputs)
     # float32 sums in another order
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)

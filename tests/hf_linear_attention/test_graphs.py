@@ -17,13 +17,14 @@ from transformers import (
     StaticCache,
 )
 
-from hf_linear_attention import convert, kernels_cpu
+from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.features import _EluPlusOne
-from hf_linear_attention.kernels_causal import CausalAttention
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanisms import MECHANISMS
-from hf_linear_attention.window_keys import _TwoRanges
+from hf_linear_attention.features.maps import _EluPlusOne
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.mechanisms.window_keys import _TwoRanges
+from hf_linear_attention.torch_kernels.causal import CausalAttention
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -64,7 +65,7 @@ class Nodes:
 def kernels_in(graph) -> list[str]:
     """The names of our operators."""
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    return sorted(target.split(".")[1] for target in targets if target.startswith("hf_linear_attention_"))
+    return sorted(target.split(".")[1] for target in targets if target.startswith("hf_linear_attention."))
 
 
 def build(settings, max_length=LENGTH):

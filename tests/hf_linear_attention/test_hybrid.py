@@ -10,7 +10,7 @@ import torch
 from matrix import build_mechanism
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism_hybrid import HybridAttention
+from hf_linear_attention.mechanisms.hybrid import HybridAttention
 
 
 def build(**settings) -> HybridAttention:

@@ -9,8 +9,8 @@ from matrix import hidden_states_of, stock_config, stock_model
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanism import LayerShape, Rotary
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.training.evaluation.retention import without_far
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.cache import LinearAttentionStateLayer
+from hf_linear_attention.attention.cache import LinearAttentionStateLayer
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.kernels_cpu import library
-from hf_linear_attention.mechanism import LayerShape, Rotary
-from hf_linear_attention.mechanism_hybrid import HybridAttention
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels.cpu import library
+from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.hybrid import HybridAttention
+from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
 
 HEADS, KV_HEADS, DIM, LENGTH = 4, 2, 16, 14
@@ -69,9 +70,12 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
     mechanism = hybrid(settings)
     inputs = [torch.randn(2, heads, LENGTH, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     calls = []
-    name = "_step_in_c" if backend == "c" else "_step_in_torch"
-    step = getattr(HybridAttention, name)
-    monkeypatch.setattr(HybridAttention, name, lambda *given: calls.append(1) or step(*given))
+    if backend == "c":
+        step = IMPLEMENTATIONS["hybrid_step"]
+        monkeypatch.setitem(IMPLEMENTATIONS, "hybrid_step", lambda *given: calls.append(1) or step(*given))
+    else:
+        in_torch = HybridAttention._step_in_torch
+        monkeypatch.setattr(HybridAttention, "_step_in_torch", lambda *given: calls.append(1) or in_torch(*given))
     output, state = decoded(mechanism, *inputs)
     # In torch a window that still holds a sink, or nothing, is left to the form of many tokens.
     sinks_leave = mechanism.num_sinks + mechanism.window_size - 1
@@ -211,7 +215,7 @@ def test_a_compiled_step_is_one_operator(settings):
 
     torch.testing.assert_close(torch.compile(step, fullgraph=True, backend=backend)(*token), step(*token))
     (graph,) = graphs
-    assert [name.split(".")[1] for name in graph if name.startswith("hf_linear_attention_")] == ["hybrid_step"]
+    assert [name.split(".")[1] for name in graph if name.startswith("hf_linear_attention.")] == ["hybrid_step"]
 
 
 @torch.no_grad()

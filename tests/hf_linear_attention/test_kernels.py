@@ -6,11 +6,11 @@ import pytest
 import reference
 import torch
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.features import FEATURE_MAPS, elu_plus_one
-from hf_linear_attention.kernels import elementwise_attention, kernel_attention
-from hf_linear_attention.kernels_causal import CausalAttention
-from hf_linear_attention.kernels_torch import BLOCK_SIZES, plain_attention, safe_block_size
+from hf_linear_attention.features.maps import FEATURE_MAPS, elu_plus_one
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.torch_kernels.attention import elementwise_attention, kernel_attention
+from hf_linear_attention.torch_kernels.blocks import BLOCK_SIZES, plain_attention, safe_block_size
+from hf_linear_attention.torch_kernels.causal import CausalAttention
 
 
 def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float64):

@@ -10,12 +10,11 @@ from kernel_calls import widened
 from operators import OPERATORS
 from poison import poisoned_allocations
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.kernels import attention_step, kernel_attention, map_attention
-from hf_linear_attention.kernels_hybrid import exact_part
-from hf_linear_attention.kernels_slots import slot_attention
-from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, EXP, HEDGEHOG, PLAIN, Affine, KernelMap
-from hf_linear_attention.kernels_window import NearKeys, SinkKeys
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.torch_kernels.attention import attention_step, kernel_attention, map_attention
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, HEDGEHOG, PLAIN, Affine, KernelMap
+from hf_linear_attention.torch_kernels.slots import slot_attention
+from hf_linear_attention.torch_kernels.window import NearKeys, SinkKeys, exact_part
 
 
 BATCH, HEADS, KV_HEADS, DIM, WIDTH = 2, 4, 2, 8, 12

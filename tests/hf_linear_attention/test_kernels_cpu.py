@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.features import EluFeatureMap, ExpFeatureMap, FeatureMap, HedgehogFeatureMap
-from hf_linear_attention.features_random import CoshRandomFeatureMap, ExpRandomFeatureMap
-from hf_linear_attention.kernels import kernel_attention, map_attention
-from hf_linear_attention.kernels_cpu import library
-from hf_linear_attention.kernels_operators import takes_attention
-from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, EXP, Affine, KernelMap
+from hf_linear_attention.features.maps import EluFeatureMap, ExpFeatureMap, FeatureMap, HedgehogFeatureMap
+from hf_linear_attention.features.random_maps import CoshRandomFeatureMap, ExpRandomFeatureMap
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels.cpu import library
+from hf_linear_attention.kernels.operators import takes_attention
+from hf_linear_attention.torch_kernels.attention import kernel_attention, map_attention
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, Affine, KernelMap
 
 
 HEADS, KV_HEADS, SCALING = 4, 2, 0.3

@@ -7,9 +7,9 @@ import reference
 import torch
 import torch.nn.functional as F
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.kernels import kernel_attention, map_attention
-from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, KernelMap
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.torch_kernels.attention import kernel_attention, map_attention
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, KernelMap
 
 
 @pytest.fixture(params=["C", "torch"])

@@ -7,8 +7,8 @@ import reference
 import torch
 from delta_calls import NAMES, VALUES, assert_close, sample, values_and_gradients
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.kernels_delta import gated_delta
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 @pytest.fixture(params=["C", "torch"])

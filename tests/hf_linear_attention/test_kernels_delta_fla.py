@@ -17,9 +17,10 @@ import reference
 import torch
 from delta_calls import assert_close, sample, values_and_gradients
 
-from hf_linear_attention import kernels_cpu, kernels_delta_fla
-from hf_linear_attention.kernels_delta import gated_delta
-from hf_linear_attention.kernels_delta_fla import delta_on_gpu, takes_on_gpu
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels import delta_fla as kernels_delta_fla
+from hf_linear_attention.kernels.delta_fla import delta_on_gpu, takes_on_gpu
+from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

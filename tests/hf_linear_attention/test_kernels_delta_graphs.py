@@ -8,8 +8,9 @@ import torch
 from delta_calls import GRADIENTS, NAMES, VALUES, assert_close, sample, values_and_gradients
 from poison import poisoned_allocations
 
-from hf_linear_attention import kernels_cpu, kernels_delta
-from hf_linear_attention.kernels_delta import gated_delta
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels import delta as kernels_delta
+from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 needs_c = pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")

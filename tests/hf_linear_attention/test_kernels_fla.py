@@ -18,9 +18,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_linear_attention import kernels_cpu, kernels_fla, kernels_operators
-from hf_linear_attention.kernels import kernel_attention
-from hf_linear_attention.kernels_causal import CausalAttention
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels import fla as kernels_fla
+from hf_linear_attention.torch_kernels.attention import kernel_attention
+from hf_linear_attention.torch_kernels.causal import CausalAttention
+from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,9 +132,7 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # torch on both sides, but for the kernel
     expected = run()
     calls = []
-    monkeypatch.setattr(
-        kernels_operators, "gpu_kernel", lambda value, n: calls.append(n) or kernels_fla.causal_attention
-    )
+    monkeypatch.setitem(IMPLEMENTATIONS, "gpu_kernel", lambda value, n: calls.append(n) or kernels_fla.causal_attention)
     for a, e in zip(run(), expected):
         # float32 on both sides, sums of 75 terms in another order; a decay of -0.9 shrinks some by exp(-60)
         assert (a - e).norm() <= 1e-5 * e.norm()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linear_attention import mechanism_hybrid
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.kernels_cpu import library
-from hf_linear_attention.mechanism import LayerShape, Rotary
-from hf_linear_attention.mechanism_hybrid import HybridAttention
+from hf_linear_attention.kernels.cpu import library
+from hf_linear_attention.mechanisms import hybrid as mechanism_hybrid
+from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.hybrid import HybridAttention
 
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C kernels")

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from hf_linear_attention import kernels_cpu
+import hf_linear_attention
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 COMPUTE = """
 import torch
-from hf_linear_attention.kernels import kernel_attention
-from hf_linear_attention.kernels_cpu import kernel_backend
+from hf_linear_attention.torch_kernels.attention import kernel_attention
+from hf_linear_attention.kernels.cpu import kernel_backend
 x = torch.rand(1, 2, 5, 8)
 kernel_attention(x, x, x, log_features=False, is_causal=True)
 print(kernel_backend().name, kernel_backend().reason)
@@ -92,7 +93,7 @@ def test_a_damaged_library_is_named(folder, content):
 
 @pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
 def test_a_damaged_library_of_the_processor_leaves_the_one_for_all(folder, caplog):
-    installed = Path(kernels_cpu.__file__).parent
+    installed = Path(hf_linear_attention.__file__).parent
     name = f"_kernels_base{kernels_cpu.SUFFIX}"
     shutil.copy(installed / name, folder / name)
     base = ctypes.CDLL(str(folder / name))

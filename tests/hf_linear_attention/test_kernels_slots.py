@@ -6,9 +6,9 @@ import pytest
 import torch
 from reference import attend, repeat_heads
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.kernels_slots import slot_attention
-from hf_linear_attention.segments import segment_mean_weights, segment_means, weigh_tokens
+from hf_linear_attention.attention.segments import segment_mean_weights, segment_means, weigh_tokens
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.torch_kernels.slots import slot_attention
 
 
 SCALING = 0.3

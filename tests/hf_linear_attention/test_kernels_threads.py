@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linear_attention import kernels_cpu
-from hf_linear_attention.kernels import map_attention
-from hf_linear_attention.kernels_cpu import library
-from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, EXP, Affine, KernelMap
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels.cpu import library
+from hf_linear_attention.torch_kernels.attention import map_attention
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, Affine, KernelMap
 
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linear_attention import kernels_window
-from hf_linear_attention.kernels_cpu import library
-from hf_linear_attention.kernels_hybrid import exact_part
-from hf_linear_attention.kernels_window import NearKeys, SinkKeys
+from hf_linear_attention.kernels.cpu import library
+from hf_linear_attention.torch_kernels import window as kernels_window
+from hf_linear_attention.torch_kernels.window import NearKeys, SinkKeys, exact_part
 
 
 SCALING = 0.3

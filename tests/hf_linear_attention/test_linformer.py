@@ -9,7 +9,7 @@ from matrix import build_mechanism, stock_model
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism_linformer import LinformerAttention, mean_pool_matrix, stretched
+from hf_linear_attention.mechanisms.linformer import LinformerAttention, mean_pool_matrix, stretched
 
 
 ROWS = ("linformer-none", "linformer-headwise", "linformer-key-value", "linformer-layerwise")

@@ -8,11 +8,11 @@ import torch
 from matrix import build_mechanism, stock_config
 
 from hf_linear_attention import LinearAttentionSettings, convert_config
-from hf_linear_attention.features import elu_plus_one
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanism_linear import LinearAttention
-from hf_linear_attention.mechanism_linformer import mean_pool_matrix
-from hf_linear_attention.mechanism_linformer_linear import LinformerLinearAttention
+from hf_linear_attention.features.maps import elu_plus_one
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.linear import LinearAttention
+from hf_linear_attention.mechanisms.linformer import mean_pool_matrix
+from hf_linear_attention.mechanisms.linformer_linear import LinformerLinearAttention
 
 
 SHAPE = LayerShape(4, 2, 8, 0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from matrix import stock_model
 
-from hf_linear_attention import convert, long_inputs, softmax_attention
+from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention.attention import long_inputs
 
 
 IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))

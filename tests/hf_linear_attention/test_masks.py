@@ -9,7 +9,7 @@ from matrix import stock_model
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
 
 from hf_linear_attention import convert
-from hf_linear_attention.masks import attend_packed, linear_attention_mask, read_mask
+from hf_linear_attention.attention.masks import attend_packed, linear_attention_mask, read_mask
 
 
 PADDING = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]], dtype=torch.bool)

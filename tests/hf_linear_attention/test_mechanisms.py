@@ -8,10 +8,12 @@ import torch
 from matrix import MAX_STD, MECHANISM_ROWS, build_mechanism, rows
 from oracles import ORACLES
 
-from hf_linear_attention import LinearAttentionSettings, bidirectional_window, mechanism_linear
-from hf_linear_attention.features import FEATURE_MAPS
-from hf_linear_attention.features_random import RANDOM_FEATURES
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention import LinearAttentionSettings
+from hf_linear_attention.features.maps import FEATURE_MAPS
+from hf_linear_attention.features.random_maps import RANDOM_FEATURES
+from hf_linear_attention.mechanisms import bidirectional_window
+from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 CAUSAL = rows(causal=True)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_linear_attention import bidirectional_window, kernels_cpu, mechanism_aft, mechanism_linear
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.mechanisms import aft as mechanism_aft
+from hf_linear_attention.mechanisms import bidirectional_window
+from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 HEADS, HEAD_DIM = 4, 8

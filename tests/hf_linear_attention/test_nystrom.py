@@ -8,9 +8,9 @@ import torch
 from matrix import build_mechanism, stock_model
 
 from hf_linear_attention import LinearAttentionSettings, convert
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanism_nystrom import NystromAttention, iterative_pinv
-from hf_linear_attention.segments import gather_tokens, real_first, segment_mean_weights
+from hf_linear_attention.attention.segments import gather_tokens, real_first, segment_mean_weights
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.nystrom import NystromAttention, iterative_pinv
 
 
 def build(dtype=torch.float64, **options):

@@ -9,8 +9,8 @@ import torch
 from matrix import ALIBI_ROWS, MECHANISM_ROWS, sample_inputs, stock_model, supports
 
 from hf_linear_attention import convert
-from hf_linear_attention.mechanism import Option
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.options import Option
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 CASES = [(mechanism, name) for mechanism, attention in MECHANISMS.items() for name in attention.options]

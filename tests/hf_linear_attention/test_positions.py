@@ -10,7 +10,7 @@ from matrix import FAMILY_ROWS, sample_inputs, stock_config, stock_model
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
 from hf_linear_attention import convert, softmax_attention
-from hf_linear_attention.attention_layer import LinearizedAttention
+from hf_linear_attention.attention.layer import LinearizedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
-from hf_linear_attention import convert, load_prompt_state, prompt_state, save_prompt_state
-from hf_linear_attention.cache import state_layer
+from hf_linear_attention import convert, load_prompt_state, save_prompt_state
+from hf_linear_attention.attention.cache import state_layer
+from hf_linear_attention.state import prompt_state
 
 
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(3))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
 from hf_linear_attention import convert, load_prompt_state, save_prompt_state
-from hf_linear_attention.cache import state_layer
+from hf_linear_attention.attention.cache import state_layer
 
 
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(3))

@@ -11,8 +11,9 @@ from matrix import stock_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_linear_attention import PromptStore, convert, load_prompt_state, prompt_state, save_prompt_state
-from hf_linear_attention.prompt_state import identity_of
+from hf_linear_attention import PromptStore, convert, load_prompt_state, save_prompt_state
+from hf_linear_attention.state import prompt_state
+from hf_linear_attention.state.prompt_state import identity_of
 
 
 IDS = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(3))
@@ -148,7 +149,7 @@ def test_a_file_under_the_name_of_another_is_not_used(model, tmp_path, given):
 def test_a_folder_of_an_earlier_version(model, tmp_path, monkeypatch):
     """Its files do not name their tokens, and its weights were compared by samples."""
     with monkeypatch.context() as earlier:
-        earlier.setattr("hf_linear_attention.prompt_store.identity_of", lambda model: identity_of(model, 2))
+        earlier.setattr("hf_linear_attention.state.prompt_store.identity_of", lambda model: identity_of(model, 2))
         PromptStore(model, tmp_path, boundary=8)
     PromptStore(model, tmp_path, boundary=8).read(IDS)
     for _, path in files(tmp_path):

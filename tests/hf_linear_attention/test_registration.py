@@ -9,6 +9,7 @@ import peft
 import pytest
 import transformers
 from architectures import tiny_config
+from checkpoints import save_twin
 from matrix import FAMILY_ROWS, stock_config, stock_model
 from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -21,8 +22,8 @@ from hf_linear_attention import convert, convert_config
 from hf_linear_attention.registration import LinearConfigs
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+def run_python(code: str, *arguments: str) -> str:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def test_import_loads_no_modelling_file_and_no_slow_module():
@@ -35,7 +36,8 @@ def test_import_loads_no_modelling_file_and_no_slow_module():
     assert "hf_linear_attention" in new
     # What an import may bring in is our own light files and nothing of transformers or torch besides.
     assert [name for name in new if not name.startswith("hf_linear_attention")] == []
-    assert not any("modeling" in name or "mechanism" in name for name in new)
+    heavy = {"hf_linear_attention.modeling_linear_attention", "hf_linear_attention.mechanisms.base"}
+    assert not heavy & set(new)
 
 
 def test_native_model_types_are_untouched():
@@ -124,3 +126,87 @@ def test_lora_needs_no_target_modules():
     model = peft.get_peft_model(convert(stock_model("llama"), mechanism="linear"), peft.LoraConfig())
     adapted = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert adapted == {"q_proj", "v_proj"}
+
+
+STRANGER = """
+import torch
+from hf_linear_attention.features.maps import ElementwiseFeatureMap
+from hf_linear_attention.mechanisms.base import AttentionMechanism
+from hf_linear_attention.mechanisms.options import Option
+from hf_linear_attention.torch_kernels.attention import kernel_attention
+from hf_linear_attention.torch_kernels.blocks import accumulation_dtype
+
+
+class ToyAttention(AttentionMechanism):
+    \"\"\"Weights cosh(a (sum q + sum k)).\"\"\"
+
+    options = {"sharpness": Option(float, 1.0, "a", minimum=0)}
+    supports_causal = supports_padding = supports_state = supports_gqa = True
+
+    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
+        query_features, key_features = (self.exponents(x, scaling) for x in (query, key))
+        options = {"log_features": True, "is_causal": is_causal, "key_mask": attention_mask}
+        output, new = kernel_attention(query_features, key_features, value, state=state and state[0], **options)
+        return output.transpose(1, 2).to(query.dtype), (new,)
+
+    def exponents(self, x, scaling):
+        exponent = self.settings["sharpness"] * scaling**0.5 * x.to(accumulation_dtype(x)).sum(-1, keepdim=True)
+        return torch.cat((exponent, -exponent), dim=-1)
+
+
+class SoftplusFeatureMap(ElementwiseFeatureMap):
+    function = staticmethod(torch.nn.functional.softplus)
+
+
+hf_linear_attention.register_mechanism("toy", ToyAttention)
+hf_linear_attention.register_feature_map("softplus", SoftplusFeatureMap)
+"""
+
+
+def test_a_mechanism_and_a_feature_map_are_registered_from_outside(tmp_path):
+    """In a process of its own, because the registries are those of the process."""
+    (tmp_path / "stranger.py").write_text("import hf_linear_attention\n" + STRANGER)
+    save_twin(tmp_path / "source", "llama")
+    code = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import stranger
+from transformers import AutoModelForCausalLM
+from hf_linear_attention.conversion.convert_checkpoint import main
+for words in (["toy", "--sharpness=0.5"], ["linear", "--feature_map=softplus"]):
+    folder = f"{sys.argv[1]}/{words[0]}"
+    given = [f"--model_name_or_path={sys.argv[1]}/source", f"--output_dir={folder}", "--no_verify", "--attention"]
+    assert main([*given, *words]) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.arange(3, 29).view(2, 13)
+    whole = model(ids).logits
+    cache = model(ids[:, :12], use_cache=True).past_key_values
+    torch.testing.assert_close(model(ids[:, 12:], past_key_values=cache).logits, whole[:, 12:])
+print("done")
+"""
+    assert run_python(code, str(tmp_path)).split()[-1] == "done"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("cache", "LinearAttentionStateLayer"),
+        ("features", "FeatureMap"),
+        ("kernels_cpu", "kernel_backend"),
+        ("mechanism", "AttentionMechanism"),
+        ("mechanism", "Option"),
+        ("prompt_state", "save_prompt_state"),
+        ("prompt_store", "PromptStore"),
+    ],
+)
+def test_a_name_that_moved_is_found_with_a_warning(module, name):
+    code = f"""
+import warnings
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    from hf_linear_attention.{module} import {name}
+print({name}.__module__, [str(w.message) for w in found if w.category is FutureWarning])
+"""
+    said = run_python(code)
+    assert said.startswith("hf_linear_attention.")
+    assert "is now `hf_linear_attention." in said

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from hf_linear_attention import kernels_cpu
+from hf_linear_attention.attention.masks import attend_packed
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.features import half_squared_norm
-from hf_linear_attention.masks import attend_packed
-from hf_linear_attention.mechanism import LayerShape, Rotary
-from hf_linear_attention.mechanisms import MECHANISMS
-from hf_linear_attention.positions import RotaryShift
+from hf_linear_attention.features.maps import half_squared_norm
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.positions.rotary import RotaryShift
 
 
 HEADS, KV_HEADS, DIM, ROTATED, WINDOW, SINKS, TRAINED = 4, 2, 12, 8, 5, 2, 20

@@ -8,8 +8,8 @@ from architectures import tiny_model
 from transformers import AttentionInterface
 
 from hf_linear_attention import convert
-from hf_linear_attention.architectures import attention_modules
-from hf_linear_attention.attention_layer import LinearizedAttention
+from hf_linear_attention.attention.architectures import attention_modules
+from hf_linear_attention.attention.layer import LinearizedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.rotary_positions import RotaryFacts, rotary_facts
 

@@ -15,13 +15,14 @@ import torch
 from matrix import add_gates, sample_inputs, stock_config, stock_model
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, StaticCache
 
-from hf_linear_attention import convert, kernels_cpu, modeling_linear_attention, softmax_attention
+from hf_linear_attention import convert, convert_config, modeling_linear_attention, softmax_attention
+from hf_linear_attention.attention.softmax_heads import keep_softmax_heads
 from hf_linear_attention.attention_observation import observe_attention
-from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanisms import MECHANISMS, checkpoint_code
+from hf_linear_attention.checkpoint_code import checkpoint_code
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.softmax_heads import keep_softmax_heads
 
 
 SHAPE = LayerShape(num_heads=6, num_key_value_heads=3, head_dim=8, layer=0, hidden_size=24)
@@ -203,11 +204,11 @@ def test_a_prompt_state_is_saved_and_continued(some, tmp_path):
 
 
 def test_checkpoints_carry_the_file_only_with_such_heads(some, tmp_path, monkeypatch):
-    assert "softmax_heads.py" not in checkpoint_code({"linear"})
-    assert "  # of softmax heads\n" not in "".join(checkpoint_code({"linear"}).values())
+    without = checkpoint_code(convert_config(stock_config("llama"), mechanism="linear"))
+    assert "keep_softmax_heads" not in "".join(without.values())
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # without the package there are no C kernels
     some.save_pretrained(tmp_path / "model")
-    assert (tmp_path / "model" / "softmax_heads.py").is_file()
+    assert "keep_softmax_heads" in (tmp_path / "model" / "modeling_linear_attention.py").read_text()
     inputs = sample_inputs("llama")
     with torch.no_grad():
         tokens = some.generate(**inputs, max_new_tokens=6, do_sample=False)

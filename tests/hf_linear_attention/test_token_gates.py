@@ -7,9 +7,9 @@ import torch
 from matrix import build_mechanism, hidden_states_of
 from oracles import ORACLES
 
-from hf_linear_attention import mechanism_linear
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.token_gates import INITIAL_SLOPE
+from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
 
 
 ROWS = ["linear-gated", "linear-gated-hedgehog", "linear-input-gate"]

@@ -28,12 +28,17 @@ from kernel_calls import HYBRID_STATE, SPECIFICATIONS, Call, Maker, widened
 from operators import OPERATORS
 from poison import poisoned_allocations
 
-from hf_linear_attention import kernels, kernels_cpu, kernels_delta, kernels_hybrid, kernels_joint, kernels_slots
-from hf_linear_attention.kernels_cpu import KernelBackend
-from hf_linear_attention.kernels_hybrid import step_parts
-from hf_linear_attention.kernels_operators import takes_attention
-from hf_linear_attention.kernels_torch import EXP, Affine, KernelMap
-from hf_linear_attention.kernels_window import EMPTY_MAXIMUM, NearKeys, SinkKeys, join, log_size, plain_window
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels import delta as kernels_delta
+from hf_linear_attention.kernels import joint as kernels_joint
+from hf_linear_attention.kernels.cpu import KernelBackend
+from hf_linear_attention.kernels.hybrid import step_parts
+from hf_linear_attention.kernels.operators import takes_attention
+from hf_linear_attention.torch_kernels import attention as kernels
+from hf_linear_attention.torch_kernels import delta as kernels_delta_torch
+from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, Affine, KernelMap
+from hf_linear_attention.torch_kernels.slots import slot_attention
+from hf_linear_attention.torch_kernels.window import NearKeys, SinkKeys, exact_part, join, log_size, plain_window
 
 
 # What rounding leaves, with room for sums of both signs; gradients see the rounded outputs, as often as there are rows.
@@ -110,7 +115,7 @@ def window(t, options, constants):
     query, key, value, visible, *sinks, seen, _ = (t.get(name) for name in WINDOW)
     near = NearKeys(key, value, visible, 0)
     distance = torch.zeros(seen.shape, dtype=torch.int64)
-    results = kernels_hybrid.exact_part(
+    results = exact_part(
         query, near, SinkKeys(*sinks, seen, distance), options["scaling"], sink_query=t.get("sink_query")
     )
     return seen_part(*results)
@@ -140,7 +145,7 @@ def joint(t, options, constants):
 
 
 def slots(t, options, constants):
-    return [kernels_slots.slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])]
+    return [slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])]
 
 
 def slots_operator(t, options, constants):
@@ -218,7 +223,7 @@ def hybrid_in_torch(query, key, value, sink_query, position, far_query, far_key,
 def delta(t, options, constants):
     given = (t[name] for name in ("query", "key", "value", "log_decay", "beta"))
     how = {"erases": options["erases"], "key_mask": t.get("key_mask"), "state": t.get("state")}
-    return list(kernels_delta.gated_delta(*given, **how))
+    return list(kernels_delta_torch.gated_delta(*given, **how))
 
 
 def delta_operator(t, options, constants):
@@ -228,7 +233,7 @@ def delta_operator(t, options, constants):
     kernels_delta.check_delta(*given)
     kernels_delta.check_mask(mask, *given[1::-1])
     if mask is not None:
-        given[:5] = kernels_delta.masked(*given[:5], mask)
+        given[:5] = kernels_delta_torch.masked(*given[:5], mask)
     output, state = OPERATORS.gated_delta(*given, options["erases"])
     return [output.transpose(1, 2), state]
 

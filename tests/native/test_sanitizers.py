@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_linear_attention import kernels_cpu
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 HERE = Path(__file__).resolve().parent

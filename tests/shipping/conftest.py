@@ -17,7 +17,7 @@ from matrix import sample_inputs
 from shipping_cases import CONVERTED
 from transformers import Trainer, TrainingArguments
 
-from hf_linear_attention import kernels_cpu
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"

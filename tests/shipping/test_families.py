@@ -12,7 +12,8 @@ from checkpoints import run, tiny_tokenizer
 from hub_configs import HUB_CONFIGS, shrunk
 from safetensors.torch import save_file
 
-from hf_linear_attention import kernels_cpu, softmax_attention
+from hf_linear_attention import softmax_attention
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 CONVERTED = {name: row for name, row in HUB_CONFIGS.items() if row.drop or row.options or not row.refused}

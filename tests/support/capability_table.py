@@ -12,8 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-from hf_linear_attention.mechanism import AttentionMechanism, Option
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.base import AttentionMechanism
+from hf_linear_attention.mechanisms.options import Option
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 COLUMNS = {

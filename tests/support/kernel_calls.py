@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_linear_attention.kernels_torch import ELU_PLUS_ONE, EMPTY_MAXIMUM, EXP, HEDGEHOG, PLAIN
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EMPTY_MAXIMUM, EXP, HEDGEHOG, PLAIN
 
 
 # `V` is W + 1 or W + 2. A letter in lower case beside an axis may be 1 instead; "1" must be 1.

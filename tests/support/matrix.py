@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanism import LayerShape
-from hf_linear_attention.mechanisms import MECHANISMS
+from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 # One row a mechanism and feature map: the settings, for head_dim 8.

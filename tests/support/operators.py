@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hf_linear_attention import kernels_delta, kernels_hybrid, kernels_joint, kernels_operators, kernels_slots
+from hf_linear_attention.kernels import delta as kernels_delta
+from hf_linear_attention.kernels import hybrid as kernels_hybrid
+from hf_linear_attention.kernels import joint as kernels_joint
+from hf_linear_attention.kernels import operators as kernels_operators
+from hf_linear_attention.kernels import slots as kernels_slots
 
 
 FAMILIES = (

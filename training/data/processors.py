@@ -18,9 +18,9 @@ from transformers import (
 
 from hf_linear_attention._common.errors import SetupError, UsageError
 from hf_linear_attention._common.reading import reading
+from hf_linear_attention.attention.transformers_internals import is_masked_lm
 from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.training.recipe import Recipe, parse_dims
-from hf_linear_attention.transformers_internals import is_masked_lm
 
 
 logger = logging.getLogger(__name__)

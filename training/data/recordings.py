@@ -17,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedConfig, ProcessorMixin
 
 from hf_linear_attention._common.errors import DataError
+from hf_linear_attention.attention.transformers_internals import count_frames
 from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.packing import Example, Examples, Tokens
 from hf_linear_attention.training.data.processors import load_config, load_speech_processor
@@ -25,7 +26,6 @@ from hf_linear_attention.training.data.sound import ERRORS, count_samples, read_
 from hf_linear_attention.training.data.targets import target_tokens
 from hf_linear_attention.training.models import empty_model
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.transformers_internals import count_frames
 
 
 logger = logging.getLogger(__name__)

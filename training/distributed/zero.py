@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
+from hf_linear_attention.attention.transformers_internals import undivided_modules
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.transformers_internals import undivided_modules
 
 
 FOLDER = "deepspeed"  # the folder of its files in a checkpoint

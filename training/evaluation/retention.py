@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention import convert
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, entries_of
-from hf_linear_attention.mechanism_window import WindowAttention
+from hf_linear_attention.mechanisms.window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_linear_attention.attention_layer import LinearizedCrossAttention
+from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.training.data.batches import Batch, count_units, token_weights
 from hf_linear_attention.training.losses.objectives import Objective

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attention.position_limit import position_tables, reserved_rows
+from hf_linear_attention.positions.limit import position_tables, reserved_rows
 from hf_linear_attention.training.data.batches import Batch
 
 

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache layer of linear attention, which stores a state of constant size in place of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
+
+from ..mechanisms.base import State
+
+
+# Keys, values and their mask, of tokens that a state does not hold yet.
+Pending = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+
+# The attributes in which LinearAttentionLayer keeps Mamba or convolution states, for layers that also have attention.
+RECURRENT_STATES = (
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+)
+
+
+class Tokens(NamedTuple):
+    """Tokens that a state may have to take in again."""
+
+    key: torch.Tensor  # [B, Hkv, S, D]
+    value: torch.Tensor  # [B, Hkv, S, D]
+    attention_mask: torch.Tensor | None = None  # bool [B, S]
+    positions: torch.Tensor | None = None  # int32 [B, S], where the mechanism needs them
+    gates: torch.Tensor | None = None  # float32 [B, S, C], where the mechanism needs them
+    query: torch.Tensor | None = None  # [B, H, S, D], where the state depends on them
+
+    @property
+    def further(self) -> dict[str, torch.Tensor]:
+        """What `absorb` takes beside keys, values and their mask."""
+        given = {"positions": self.positions, "gates": self.gates, "query": self.query}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
+    """Holds the state of one attention layer, a tuple of float32 tensors whose first axis is the batch.
+
+    The first base class makes transformers size masks by the remaining softmax layers; the second gives this layer a
+    length. If `static` is true, the state tensors keep their addresses and the length is a tensor, as `torch.compile`
+    requires. `keys` and `values`, which some stock modules read, have length 0, because the state holds everything.
+
+    A converted attention layer first calls `claim` with the signature of its mechanism. Stock code then calls `update`,
+    and finally `extend` stores the new state and counts the tokens, so a call that is refused earlier changes nothing.
+    Softmax attention does not call `claim`, and `update` therefore refuses it.
+
+    Rollback (assisted decoding) is exact. While recording, the layer keeps the keys and values since the last `crop`
+    and the state of that moment. `crop` returns to that state and leaves the remaining keys as `pending`, which the
+    mechanism absorbs before the next tokens.
+    """
+
+    supports_early_init = False
+    is_croppable = False
+    # Read instead of isinstance, because a checkpoint may load its own copy of this class into the same process.
+    holds_linear_state = True
+
+    def __init__(self, max_cache_len: int = -1, static: bool = False, number_of_states: int = 1):
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states)
+        self.max_cache_len, self.static = max_cache_len, static
+        self.is_compileable = static
+        self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=torch.long, device="cpu") if static else 0
+        self.siblings: list[Any] = []  # all layers of the cache
+        self.state: State | None = None
+        self.signature: str | None = None  # identifies the mechanism that made the state
+        self.num_growing = 0  # of the tensors at the end of the state, those that grow with the length
+        self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
+        self.gate_layout: tuple[Any, ...] | None = None  # C and dtype of the gates, if there are any
+        self.query_layout: tuple[Any, ...] | None = None  # heads, size and dtype of queries that a rollback needs
+        self.is_claimed = False
+        self.state_at_crop: State | None = None
+        self.recorded: list[Tokens] = []
+        self.pending: Tokens | None = None
+
+    @classmethod
+    def replacing(cls, layer: Any) -> LinearAttentionStateLayer:
+        """A new layer that replaces an empty softmax layer.
+
+        Raises:
+            ValueError: if that layer already holds keys and values, from which no state can be made.
+        """
+        length = layer.get_seq_length()
+        if not isinstance(length, torch.Tensor) and length > 0:
+            raise ValueError(
+                f"Got a cache that already holds {length} tokens of softmax keys and values, but a linear attention "
+                "layer needs its state from the first token on. Pass an empty cache, or none."
+            )
+        if type(layer).__module__ != DynamicLayer.__module__:
+            raise ValueError(
+                f"Got a cache with a {type(layer).__name__}, which holds more than keys and values; keep the attention "
+                "layers that use it softmax (setting `layers`)."
+            )
+        static = isinstance(layer, StaticLayer)
+        new = cls(layer.max_cache_len if static else -1, static, getattr(layer, "number_of_states", 1))
+        new.record_past = getattr(layer, "record_past", False)
+        if isinstance(layer, LinearAttentionLayer):  # the stock model may have updated its own states already
+            vars(new).update({name: vars(layer)[name] for name in RECURRENT_STATES})
+        return new
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor | None = None, value_states: torch.Tensor | None = None, **recurrent: Any
+    ) -> None:
+        """Adopt the device and dtype of the first keys, or initialise a recurrent state of the stock model."""
+        if recurrent:
+            LinearAttentionLayer.lazy_initialization(self, **recurrent)
+            return
+        self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
+        if self.static:
+            self.cumulative_length = self.cumulative_length.to(key_states.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.cumulative_length)
+
+    @property
+    def num_rows(self) -> int | None:
+        """B of the stored tokens, or None before the first token."""
+        held = self.state if self.pending is None else self.pending
+        return held[0].shape[0] if held else None
+
+    def claim(self, signature: str) -> None:
+        """Announce an `update` by a converted layer whose mechanism has this signature.
+
+        Raises:
+            ValueError: if the state belongs to another mechanism or to other options.
+        """
+        if self.signature not in (None, signature) and self.num_rows is not None:
+            raise ValueError(
+                f"Got a cache with the state of {self.signature} in a layer of {signature}. Only the mechanism that "
+                "made a state can continue it, with the same options; let this model read the tokens into a new cache."
+            )
+        self.signature, self.is_claimed = signature, True
+
+    def refuse_other_rows(self, num_rows: int) -> None:
+        """Raise ValueError if the stored state has another batch size."""
+        if self.num_rows not in (None, num_rows):
+            raise ValueError(other_rows(self.num_rows, num_rows))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return only the new keys and values, which the mechanism adds to the state.
+
+        Raises:
+            ValueError: if softmax attention calls it, or keys and values do not match the earlier ones; nothing has
+                changed then.
+        """
+        is_claimed, self.is_claimed = self.is_claimed, False
+        if not is_claimed:
+            refuse_linear_layer(self)
+        self.refuse_other_rows(key_states.shape[0])
+        layout = (key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype, value_states.dtype)
+        if self.num_rows is not None and self.layout not in (None, layout):
+            raise ValueError(
+                f"Got a cache made of keys and values with {_describe(self.layout)}, and new ones with "
+                f"{_describe(layout)}. Use the model, dtype and autocast setting with which the cache was made."
+            )
+        self.layout = layout
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.keys is None or self.keys.shape[0] != key_states.shape[0]:
+            # A view would keep the memory of all keys and values alive.
+            self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
+        return key_states, value_states
+
+    def extend(self, state: State, num_tokens: int) -> None:
+        """Store the state after `num_tokens` more tokens."""
+        self.store(state)
+        if self.static:
+            self.cumulative_length.add_(num_tokens)
+        else:
+            self.cumulative_length += num_tokens
+
+    def store(self, state: State) -> None:
+        """Replace the stored state."""
+        self.batch_size = state[0].shape[0]
+        if self.static and self.state is not None and self.state[0].shape == state[0].shape:
+            for old, new in zip(self.state, state):
+                if new is not old:  # written in place
+                    old.copy_(new)
+        else:
+            self.state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state) if self.static else state
+            if self.static and not torch.compiler.is_compiling():
+                for tensor in self.state:
+                    torch._dynamo.mark_static_address(tensor)
+
+    def restore(self, state: State, pending: tuple[torch.Tensor | None, ...], num_tokens: int) -> None:
+        """Restore a saved layer: `state` or `pending`, whose tensors are those of `Tokens`, may be empty."""
+        self.lazy_initialization((state or pending)[0], None)
+        self.cumulative_length = num_tokens
+        if state:
+            self.store(state)
+        self.state_at_crop = self.state
+        self.pending = Tokens(*pending) if pending else None
+
+    @property
+    def has_other_states(self) -> bool:
+        """Whether the layer also holds recurrent states of the stock model (Mamba, short convolutions)."""
+        return any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values()))
+
+    def activate_past_recording(self) -> None:
+        """Record keys and values from now on, so that `crop` can remove them."""
+        if not self.record_past:
+            self.state_at_crop = self.state
+        self.record_past = True
+
+    def record(self, tokens: Tokens) -> None:
+        """Store the new tokens while recording."""
+        if tokens.gates is not None and self.gate_layout is None:
+            self.gate_layout = (tokens.gates.shape[2], tokens.gates.dtype)
+        if tokens.query is not None and self.query_layout is None:
+            self.query_layout = (tokens.query.shape[1], tokens.query.shape[3], tokens.query.dtype)
+        if self.record_past:
+            self.recorded.append(tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens; `crop(0)` only clears the record.
+
+        Raises:
+            RuntimeError: if nothing was recorded, or the stock model keeps recurrent states in this layer.
+            ValueError: for a positive number, or for more tokens than were recorded.
+        """
+        if not self.record_past:
+            raise RuntimeError(
+                "Call `activate_past_recording()` on the cache before the tokens that `crop` may remove."
+            )
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"Got `crop({tokens_to_remove})`; pass the number of tokens to remove as a negative number."
+            )
+        if self.has_other_states:
+            raise RuntimeError("This layer also holds recurrent states of the stock model, which cannot roll back.")
+        if self.pending is not None:
+            self.recorded.insert(0, self.pending)
+        available = sum(tokens.key.shape[2] for tokens in self.recorded)
+        if -tokens_to_remove > available:
+            raise ValueError(
+                f"Got `crop({tokens_to_remove})`, but only {available} tokens were recorded since the last one."
+            )
+        if tokens_to_remove < 0:
+            self.state = self.state_at_crop
+            self.pending = _concatenate(self.recorded, available + tokens_to_remove)
+            self.cumulative_length += tokens_to_remove
+        elif self.pending is None:
+            self.state_at_crop = self.state
+        self.recorded = []
+
+    def absorbed(self, state: State | None) -> None:
+        """Store the `state` that now includes `pending`; the next rollback starts from it."""
+        self.state = self.state_at_crop = state
+        self.pending = None
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """The number of tokens seen; a tensor if `static`."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask sizes of the first softmax layer, if any: transformers before 5.23 asks layer 0 for all layers."""
+        for layer in self.siblings:
+            # A recurrent layer of the stock model (Mamba, short convolutions) has no mask sizes.
+            is_softmax = hasattr(layer, "get_mask_sizes") and not getattr(layer, "holds_linear_state", False)
+            if is_softmax and not getattr(layer, "is_sliding", False):
+                return layer.get_mask_sizes(query_length)
+        # In a graph the shape of a tensor must not depend on the value of another tensor.
+        return (self.max_cache_len if self.static else self.get_seq_length() + query_length), 0
+
+    def get_max_length(self) -> int:
+        """The length of a static cache, or -1 without a limit."""
+        return self.max_cache_len
+
+    def state_bytes(self) -> int:
+        """The size of the state in bytes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state or () if tensor is not None)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.reset(self)
+        self.state = self.state_at_crop = self.pending = self.keys = self.values = None
+        self.signature = self.layout = self.gate_layout = self.query_layout = None
+        self.is_claimed = False
+        self.recorded = []
+        if self.static:
+            self.cumulative_length.zero_()
+        else:
+            self.cumulative_length = 0
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the rows `indices`."""
+        self._map_batch(lambda tensor: tensor[indices])
+
+    def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def over(tensors: tuple[Any, ...] | None) -> Any:
+            return None if tensors is None else tuple(None if t is None else function(t) for t in tensors)
+
+        def over_tokens(tokens: Tokens | None) -> Any:
+            return None if tokens is None else Tokens(*over(tokens))
+
+        if self.state is not None:
+            self.store(over(self.state))
+        if self.keys is not None:
+            self.keys, self.values = function(self.keys), function(self.values)
+        self.state_at_crop, self.pending = over(self.state_at_crop), over_tokens(self.pending)
+        self.recorded = [over_tokens(tokens) for tokens in self.recorded]
+
+    def offload(self) -> None:
+        """Do nothing: the state is small and does not grow."""
+
+    prefetch = offload
+
+
+def _describe(layout: tuple) -> str:
+    num_heads, key_size, value_size, key_dtype, value_dtype = layout
+    return f"{num_heads} heads of {key_size} and {value_size} numbers in {key_dtype} and {value_dtype}"
+
+
+def refuse_linear_layer(layer: Any) -> None:
+    """Raise ValueError if this layer of a cache, which softmax attention is about to use, holds a linear state."""
+    if getattr(layer, "holds_linear_state", False):
+        raise ValueError(
+            "Got a cache of linear attention in a layer that computes softmax attention, which would find no earlier "
+            "tokens in it. Pass a new cache, or none."
+        )
+
+
+def other_rows(cached: int, given: int) -> str:
+    """The error message for continuing a cache with another batch size."""
+    if cached == 1:
+        advice = (
+            f"Call `cache.batch_repeat_interleave({given})` first, on a copy (`copy.deepcopy`) if you need the single "
+            "row again."
+        )
+    else:
+        advice = "Each row of the input continues one row of the cache, in the same order."
+    return f"Got a cache of {cached} row{'s' * (cached != 1)} and an input of {given}. {advice}"
+
+
+def refuse_other_softmax_rows(cache: Any, layer_idx: int, num_rows: int) -> None:
+    """Check the batch size of a softmax layer of `cache`, whose stock code would fail after it has changed some layers.
+
+    Raises:
+        ValueError: if the layer holds keys of another batch size than `num_rows`.
+    """
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    keys = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
+    if isinstance(keys, torch.Tensor) and keys.ndim == 4 and keys.numel() and keys.shape[0] != num_rows:
+        raise ValueError(other_rows(keys.shape[0], num_rows))
+
+
+def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
+    """The first `length` recorded tokens as one entry, or None if there are none; with positions it has a mask."""
+    if length == 0:
+        return None
+    keys, values, masks, positions, gates, queries = zip(*entries)
+    mask = place = gate = query = None
+    if any(entry is not None for entry in (*masks, *positions)):
+        real = (
+            torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if entry is None else entry
+            for key, entry in zip(keys, masks)
+        )
+        mask = torch.cat(list(real), dim=1)[:, :length]
+    if positions[0] is not None:
+        place = torch.cat(positions, dim=1)[:, :length]
+    if gates[0] is not None:
+        gate = torch.cat(gates, dim=1)[:, :length]
+    if queries[0] is not None:
+        query = torch.cat(queries, dim=2)[:, :, :length]
+    key, value = (torch.cat(parts, dim=2)[:, :, :length] for parts in (keys, values))
+    return Tokens(key, value, mask, place, gate, query)
+
+
+def state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer:
+    """The state layer of `cache` at `layer_idx`; it replaces a softmax layer there that is still empty.
+
+    Raises:
+        ValueError: if the cache has no such layer, or its softmax layer already holds tokens.
+    """
+    cache = getattr(cache, "self_attention_cache", cache)
+    while len(cache.layers) <= layer_idx:
+        if cache.layer_class_to_replicate is None:
+            raise ValueError(f"Got a cache of {len(cache.layers)} layers, but layer {layer_idx} needs one.")
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[layer_idx]
+    if not getattr(layer, "holds_linear_state", False):
+        layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
+        layer.siblings = cache.layers
+        if getattr(cache, "offloading", False) and all(cache.is_linear):
+            cache.offloading = False  # transformers would look in vain for a softmax layer to prefetch
+    return layer

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes that replace softmax in a converted attention module; each is mixed in before the stock class.
+
+`LinearizedAttention` is for self-attention. `LinearizedCrossAttention` is for queries of a decoder to the state of the
+encoder's keys, which is computed once per generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..mechanisms.base import State
+from ..torch_kernels.attention import is_tracing
+from .architectures import FEATURE_ARGUMENTS
+from .cache import LinearAttentionStateLayer, Tokens, refuse_linear_layer, refuse_other_softmax_rows, state_layer
+from .masks import attend_packed, linear_attention_mask, read_mask
+from .transformers_internals import collects_attentions
+
+
+IMPLEMENTATION = "linear_attention"
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+
+
+def linear_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function registered as `linear_attention`; it calls `module.attend`.
+
+    It serves all copies of this code in the process (the package, checkpoints), because the module does the work.
+
+    Raises:
+        ValueError: if the module was not converted.
+    """
+    if not hasattr(module, "attend"):
+        raise ValueError(
+            f"`attn_implementation` = `{IMPLEMENTATION}` reached {type(module).__name__}, which was not converted. "
+            "Choose `sdpa` for this model; its converted layers stay linear."
+        )
+    output, weights = module.attend(query, key, value, attention_mask, **kwargs)
+    return output.contiguous(), weights  # some stock layers call `view` on the output
+
+
+def linear_attention_mask_of_config(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask function registered as `linear_attention`: that of the code which the config of the model belongs to."""
+    return getattr(kwargs.get("config"), "linear_attention_mask", linear_attention_mask)(*args, **kwargs)
+
+
+# Another copy may have registered its own, which do the same; compiled graphs depend on the registries.
+if IMPLEMENTATION not in AttentionInterface().valid_keys():
+    AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
+if IMPLEMENTATION not in AttentionMaskInterface().valid_keys():
+    AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask_of_config)
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is enabled on the device of this tensor."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch knows none for `meta`
+
+
+def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check, before a softmax layer beside converted layers runs, that its cache has the batch size of the input."""
+    cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if cache is not None and isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and not is_tracing():
+        refuse_other_softmax_rows(cache, module.layer_idx, hidden.shape[0])
+
+
+class MechanismInputs(NamedTuple):
+    """The inputs of a mechanism for one call of its layer, except the values."""
+
+    query: torch.Tensor  # [B, H, N, D]
+    key: torch.Tensor  # [B, Hkv, S, D]
+    key_mask: torch.Tensor | None  # bool [B, S], False at padding
+    segments: torch.Tensor | None  # [B, S], packed sequences numbered from 1, 0 at padding
+    scaling: float
+    is_causal: bool
+    positions: torch.Tensor | None = None  # int32 [B, N], of a mechanism that has to know them
+    gates: torch.Tensor | None = None  # float32 [B, S, C], of a mechanism that needs them
+
+    @property
+    def per_token(self) -> dict[str, torch.Tensor]:
+        """The further arguments of the mechanism, each with one entry per token: `positions` and `gates`."""
+        given = {"positions": self.positions, "gates": self.gates}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+class LinearizedAttention:
+    """Mixed in before a stock attention class; finds the cache of this layer and attends with the mechanism."""
+
+    # The attribute of an encoder-decoder cache that holds the layers of this attention.
+    cache_name = "self_attention_cache"
+    # `observe_attention` sets this function, which gets the mechanism's inputs while the layer computes softmax.
+    linear_attention_observer: Callable[..., None] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the stock forward with two more arguments for the attention function, which it passes on.
+
+        They are the state layer of the cache, and the gates of a mechanism that computes them from the hidden states.
+
+        Raises:
+            NotImplementedError: under continuous batching.
+            ValueError: if the layer computes softmax and the cache holds a linear state.
+        """
+        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+        is_observed = self.linear_attention_observer is not None
+        if self.linear_attention.needs_gates and (self.linear_attention_enabled or is_observed):
+            kwargs["gates"] = self._gates(args[0] if args else kwargs.get("hidden_states"), is_observed)
+        if not self.linear_attention_enabled:
+            self._refuse_linear_cache(cache)
+            return super().forward(*args, **kwargs)
+        if kwargs.get("cache") is not None:
+            raise NotImplementedError("Continuous batching does not support a recurrent state; use `generate`.")
+        if cache is not None:
+            kwargs["state_layer"] = self._claimed_state_layer(cache)
+        if self.linear_attention_skips_bias:
+            kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
+        return super().forward(*args, **kwargs)
+
+    def _gates(self, hidden_states: Any, is_observed: bool) -> torch.Tensor:
+        """The gates of the mechanism, outside of autocast; observed ones have gradients, as observed outputs do."""
+        size = self.linear_attention.shape.hidden_size
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.ndim != 3 or hidden_states.shape[2] != size:
+            found = tuple(hidden_states.shape) if isinstance(hidden_states, torch.Tensor) else hidden_states
+            raise ValueError(
+                f"{type(self).__name__} got `hidden_states` of shape {found}; {type(self.linear_attention).__name__} "
+                f"computes gates from hidden states of shape (rows, tokens, {size})."
+            )
+        is_mixed = is_autocast(hidden_states)
+        with (
+            torch.autocast(hidden_states.device.type, enabled=False) if is_mixed else nullcontext(),
+            torch.enable_grad() if is_observed else nullcontext(),
+        ):
+            return self.linear_attention.gates(hidden_states)
+
+    def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
+        """The state layer of `cache` for this attention layer."""
+        return state_layer(cache, self.layer_idx)
+
+    def _refuse_linear_cache(self, cache: Any) -> None:
+        """Refuse a linear state before softmax attention reads it; cross-attention reads before it calls `update`."""
+        layers, place = getattr(getattr(cache, self.cache_name, cache), "layers", ()), getattr(self, "layer_idx", None)
+        if place is not None and place < len(layers):
+            refuse_linear_layer(layers[place])
+
+    def _claimed_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
+        layer = self.find_state_layer(cache)
+        if layer is not None:
+            num_growing = self.linear_attention.num_growing
+            if num_growing and layer.static:
+                raise ValueError(
+                    "Got a static cache, but heads with softmax attention (`softmax_heads`) keep all keys; pass a "
+                    "`DynamicCache`, or none."
+                )
+            layer.claim(self.linear_attention.signature)
+            layer.num_growing = num_growing
+        return layer
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        state_layer: LinearAttentionStateLayer | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Linear attention in place of the attention function.
+
+        Dropout of attention weights is left out, because there is no N x N matrix to apply it to.
+
+        Args:
+            query: `[B, H, N, D]`.
+            key, value: `[B, Hkv, S, D]`.
+
+        Returns:
+            The output `[B, N, H, D]`, and the weights `[B, H, N, S]` if they were requested, else None.
+
+        Raises:
+            ValueError: for a mask or an argument of softmax attention that linear attention cannot honour, or for a
+            cache of
+                another batch size.
+        """
+        seen: int | torch.Tensor = 0
+        if state_layer is not None:
+            state_layer.refuse_other_rows(query.shape[0])
+            state_layer.is_claimed = False  # cross-attention calls `update` only once
+            seen = state_layer.get_seq_length()
+        inputs = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
+        # Autocast is disabled, because the sums must stay float32; entering its context costs as much as a layer norm.
+        with torch.autocast(query.device.type, enabled=False) if is_autocast(query) else nullcontext():
+            if self._wants_weights(kwargs):
+                return self._attend_with_weights(inputs, value, state_layer)
+            return self._attend(inputs, value, state_layer), None
+
+    def mechanism_inputs(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        seen: int | torch.Tensor = 0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_ids: torch.Tensor | None = None,
+        gates: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MechanismInputs:
+        """Convert the arguments of a stock attention function to the inputs of the mechanism.
+
+        `seen` keys are already in the state.
+        """
+        self._refuse_arguments(kwargs)
+        scaling = self._scaling(scaling)
+        if scaling != self.linear_attention_scaling:  # OPT and similar models scale the query themselves
+            query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
+        positions = None
+        if self.linear_attention.needs_positions:
+            query, key, positions = self.linear_attention.prepare(
+                query, key, self._positions(position_ids, query, seen)
+            )
+        if is_causal is None or attention_mask is not None or query.shape[2] == 1:
+            # Moonshine passes False if a mask hides the future, or if there is no future to hide.
+            is_causal = self.linear_attention_is_causal
+        key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
+        return MechanismInputs(query, key, key_mask, segments, scaling, is_causal, positions, gates)
+
+    def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
+        """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
+        if position_ids is None:
+            position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
+        return position_ids.to(torch.int32).expand(query.shape[0], -1)
+
+    @property
+    def _drop(self) -> list[str]:
+        return self.linear_attention.settings["drop"]
+
+    def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments at run time; `refuse_features` has looked for the same features in the stock class."""
+        for name, feature in FEATURE_ARGUMENTS.items():
+            if kwargs.get(name) is not None and feature not in self._drop:
+                raise ValueError(
+                    f"{type(self).__name__} passes `{name}`, which linear attention cannot honour. Keep these layers "
+                    f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
+                )
+
+    def _read_mask(
+        self, mask: torch.Tensor | None, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if mask is not None and mask.is_floating_point() and "position_bias" in self._drop:
+            # BEiT adds its bias to the mask, in which only the lowest number hides a key.
+            mask = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1, keepdim=True)
+        is_windowed = getattr(self.config, "sliding_window", None) is not None or "sliding_window" in self._drop
+        return read_mask(mask, key.shape[2], seen, is_causal, batch_size=key.shape[0], is_windowed=is_windowed)
+
+    def _scaling(self, scaling: float | None) -> float:
+        return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
+
+    def _attend(
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
+    ) -> torch.Tensor:
+        query, key, key_mask, segments, scaling, is_causal, *_ = inputs
+        if query.shape[1] != self.linear_attention.shape.num_heads:
+            self._refuse_some_heads(query.shape[1])
+        if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
+            batch, heads, length, _ = query.shape
+            return query.new_zeros(batch, length, heads, value.shape[3])
+        if segments is not None and is_tracing():
+            if not is_causal:
+                raise NotImplementedError(
+                    f"{type(self.linear_attention).__name__} in an encoder does not support packed sequences inside a "
+                    "graph (torch.compile, torch.export); put each sequence into its own row of the batch."
+                )
+            key_mask = segments
+        elif segments is not None:
+
+            def attend(
+                query: torch.Tensor,
+                key: torch.Tensor,
+                value: torch.Tensor,
+                mask: torch.Tensor | None,
+                **options: Any,
+            ) -> torch.Tensor:
+                options |= {"scaling": scaling, "is_causal": is_causal, "state": None}
+                return self.linear_attention(query, key, value, attention_mask=mask, **options)[0]
+
+            output = attend_packed(attend, query, key, value, key_mask, segments, **inputs.per_token)
+            if state_layer is not None:
+                self._keep_last_sequence(inputs, value, state_layer)
+            return output
+        state = self._current_state(state_layer, scaling)
+        options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "state": state, **inputs.per_token}
+        if state_layer is not None and state_layer.static and self.linear_attention.can_step_in_place:
+            options["in_place"] = not state_layer.record_past
+        output, state = self.linear_attention(query, key, value, attention_mask=key_mask, **options)
+        if state_layer is not None:
+            state_layer.record(self._tokens(inputs, value, key_mask))
+            state_layer.extend(state, key.shape[2])
+        return output
+
+    def _tokens(self, inputs: MechanismInputs, value: torch.Tensor, mask: torch.Tensor | None) -> Tokens:
+        """What the cache keeps of these tokens for a rollback."""
+        query = inputs.query if self.linear_attention.absorbs_queries else None
+        return Tokens(inputs.key, value, mask, inputs.positions, inputs.gates, query)
+
+    def _keep_last_sequence(
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer
+    ) -> None:
+        """Store the state of the last packed sequence of each row, because later tokens continue that sequence."""
+        if self._current_state(state_layer, inputs.scaling) is not None:
+            raise ValueError(
+                "Got packed sequences after cached tokens; linear attention accepts them only with an empty cache."
+            )
+        segments: Any = inputs.segments
+        tokens = self._tokens(inputs, value, segments == segments.amax(dim=1, keepdim=True))
+        state = self._absorb(tokens, inputs.scaling, None)
+        state_layer.record(tokens)
+        state_layer.extend(state, value.shape[2])
+
+    def _absorb(self, tokens: Tokens, scaling: float, state: State | None) -> State:
+        key, value, mask, *_ = tokens
+        options = {"attention_mask": mask, "scaling": scaling, "state": state}
+        return self.linear_attention.absorb(key, value, **options, **tokens.further)
+
+    def _current_state(self, state_layer: LinearAttentionStateLayer | None, scaling: float) -> State | None:
+        if state_layer is None:
+            return None
+        if state_layer.pending is not None:
+            state_layer.absorbed(self._absorb(state_layer.pending, scaling, state_layer.state_at_crop))
+        return state_layer.state
+
+    def _wants_weights(self, kwargs: Mapping[str, Any]) -> bool:
+        return bool(
+            kwargs.get("output_attentions")
+            or getattr(self.model_config, "output_attentions", False)
+            or collects_attentions()
+        )
+
+    def _refuse_some_heads(self, num_heads: int) -> None:
+        """Refuse a share of the heads: tensor parallel plans split heads, but not parameters that are per head."""
+        total = self.linear_attention.shape.num_heads
+        is_per_head = any(parameter.shape[:1] == (total,) for parameter in self.linear_attention.parameters())
+        if is_per_head or self.linear_attention.num_growing:
+            raise NotImplementedError(
+                f"{type(self.linear_attention).__name__} has parameters for {total} heads and got {num_heads} heads. "
+                "Tensor parallelism (`tp_plan`) works only for mechanisms without parameters per head (`performer` "
+                "with `geometry` = `fixed`, `linear` with `feature_map` = `elu1` or `relu`). Shard this model by layer "
+                "instead (FSDP2)."
+            )
+
+    def _attend_with_weights(
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output, and the weights `[B, H, N, S]` over the keys of this call; a state has no weights to show."""
+        if not self.linear_attention.supports("weights", self.linear_attention.settings):
+            raise ValueError(
+                f"{type(self.linear_attention).__name__} has no matrix of weights per head; leave out "
+                "`output_attentions`."
+            )
+        is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
+        output, key = self._attend(inputs, value, state_layer), inputs.key
+        identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
+        weights = self._attend(inputs, identity, None).transpose(1, 2)
+        if is_all:  # computed from the weights, so that these get gradients
+            groups = weights.shape[1] // value.shape[1]
+            output = (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2)
+        return output, weights
+
+
+def cross_state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer | None:
+    """The state layer of the cross-attention cache at `layer_idx`, created if missing; None for a cache without one."""
+    cache = getattr(cache, "cross_attention_cache", None)
+    if cache is None:
+        return None
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[layer_idx]
+    if not getattr(layer, "holds_linear_state", False):
+        layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
+        layer.siblings = cache.layers
+    return layer
+
+
+class LinearizedCrossAttention(LinearizedAttention):
+    """Mixed in before a stock attention class whose keys come from another sequence."""
+
+    cache_name = "cross_attention_cache"
+
+    def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
+        """The cross-attention state layer of `cache` for this layer, or None."""
+        return cross_state_layer(cache, self.layer_idx)
+
+    def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        # T5 passes a bias of zeros to its cross-attention.
+        super()._refuse_arguments({name: value for name, value in kwargs.items() if name != "position_bias"})
+
+    def _read_mask(
+        self, mask: torch.Tensor | None, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Read the mask of the keys, equal for all queries; after the first step the keys are in the state."""
+        if mask is None or key.shape[2] == 0:
+            return None, None
+        is_shared = mask.ndim == 4 and mask.shape[0] == 1
+        if mask.shape[-1] != key.shape[2] or not (is_shared or mask.shape[0] == key.shape[0]):
+            raise ValueError(
+                f"Got an attention mask of {mask.shape[0]} rows and {mask.shape[-1]} columns for {key.shape[0]} rows "
+                f"of {key.shape[2]} encoder tokens; it must have one row per input row and one column per token."
+            )
+        visible = mask > -1.0 if mask.is_floating_point() else mask.bool()
+        if visible.ndim == 4:
+            rows = visible.flatten(1, 2)  # [B, heads and queries, S]
+            if not is_tracing() and (rows != rows[:, :1]).any():
+                raise ValueError(
+                    "Converted cross-attention got a mask that differs between queries or heads, which it cannot "
+                    "honour; keep it softmax (setting `cross_attention`)."
+                )
+            visible = rows[:, 0].expand(key.shape[0], -1).contiguous()
+        return visible, None
+
+    def _attend(
+        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
+    ) -> torch.Tensor:
+        """Attend; new keys, if any, are the whole other sequence, from which the state is made anew."""
+        query, key, key_mask, _, scaling, *_ = inputs
+        num_keys = key.shape[2]
+        state = None if num_keys or state_layer is None else state_layer.state
+        if num_keys == 0:  # some mechanisms accept no empty sequence, so one hidden key is added
+            key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+            key_mask = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
+        output, new_state = self.linear_attention(
+            query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=False, state=state
+        )
+        if state_layer is not None and state is None:
+            state_layer.extend(new_state, num_keys)
+        return output

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything of transformers that is used here and not documented there: what a new version may rename.
+
+Imports stand inside the functions where they take long: `import hf_linear_attention` goes through this file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers.utils.output_capturing import _active_collector
+
+from ..extensions import EXTENSIONS, extension
+
+
+def attention_implementation(config: Any) -> str:
+    """The name of the attention function that modules with this config call."""
+    return config._attn_implementation
+
+
+def set_attention_implementation(config: Any, name: str) -> None:
+    """Set the attention function of this config alone, without the checks and sub-configs of the public setter."""
+    config._attn_implementation_internal = name
+
+
+# Whether the weights that are loaded are those of a softmax model, which has none of mechanisms.
+_CONVERTS: ContextVar[bool] = ContextVar("a softmax checkpoint is converted", default=False)
+
+
+@contextmanager
+def converting() -> Iterator[None]:
+    """A context in which transformers reports no missing weights of mechanisms, which are new."""
+    token = _CONVERTS.set(True)
+    try:
+        yield
+    finally:
+        _CONVERTS.reset(token)
+
+
+def is_loaded(tensor: torch.Tensor) -> bool:
+    """Whether the weights of a checkpoint have replaced this one, so that it is not to be initialised."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+class ModelHooks:
+    """Mixed in before a stock model class: methods that transformers calls, under names of our own."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; with `linear_attention` (settings as `convert` takes them), a softmax checkpoint is
+        converted while it is loaded."""
+        settings = kwargs.pop("linear_attention", None)
+        if settings is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        convert = extension("convert", "`linear_attention` converts a checkpoint")
+        if args or "config" in kwargs:
+            raise TypeError("`linear_attention` makes the config and the model from the softmax checkpoint alone.")
+        given = {"settings": settings, "from_pretrained": kwargs}
+        return convert(pretrained_model_name_or_path, model_class=cls.stock_class, **given)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; after a conversion in Python also conversion_report.json and a model card."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        is_converted = hasattr(self, "converted_from") or hasattr(self, "conversion_files")
+        if is_converted and "after_saving" in EXTENSIONS and kwargs.get("is_main_process", True):
+            EXTENSIONS["after_saving"](self, save_directory)
+
+    def default_attention_implementation(self) -> str | None:
+        """The attention function of a model that is built or loaded without `attn_implementation`; None: as stock."""
+        return None
+
+    def prepare_generation(self, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+        """Called by `generate` before the first forward, with the cache among the arguments of the model."""
+
+    def stock_attention_implementation(self) -> str:
+        """The attention function that the stock model would choose."""
+        return super()._check_and_adjust_attn_implementation(None)
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any, *args: Any, **kwargs: Any) -> None:
+        super()._adjust_missing_and_unexpected_keys(loading_info, *args, **kwargs)
+        if _CONVERTS.get():
+            missing = loading_info.missing_keys
+            loading_info.missing_keys = {name for name in missing if ".linear_attention." not in name}
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        own = self.default_attention_implementation() if attn_implementation is None else None
+        return own or super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.stock_class._can_set_attn_implementation()  # which looks for a text in the file of the class
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        self.prepare_generation(generation_config, model_kwargs)
+
+
+def server_namespace() -> Any:
+    """The module in which the server of transformers looks up model classes.
+
+    It is taken from the server, because `transformers` may replace itself in `sys.modules` after it was imported.
+    """
+    from transformers.cli.serving import model_manager
+
+    return model_manager.transformers
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether a model has recurrent states of its own (Mamba), which cannot be split or removed like keys."""
+    return model._is_stateful
+
+
+def collects_attentions() -> bool:
+    """Whether the forward that is running returns attention weights because of `output_attentions`."""
+    collector = _active_collector.get()
+    return collector is not None and "attentions" in collector
+
+
+def mask_functions() -> tuple[Callable, Callable]:
+    """What transformers hands to a mask function for a plainly causal mask, and for one that hides nothing."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    return causal_mask_function, bidirectional_mask_function
+
+
+def is_masked_lm(model_type: str) -> bool:
+    """Whether transformers has a masked language model of this type."""
+    from transformers.models.auto import modeling_auto
+
+    return model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def is_causal_lm(model_type: str) -> bool:
+    """Whether transformers has a causal language model of this type."""
+    from transformers.models.auto import modeling_auto
+
+    return model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def stock_heads(model_type: str) -> Iterator[tuple[str, str]]:
+    """(name of the Auto class, name of its model class) for every Auto class that knows this model type."""
+    from transformers.models.auto import modeling_auto  # imports torch's compiler: half a second
+
+    for name, auto_class in vars(modeling_auto).items():
+        mapping = getattr(auto_class, "_model_mapping", None)
+        if not name.startswith("AutoModel") or mapping is None:
+            continue
+        stock = mapping._model_mapping.get(model_type) or ""
+        yield name, stock[0] if isinstance(stock, (tuple, list)) else stock
+
+
+def base_model_class(config_class: type) -> Any:
+    """The model class without a head of a stock config class."""
+    from transformers import AutoModel
+
+    return AutoModel._model_mapping[config_class]
+
+
+def replace_extra_configs(make: Callable[[Mapping[str, type]], Any]) -> None:
+    """Put what `make` makes of it in place of the mapping of config classes that are registered in AutoConfig."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    CONFIG_MAPPING._extra_content = make(CONFIG_MAPPING._extra_content)
+
+
+def copy_checkpoint_conversion(source: str, target: str) -> None:
+    """Have weights renamed, merged and split for `target` as for `source`, both class names or both model types."""
+    from transformers import conversion_mapping
+
+    if (mapping := conversion_mapping.get_checkpoint_conversion_mapping(source)) is not None:
+        rules = [_sparing_mechanisms(rule) for rule in mapping]
+        conversion_mapping.register_checkpoint_conversion_mapping(target, rules, overwrite=True)
+
+
+def _sparing_mechanisms(rule: Any) -> Any:
+    """A rule that does not rename what is in `linear_attention`.
+
+    In 5.16 to 5.19 a pattern may end inside a name: ViT's `attention.value` is in `linear_attention.value_...` too.
+    """
+    from transformers.core_model_loading import WeightRenaming
+
+    patterns = [re.sub("^attention", "(?<!linear_)attention", pattern) for pattern in rule.source_patterns]
+    is_plain = type(rule) is WeightRenaming and patterns != rule.source_patterns
+    return WeightRenaming(patterns, rule.target_patterns) if is_plain else rule
+
+
+def loaded_names(names: Iterable[str], model: Any, expected: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
+    """`{name in the files: (name in the model, pattern of the converter that rewrites it or None)}`, as loaded.
+
+    Args:
+        expected: the state dict of the model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {name: rename_source_key(name, renamings, converters, prefix, dict(expected)) for name in names}
+
+
+def loaded_dtypes(model_class: Any, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """`{name: dtype}` of all that a model loaded in `dtype` keeps; some modules stay float32."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype)
+    dtypes, kept = {name: tensor.dtype for name, tensor in model.state_dict().items()}, model._get_dtype_plan(dtype)
+    if kept:
+        pattern, patterns_by_group, _ = build_glob_alternation(list(kept))
+        found = {name: pattern.search(name) for name in dtypes}
+        dtypes |= {name: kept[patterns_by_group[str(match.lastgroup)]] for name, match in found.items() if match}
+    return dtypes
+
+
+def count_frames(model: Any, length: int) -> int:
+    """The number of frames that a model of speech makes of an input of this length, in samples or spectra."""
+    return int(model._get_feat_extract_output_lengths(torch.tensor(length, dtype=torch.long, device="cpu")))
+
+
+def undivided_modules(model: Any) -> set[str]:
+    """The names of the classes whose modules are not to be split over devices: the layers."""
+    return set(model._no_split_modules or ())

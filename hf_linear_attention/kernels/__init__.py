@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels: registered operators, their checks, and the implementations in C and on CUDA. No checkpoint has them."""
+
+from __future__ import annotations

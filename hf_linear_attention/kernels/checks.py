@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of the kernels' arguments: shapes, dtypes and devices are compared here before anything is computed.
+
+C and torch share these checks, so a mistake raises the same ValueError on every machine. Axes: B batch, H query heads,
+Hkv key/value heads, N queries, S keys, D head_dim, W head dimension of the values, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype
+
+
+Shape = tuple["int | None", ...]
+
+
+def check_shape(name: str, tensor: Tensor | None, *shapes: Shape, like: Tensor) -> None:
+    """Check that a tensor has one of these shapes (None: any length) and is on the device of `like`, the queries.
+
+    Raises:
+        ValueError: if it does not, with the actual and the expected shape or device.
+    """
+    if tensor is None or (tensor.shape in shapes and tensor.device == like.device):
+        return
+    if tensor.device != like.device:
+        raise ValueError(f"`{name}` is on {tensor.device} and the queries are on {like.device}; move one of them.")
+    got = tensor.shape
+    for shape in shapes:
+        if len(got) == len(shape) and all(n is None or n == m for n, m in zip(shape, got)):
+            return
+    allowed = " or ".join(f"[{', '.join('any' if n is None else str(n) for n in shape)}]" for shape in shapes)
+    raise ValueError(
+        f"`{name}` has the shape {list(got)}, and with queries of shape {list(like.shape)} it must have {allowed}. A "
+        "cache of another batch size has to be repeated first (`cache.batch_repeat_interleave(n)`)."
+        if name == "state"
+        else f"`{name}` has the shape {list(got)}, and with queries of shape {list(like.shape)} it must have {allowed}."
+    )
+
+
+def check_axes(x: Tensor) -> None:
+    """Check the argument of the operator `elu_plus_one`.
+
+    Raises:
+        ValueError: if it does not have four axes.
+    """
+    if x.ndim != 4:
+        raise ValueError(f"`x` has {x.ndim} axes; it must be [batch, heads, length, head_dim].")
+
+
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+    """Check `query [B, H, N, D]`, `key [B, Hkv, S, any]` and `value [B, Hkv, S, W]`, and return B, H and Hkv.
+
+    Raises:
+        ValueError: if the shapes do not match, H is not a multiple of Hkv, or a tensor is not floating-point.
+    """
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(
+            f"Queries, keys and values have {query.ndim}, {key.ndim} and {value.ndim} axes; each must be "
+            "[batch, heads, length, head_dim]."
+        )
+    batch, heads = query.shape[:2]
+    kv_heads, length = key.shape[1:3]
+    check_shape("key", key, (batch, None, None, None), like=query)
+    check_shape("value", value, (batch, kv_heads, length, None), like=query)
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"Got {heads} query heads and {kv_heads} key/value heads; the first must be a multiple of the second."
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"`{name}` is {tensor.dtype}; it must be a floating-point tensor.")
+    return batch, heads, kv_heads
+
+
+def check_mask(mask: Tensor | None, key: Tensor, query: Tensor) -> None:
+    """Check a key mask `[B, S]`: bool, or integers that number packed sequences.
+
+    Raises:
+        ValueError: if it has another shape or dtype.
+    """
+    if mask is None:
+        return
+    check_shape("key_mask", mask, (key.shape[0], key.shape[2]), like=query)
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(
+            f"`key_mask` is {mask.dtype}; it must be bool (True where a key takes part), or integers that number "
+            "packed sequences from 1."
+        )
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    key_weight: Tensor | None,
+    key_bias: Tensor | None,
+    key_norm: Tensor | None,
+    query_weight: Tensor | None,
+    function: int,
+    is_causal: bool,
+) -> int:
+    """Check the arguments of the operator `attention` (see kernels.operators) and return F, the number of features.
+
+    Raises:
+        ValueError: for the first invalid argument, with the actual and the expected size.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    check_mask(key_mask, key, query)
+    if is_causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"Got {query.shape[2]} queries and {key.shape[2]} keys; causal attention needs as many keys as queries, "
+            "because the state holds the older keys."
+        )
+    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
+    if function not in range(4):
+        raise ValueError(f"`function` = {function} is not one of 0 (none), 1 (elu + 1), 2 (exp) and 3 (Hedgehog).")
+    if (key_weight is None) != (query_weight is None):
+        raise ValueError("`key_weight` and `query_weight` belong together; pass both or neither.")
+    if (key_bias is not None or key_norm is not None) and (key_weight is None or function == HEDGEHOG):
+        raise ValueError(
+            f"Got `key_bias` or `key_norm` with `function` = {function} and "
+            f"{'no' if key_weight is None else 'a'} `key_weight`; they need a `key_weight`, and Hedgehog (3) takes "
+            "neither of them."
+        )
+    if key_weight is None:
+        columns = key.shape[3]
+    else:
+        columns = key_weight.shape[-1] if key_weight.ndim else 0
+        check_shape("key_weight", key_weight, *((n, key.shape[3], None) for n in (kv_heads, 1)), like=query)
+        check_shape("query_weight", query_weight, *((n, query.shape[3], columns) for n in (heads, 1)), like=query)
+        check_shape("key_bias", key_bias, *((n, 1, columns) for n in (kv_heads, 1)), like=query)
+        check_shape("key_norm", key_norm, *((n, 1, 1) for n in (kv_heads, 1)), like=query)
+    features = columns * (1 + (function == HEDGEHOG))
+    if not features:
+        raise ValueError("Queries and keys have 0 features; kernel attention needs at least one.")
+    check_shape("log_decay", log_decay, (kv_heads,), like=query)
+    if log_decay is not None and not is_causal:
+        raise ValueError("`log_decay` is for causal attention only; leave it out for bidirectional attention.")
+    if state is not None:
+        check_state("state", state, (batch, kv_heads, features, value.shape[3] + 1 + (function >= EXP)), query, value)
+    return features
+
+
+def check_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+) -> None:
+    """`check_attention` for one new token, with a fast path for valid arguments.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    device = query.device
+    if query.ndim == key.ndim == value.ndim == 4 and log_decay is None:
+        (batch, heads, length, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+        is_usual = (
+            length == 1
+            and features
+            and key.shape == (batch, kv_heads, 1, features)
+            and value.shape == (batch, kv_heads, 1, width)
+            and state.shape == (batch, kv_heads, features, width + 1 + log_features)
+            and kv_heads
+            and heads % kv_heads == 0
+            and state.dtype == torch.float32
+            and value.dtype != torch.float64
+            and key.device == value.device == state.device == device
+        )
+        if is_usual and query.is_floating_point() and key.is_floating_point() and value.is_floating_point():
+            return
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, EXP if log_features else PLAIN, True)
+
+
+def check_state(name: str, state: Tensor, shape: Shape, query: Tensor, value: Tensor) -> None:
+    """Check that a state has this shape and the accumulation dtype of the values.
+
+    Raises:
+        ValueError: if it has another shape or dtype.
+    """
+    check_shape(name, state, shape, like=query)
+    if state.dtype != accumulation_dtype(value):
+        raise ValueError(
+            f"`{name}` is {state.dtype}; with values of {value.dtype} it must be {accumulation_dtype(value)}, because "
+            "sums in a narrower dtype stop growing."
+        )
+
+
+def check_results(query: Tensor, **results: tuple[Tensor | None, Shape, torch.dtype]) -> None:
+    """Check the results of a forward pass, or their gradients, each given as `(tensor, shape, dtype)`.
+
+    Raises:
+        ValueError: for the first tensor of another shape or dtype.
+    """
+    for name, (tensor, shape, dtype) in results.items():
+        check_shape(name, tensor, shape, like=query)
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"`{name}` is {tensor.dtype}; it must be {dtype}, as in the forward pass.")
+
+
+def check_attention_results(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: int,
+    function: int,
+    grad_output: Tensor | None,
+    grad_denominator: Tensor | None,
+    grad_state: Tensor | None,
+    output: Tensor,
+    denominator: Tensor,
+    needed: Sequence[bool],
+) -> None:
+    """Check what the operator `attention_backward` takes in addition to the arguments of `attention`.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
+    by_head, per_query = (batch, length, heads, width), (batch, kv_heads, heads // kv_heads, length, 1)
+    dtype = accumulation_dtype(value)
+    check_results(
+        query,
+        grad_output=(grad_output, by_head, query.dtype),
+        grad_denominator=(grad_denominator, per_query, dtype),
+        grad_state=(grad_state, (batch, kv_heads, features, width + 1 + (function >= EXP)), dtype),
+        output=(output, by_head, query.dtype),
+        denominator=(denominator, per_query, dtype),
+    )
+    if len(needed) != 10:
+        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C kernels for CPUs (csrc/), if the package was installed with them: found, checked, and called through ctypes.
+
+The libraries are in the folder of the installed package `hf_linear_attention`, one per instruction set. A checkpoint
+carries none of them; its code finds those of the package without importing it. Nothing is compiled here. The functions
+of this file pass addresses to C, so only the operators (`kernels.operators`, `kernels.hybrid`, `kernels.slots`,
+`kernels.delta`), which check every size first, may call them.
+
+If there are fewer key/value heads than cores, attention is computed in parts. In the forward pass a long sequence is
+cut: each part first sums its own keys, and then attends with the merged state of the parts before it (in the
+bidirectional form, of all parts). Keys are thus read twice, which pays off from two cores on. In the backward pass the
+query heads of a group are divided: each part computes its own gradients of keys and values, which are then added.
+
+Axes: B batch, H query heads, Hkv key/value heads, G query heads per key/value head, N queries, S keys, F features, W
+head dimension of the values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import itertools
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, merge_states
+
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "hf_linear_attention"
+BACKEND_VARIABLE = "HF_LINEAR_ATTENTION_BACKEND"
+BACKENDS = ("auto", "torch")
+INSTRUCTION_SETS = ("base", "avx2", "avx512")
+SUFFIX = ".dll" if sys.platform == "win32" else ".so"
+# The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
+ABI = (4, 48, 120, 96, 32, 23, 5, 35, 16)
+INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool)
+# The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.
+MOST_COLUMNS = 1 << 16
+# The shortest part of a sequence, in tokens; threads cost more than they save on shorter ones.
+SHORTEST_PART = 4096
+# Indices into the tensor lists of csrc/linear_attention.h.
+QUERY, KEY, VALUE, MASK, DECAY = range(5)
+QUERY_MAP, STATE, QUERY_TURN, KEY_TURN, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = 8, *range(11, 18)
+GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(18, 22)
+GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 22, 23, 24, 25, 28, 31
+# The tensors that are per query head, and the gradients to which every query head of a group adds.
+OF_QUERIES = (
+    *(QUERY, OUTPUT, DENOMINATOR, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY),
+    *(place for start in (QUERY_MAP, GRAD_QUERY_MAP) for place in range(start, start + 3)),
+)
+SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
+# The columns that rotary tables turn, in a call without tables; see `run_attention`.
+NOT_TURNED = (0, 0, 0, 0)
+# In bytes: glibc requests allocations of this size from the system at every call.
+LARGE = 1 << 22
+
+
+class KernelBackend(NamedTuple):
+    """The backend on a CPU: `c` or `torch`, the instruction set of the C kernels or None, and the reason."""
+
+    name: str
+    instruction_set: str | None
+    reason: str
+
+
+@functools.cache
+def requested_backend() -> str:
+    """The value of the environment variable `HF_LINEAR_ATTENTION_BACKEND`: `auto` (the default) or `torch`.
+
+    Raises:
+        ValueError: if it has another value.
+    """
+    backend = os.environ.get(BACKEND_VARIABLE, "auto")
+    if backend not in BACKENDS:
+        raise ValueError(f"`{BACKEND_VARIABLE}` = {backend!r} is not one of {', '.join(BACKENDS)}; set one of them.")
+    return backend
+
+
+def kernel_backend() -> KernelBackend:
+    """The backend that computes attention on this CPU, and the reason.
+
+    The C kernels support float32 and bfloat16. torch computes float16 and float64; sums and states of float16 and
+    bfloat16 are float32.
+    """
+    return _loaded()[1]
+
+
+def library() -> Any:
+    """The C library, or None if torch computes."""
+    return _loaded()[0]
+
+
+@functools.cache
+def _loaded() -> tuple[Any, KernelBackend]:
+    if requested_backend() == "torch":
+        return None, KernelBackend("torch", None, f"`{BACKEND_VARIABLE}` is `torch`.")
+    folder = package_folder()
+    if folder is None:
+        return _without(f"The package {PACKAGE} is not installed; to get its C kernels, {INSTALL}.")
+    path = folder / f"_kernels_base{SUFFIX}"
+    if not path.exists():
+        return _without(f"The package in {folder} was installed without its C kernels; {INSTALL}.")
+    try:
+        base = load(path)
+    except OSError as error:
+        return _without(f"{path} cannot be loaded ({error}); {INSTALL}.")
+    except ValueError as error:
+        return _without(str(error))
+    name = INSTRUCTION_SETS[base.best_instruction_set()]
+    try:
+        best = load(folder / f"_kernels_{name}{SUFFIX}")
+    except (OSError, ValueError) as error:
+        logger.info("The C kernels for %s cannot be used; those for any processor are used instead: %s", name, error)
+        name, best = "base", base
+    return best, KernelBackend("c", name, f"{folder / f'_kernels_{name}{SUFFIX}'} fits this processor.")
+
+
+def _without(reason: str) -> tuple[None, KernelBackend]:
+    logger.info("Linear attention is computed by torch, not by C kernels: %s", reason)
+    return None, KernelBackend("torch", None, reason)
+
+
+def package_folder() -> Path | None:
+    """The folder of the installed package, found without importing it; None if the package is not installed."""
+    try:
+        spec = importlib.util.find_spec(PACKAGE)
+    except (ImportError, ValueError):  # ValueError: in sys.modules without a spec
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def load(path: Path) -> Any:
+    """Load the library at `path` and declare its functions.
+
+    Raises:
+        OSError: if the file is missing or cannot be loaded.
+        ValueError: if it is not a library of this package, or is of another version than this file.
+    """
+    loaded = ctypes.CDLL(str(path))
+    numbers = (ctypes.c_int64 * 256)()  # another version may write more numbers than ABI has
+    try:
+        loaded.abi(numbers)
+    except AttributeError as error:
+        raise ValueError(f"{path} is not a library of {PACKAGE}.") from error
+    found = tuple(numbers[: len(ABI)])
+    if found != ABI or any(numbers[len(ABI) :]):
+        raise ValueError(
+            f"{path} has the interface {found}, and this code needs {ABI}; install the version of {PACKAGE} "
+            "that this code comes from."
+        )
+    loaded.best_instruction_set.restype = ctypes.c_int64
+    loaded.plain_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
+    loaded.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
+    loaded.delta_step.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
+    loaded.plain_step.restype = loaded.elu_plus_one.restype = loaded.delta_step.restype = None
+    return loaded
+
+
+def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> bool:
+    """Whether the C kernels support these tensors: a library is loaded, and device, dtype and row length fit."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        # In a graph, `is_cpu` would be a node.
+        if (
+            tensor.device.type != "cpu"
+            or tensor.dtype not in dtypes
+            or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS)
+        ):
+            return False
+    return _is_loaded()
+
+
+@torch.compiler.assume_constant_result
+def _is_loaded() -> bool:
+    return library() is not None
+
+
+def attend(function: Sequence[int], tensors: Sequence[Any], turned: Sequence[int] = NOT_TURNED) -> None:
+    """`run_attention("attention_forward", ...)`, in parts if that uses more cores."""
+    query, key, is_causal = tensors[QUERY], tensors[KEY], function[2]
+    length, pairs = key.shape[3], query.shape[0] * query.shape[1]
+    count = min(torch.get_num_threads() // max(1, pairs), length // SHORTEST_PART)
+    if count < 2:
+        run_attention("attention_forward", function, tensors, turned=turned)
+        return
+    keys = _ranges(length, count)
+    states = _states(function, tensors, keys, turned)
+    if is_causal:
+        parts = [_part(tensors, part, part, before) for part, before in zip(keys, states)]
+        unused = parts[:-1]
+    else:
+        parts = [_part(tensors, part, slice(0, 0), states[-1]) for part in _ranges(query.shape[3], count)]
+        unused = parts
+        tensors[NEW_STATE].squeeze(2).copy_(states[-1])
+    for part in unused:
+        part[NEW_STATE] = torch.empty_like(tensors[NEW_STATE])
+    run_attention("attention_forward", function, *parts, turned=turned)
+
+
+def differentiate(function: Sequence[int], tensors: Sequence[Any], turned: Sequence[int] = NOT_TURNED) -> None:
+    """`run_attention("attention_backward", ...)`, in parts if that uses more cores."""
+    pairs, groups = tensors[QUERY].shape[0] * tensors[QUERY].shape[1], tensors[QUERY].shape[2]
+    count = min(torch.get_num_threads() // max(1, pairs), groups)
+    if count < 2:
+        run_attention("attention_backward", function, tensors, turned=turned)
+        return
+    parts: list[list[Any]] = []
+    for heads in _ranges(groups, count):
+        part = list(tensors)
+        for place in OF_QUERIES:
+            part[place] = None if part[place] is None else part[place][:, :, heads]
+        for place in SHARED:
+            part[place] = (
+                None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32, device="cpu")
+            )
+        part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # all query heads share it, so it counts once
+        parts.append(part)
+    run_attention("attention_backward", function, *parts, turned=turned)
+    for place in SHARED:
+        if tensors[place] is not None:
+            tensors[place].copy_(sum(part[place] for part in parts))
+
+
+def _ranges(length: int, count: int) -> list[slice]:
+    size = max(1, -(-length // count))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _states(
+    function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slice], turned: Sequence[int]
+) -> list[torch.Tensor]:
+    """The state before each part; in the bidirectional form also the state after the last part."""
+    is_exp, is_causal = function[1] >= EXP, function[2]
+    mask, decay, first = (tensors[place] for place in (MASK, DECAY, STATE))
+    keys = keys[:-1] if is_causal else keys
+    parts = [_part(tensors, slice(0, 0), part, None) for part in keys]
+    for part in parts:
+        part[NEW_STATE] = torch.empty_like(tensors[NEW_STATE])
+        if is_causal:  # C needs as many queries as keys; an empty group axis leaves only the keys to compute
+            part[QUERY] = tensors[QUERY][:, :, :0]
+    run_attention("attention_forward", function, *parts, turned=turned)
+    if first is None:
+        first = torch.zeros_like(tensors[NEW_STATE])
+        first[..., first.shape[-1] - is_exp :] = EMPTY_MAXIMUM
+    states = [first.squeeze(2)]
+    for tokens, own in zip(keys, parts):
+        fade = None
+        if decay is not None:
+            real = tokens.stop - tokens.start if mask is None else mask[:, :1, 0, tokens, 0].sum(dim=2)
+            fade = (decay[:, :, 0, 0, 0] * real).unsqueeze(2)
+        states.append(merge_states(states[-1], own[NEW_STATE].squeeze(2), is_exp, fade))
+    return states
+
+
+def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tensor | None) -> list[Any]:
+    """Views of the tensors for these queries and keys."""
+    part = list(tensors)
+    for places, tokens in (
+        ((QUERY, QUERY_TURN, OUTPUT, DENOMINATOR, SCALE), queries),
+        ((KEY, KEY_TURN, VALUE, MASK), keys),
+    ):
+        for place in places:
+            part[place] = None if part[place] is None else part[place][:, :, :, tokens]
+    part[STATE] = None if state is None else state.contiguous().unsqueeze(2)
+    return part
+
+
+def run_attention(
+    name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None], turned: Sequence[int] = NOT_TURNED
+) -> None:
+    """Call `attention_forward`, `window_forward`, `slots_forward`, `delta_forward` or a `_backward` of these.
+
+    All `calls`, and the heads of each, run at once in several threads. `function` holds the number of features, the
+    feature map and whether attention is causal (for a window: its keys per query, sinks, True; for the delta rule: the
+    numbers of a log decay, whether it erases, True). The first tensors of a call are `query [B, Hkv, G, N, D]`,
+    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the order of csrc/linear_attention.h,
+    with None for a missing tensor. `turned` describes the columns that rotary tables turn: the number of pairs, the
+    first column, the step from pair to pair, and the distance within a pair.
+
+    Raises:
+        MemoryError: if the kernel finds no memory for its working space.
+    """
+    tasks: list[Callable[[], None]] = []
+    for tensors in calls:
+        call, count = _call(name, function, tensors, turned)
+        threads = max(1, min(torch.get_num_threads() // len(calls), count))
+        bounds = [count * number // threads for number in range(threads + 1)]
+        tasks += [functools.partial(call, *pair) for pair in itertools.pairwise(bounds)]
+    # This thread takes the first task: with all of them in the pool, two threads were at times no faster than one.
+    first, *others = tasks
+    futures = [_threads(max(1, torch.get_num_threads() - 1), os.getpid()).submit(task) for task in others]
+    try:
+        first()
+    finally:  # after an error too: the tensors must outlive the threads that write them
+        wait(futures)
+    for future in futures:
+        future.result()
+
+
+def _call(
+    name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None], turned: Sequence[int]
+) -> tuple[Callable[[int, int], None], int]:
+    """`call(start, stop)`, which computes these (batch, head) pairs, and the number of pairs."""
+    query, key, value, *_ = tensors
+    if query is None or key is None or value is None:
+        raise ValueError("Queries, keys and values are required; got None.")
+    batch, heads, groups, length, inputs = query.shape
+    features, *how = function
+    shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how, *turned)
+    described, compute = _described(tensors), getattr(library(), name)
+
+    def call(start: int, stop: int, kept: Sequence[torch.Tensor | None] = tensors) -> None:
+        # `kept` holds the memory at these addresses as long as a thread may write there, whatever its caller does.
+        if compute((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
+            raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
+
+    return call, batch * heads
+
+
+def run_plain_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    output: torch.Tensor,
+    new_state: torch.Tensor,
+) -> None:
+    """One token with plain features: dense `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]`."""
+    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+    addresses = [tensor.data_ptr() for tensor in (query, key, value, state, output, new_state)]
+    library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
+
+
+def run_delta_step(*tensors: torch.Tensor, erases: bool) -> None:
+    """One token of the delta rule with dense tensors: query, key, value, log decay, beta, state, output, new state."""
+    query, key, value, log_decay = tensors[:4]
+    batch, kv_heads, _, features = key.shape
+    heads, decays = batch * kv_heads, 1 if log_decay.ndim == 3 else features
+    sizes = (heads, query.shape[1] // kv_heads, features, value.shape[3], decays, erases)
+    library().delta_step(*[tensor.data_ptr() for tensor in tensors], *sizes)
+
+
+def run_step(
+    name: str,
+    shape: Sequence[int],
+    tensors: Sequence[torch.Tensor | None],
+    scaling: float | None = None,
+    offsets: Sequence[int] = (0,),
+) -> None:
+    """Call `log_step` or `hybrid_step` with dense tensors in the order of csrc/linear_attention.h.
+
+    The last tensor has room for several results, which begin at these `offsets`, in units of 4 bytes.
+
+    Raises:
+        MemoryError: if the kernel finds no memory for its working space.
+    """
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    numbers = [None if x is None else x.data_ptr() for x in tensors]
+    last = numbers.pop() or 0
+    numbers += [last + 4 * offset for offset in offsets]
+    addresses = (ctypes.c_void_p * len(numbers))(*numbers)
+    arguments = () if scaling is None else (ctypes.c_float(scaling),)
+    if getattr(library(), name)(sizes, addresses, *arguments):
+        raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
+
+
+def run_elu_plus_one(x: torch.Tensor, output: torch.Tensor) -> None:
+    """elu(x) + 1 of a dense tensor, in its memory order."""
+    library().elu_plus_one(x.data_ptr(), output.data_ptr(), x.numel())
+
+
+def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Ask Linux to back a new large `tensor` by pages of 2 MB: faults of small pages cost more than a kernel's work."""
+    size = tensor.numel() * tensor.element_size()
+    if size >= LARGE and tensor.device.type == "cpu" and type(tensor) is torch.Tensor and sys.platform == "linux":
+        start = tensor.data_ptr()
+        skip = -start % mmap.PAGESIZE
+        # The call is only advice, so its failure can be ignored.
+        _libc().madvise(start + skip, (size - skip) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
+    """For each tensor, in bytes: its address, its strides except the last, which must be 1, and its element size.
+
+    Raises:
+        TypeError: for a tensor that C cannot read, whoever made it.
+    """
+    numbers: list[int] = []
+    for place, tensor in enumerate(tensors):
+        if tensor is None:
+            numbers += (0, 0, 0, 0, 0, 0)
+            continue
+        if tensor.dtype not in READABLE_DTYPES or tensor.device.type != "cpu" or tensor.ndim != 5:
+            raise TypeError(
+                f"Tensor {place} of a C kernel is {tensor.dtype} on {tensor.device} with {tensor.ndim} axes; C reads "
+                "float32, bfloat16 and bool in memory, with five axes."
+            )
+        size = tensor.element_size()
+        numbers += (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:4]), size)
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+@functools.cache
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    """A thread pool per process, because threads do not survive a fork."""
+    return ThreadPoolExecutor(count, thread_name_prefix="linear_attention")

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal kernel attention on CUDA by fla-core (extra `gpu`), which replaces `CausalAttention` if it is installed.
+
+A column of ones beside the values makes fla's float32 state equal to ours, S | Z. The scale is 1 and the division is
+done here, because fla's functions differ in the defaults of both, and fla sums its own normaliser in the dtype of the
+keys.
+
+Axes: B batch, Hkv key/value heads, G query heads per key/value head, N tokens, F features, D head dimension of the
+values. fla puts the tokens before the heads and needs as many key heads as query heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .cpu import requested_backend
+
+
+logger = logging.getLogger(__name__)
+
+# Up to this many tokens the recurrent kernel runs, in float32; beyond it, the kernel of blocks of matrix products.
+LONGEST_RECURRENT = 64
+# fla's documentation says that 16-bit kernels miscompile odd widths, and tensor cores load rows of 32 bytes.
+COLUMNS = 16
+
+
+def gpu_kernel(value: torch.Tensor, length: int) -> Callable[..., Any] | None:
+    """`causal_attention` if it supports N tokens with these values on CUDA, else None."""
+    if not is_on_cuda(value) or requested_backend() == "torch" or not takes(value, length):
+        return None
+    return causal_attention
+
+
+def is_on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether this is a real tensor on CUDA; fake tensors have no memory."""
+    return tensor.device.type == "cuda" and type(tensor) is torch.Tensor
+
+
+def takes(value: torch.Tensor, length: int) -> bool:
+    """Whether the kernels are installed, and as exact for these values as torch's own sums.
+
+    Kernels for blocks multiply float32 as TF32, which keeps all digits of float16 but not of float32; float32 is
+    therefore accepted only if torch itself may use TF32.
+    """
+    if value.dtype == torch.float64 or _kernels() is None:
+        return False
+    return length <= LONGEST_RECURRENT or value.dtype != torch.float32 or is_tf32_allowed()
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor | None,
+    log_decay: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`CausalAttention.apply` on CUDA: `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]`, `value [B, Hkv, N, D]`.
+
+    Args:
+        log_decay: `[B, Hkv, N]`, the log decay that each token applies to all tokens before it; None for no decay.
+
+    Returns:
+        The normalised output `[B, Hkv, G, N, D]`, its denominator `[B, Hkv, G, N, 1]` and the state
+        `[B, Hkv, F, D + 1]`, all in float32.
+
+    Raises:
+        ImportError: if fla-core or triton is missing.
+    """
+    kernels = _kernels()
+    if kernels is None:
+        raise ImportError("fla-core or triton is missing; call `takes` first.")
+    groups, length, features, width = *query.shape[2:], value.shape[-1]
+    is_short = length <= LONGEST_RECURRENT
+    # Unnormalised sums overflow float16, and the kernels use one dtype for the sums and their terms.
+    dtype = torch.bfloat16 if value.dtype == torch.bfloat16 and not is_short else torch.float32
+    values = F.pad(value.to(dtype), (0, 1), value=1.0)
+    sums, new_state = kernels[0 if is_short else 1](
+        laid_out(query.flatten(1, 2).to(dtype)),
+        laid_out(repeated(key.to(dtype), groups)),
+        laid_out(repeated(values, groups)),
+        g=None if log_decay is None else repeated(log_decay.float(), groups).transpose(1, 2),
+        scale=1.0,
+        initial_state=None if state is None else repeated(widened(widened(state.float(), -1), -2), groups),
+        output_final_state=True,
+    )
+    sums = sums.float().transpose(1, 2).unflatten(1, (-1, groups))
+    denominator = sums[..., width : width + 1]
+    output = sums[..., :width] / denominator.masked_fill(denominator == 0, 1.0)
+    if sums.requires_grad:
+        sums.register_hook(refuse_second_derivatives)
+    return output, denominator, new_state[:, ::groups, :features, : width + 1]
+
+
+def refuse_second_derivatives(grad: torch.Tensor) -> None:
+    """Autograd treats fla's backward pass as a constant, so a second derivative would be silently wrong."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "fla's CUDA kernels have no second derivatives (`create_graph=True`, torch.func). To compute them, set the "
+            "environment variable HF_LINEAR_ATTENTION_BACKEND to torch."
+        )
+
+
+def laid_out(x: torch.Tensor) -> torch.Tensor:
+    """`[B, H, N, X]` -> `[B, N, H, X]`, with X padded by zeros."""
+    return widened(x, -1).transpose(1, 2)
+
+
+def widened(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Pad this axis by zeros to a multiple of COLUMNS."""
+    missing = -x.shape[axis] % COLUMNS
+    return x if not missing else F.pad(x, (0, 0) * (-1 - axis) + (0, missing))
+
+
+def repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Repeat each key/value head for its query heads: `[B, Hkv, ...]` -> `[B, Hkv G, ...]`."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def is_tf32_allowed() -> bool:
+    """Whether torch may multiply float32 as TF32."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # since torch 2.9, where reading the old flag may raise
+    return matmul.allow_tf32 if precision is None else precision == "tf32"
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The recurrent and the chunked kernel of fla; None if fla-core or triton is missing or too old to have them."""
+    with without_models():
+        try:
+            from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+        except ImportError as error:
+            logger.info("Linear attention on CUDA is computed by torch, not by fla-core's kernels: %s", error)
+            return None
+    return fused_recurrent_simple_gla, chunk_simple_gla
+
+
+@contextlib.contextmanager
+def without_models() -> Iterator[None]:
+    """`import fla` also imports its models, if they are installed, and these replace transformers' own Mamba."""
+    hidden = [name for name in ("fla.layers", "fla.models") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes the import fail
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels as torch operators: torch.compile sees one node for each, with its shapes and its gradients.
+
+An operator checks its arguments; then C computes if it supports them, and torch otherwise. Its backward pass is an
+operator too. If torch keeps a graph of the backward pass (second derivatives, torch.func), the gradients are computed
+by plain operations.
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, D head dimension of the keys, F
+features, W head dimension of the values. Inside, every tensor is `[B, Hkv, G or 1, rows, columns]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..torch_kernels.attention import in_torch, is_eager, needs_plain
+from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, with_dtype
+from ..torch_kernels.causal import gradients_with_graph
+from .checks import check_attention, check_attention_results, check_axes, check_step
+from .cpu import (
+    MOST_COLUMNS,
+    NATIVE_DTYPES,
+    attend,
+    differentiate,
+    in_large_pages,
+    run_elu_plus_one,
+    run_plain_step,
+    run_step,
+    takes,
+)
+
+
+# C pads heads to 16 columns; heads narrower than this (`aft` has 1 column) are faster in torch.
+NARROWEST = 4
+FLOAT32 = (torch.float32,)
+NAMESPACE = "hf_linear_attention"
+ATTENTION = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, Tensor? state, Tensor? key_weight, "
+    "Tensor? key_bias, Tensor? key_norm, Tensor? query_weight, int function, bool is_causal"
+)
+Tensors = Sequence["Tensor | None"]
+
+
+class Operator(NamedTuple):
+    """The definition of an operator: its schema, its function, the shapes of its results, and its gradient."""
+
+    schema: str
+    function: Callable[..., Any]
+    fake: Callable[..., Any]
+    differentiate: Callable[..., Any] | None = None
+    save: Callable[..., Any] | None = None
+
+
+def register(operators: Mapping[str, Operator]) -> Any:
+    """Define operators, each once per process, whatever is imported twice.
+
+    Returns:
+        Their namespace in `torch.ops`.
+    """
+    registered: Any = getattr(torch.ops, NAMESPACE)
+    with _LOCK:
+        library = getattr(registered, "library", None) or torch.library.Library(NAMESPACE, "FRAGMENT")
+        registered.library = library  # dropping the library would remove its operators
+        for name, operator in operators.items():
+            if hasattr(registered, name):
+                continue
+            library.define(name + operator.schema)
+            library.impl(name, operator.function, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{NAMESPACE}::{name}", operator.fake, lib=library)
+            if operator.differentiate is not None:
+                options: dict[str, Any] = {"setup_context": operator.save, "lib": library}
+                torch.library.register_autograd(f"{NAMESPACE}::{name}", operator.differentiate, **options)
+    return registered
+
+
+def without_dispatcher(registered: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The `function` of an operator without gradients, or the operator itself if a torch dispatch mode is active.
+
+    A step of one token takes 20 to 100 us, of which the dispatcher takes 2 to 6.
+    """
+    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return registered if is_watched else function
+
+
+def takes_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, features: int) -> bool:
+    """Whether C computes: on a CPU, without packed sequences, empty tensors, narrow heads or very wide rows."""
+    is_packed = key_mask is not None and key_mask.dtype != torch.bool
+    if is_packed or not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    widths = query.shape[-1], value.shape[-1]
+    if min(widths) < NARROWEST or max(*widths, features) > MOST_COLUMNS or not key.numel():
+        return False
+    return takes(query, key, value, dtypes=NATIVE_DTYPES)
+
+
+def is_bare_hedgehog(function: int, key_weight: Tensor | None) -> bool:
+    """Whether this is Hedgehog without a projection, which the C kernels do not implement."""
+    return function == HEDGEHOG and key_weight is None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, log_decay: Tensor | None,
+    state: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None, key_norm: Tensor | None,
+    query_weight: Tensor | None, *how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    function = how[0]
+    affine = key_weight, key_bias, key_norm, query_weight
+    features = check_attention(query, key, value, key_mask, log_decay, state, *affine, *how)
+    given = (query, key, value, key_mask, log_decay, state, *affine)
+    if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(function, key_weight):
+        output, denominator, scale, state = in_torch(*given, *how)
+        scale = denominator.new_empty(0) if scale is None else scale
+        return tuple(x.contiguous() for x in _laid_out(query, output, denominator, scale, state))
+    output, denominator, scale, new_state = _new_outputs(query, key, value, features, function)
+    output = in_large_pages(output)
+    arguments = arguments_of_map(given, key.shape[1])
+    results = (
+        grouped(output.transpose(1, 2), key.shape[1]),
+        denominator,
+        scale if function >= EXP else None,
+        new_state.unsqueeze(2),
+    )
+    attend((features, *how), (*arguments, *results))
+    return output, denominator, scale, new_state
+
+
+def _new_outputs(
+    query: Tensor, key: Tensor, value: Tensor, features: int, function: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+    dtype, is_exp = accumulation_dtype(value), function >= EXP
+    output = query.new_empty(batch, length, heads, width)
+    denominator = query.new_empty(batch, kv_heads, heads // kv_heads, length, 1, dtype=dtype)
+    scale = torch.empty_like(denominator) if is_exp else denominator.new_empty(0)
+    return output, denominator, scale, denominator.new_empty(batch, kv_heads, features, width + 1 + is_exp)
+
+
+def _fake_attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    features = check_attention(*given)
+    query, key, value, *_ = given
+    return _new_outputs(query, key, value, features, given[10])
+
+
+def _attention_backward(
+    grad_output: Tensor | None, grad_denominator: Tensor | None, grad_state: Tensor | None, *given: Any
+) -> list[Tensor]:
+    *arguments, output, denominator, needed = given
+    inputs = arguments[:10]
+    query, key, value, key_mask, log_decay, _, *affine = inputs
+    features = check_attention(*arguments)
+    incoming = (grad_output, grad_denominator, grad_state)
+    check_attention_results(query, key, value, features, arguments[10], *incoming, output, denominator, needed)
+    if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
+        return _gradients_in_torch((grad_output, grad_denominator, grad_state), arguments, needed)
+    kv_heads = key.shape[1]
+    described = arguments_of_map(inputs, kv_heads)
+    # The C code always computes these three.
+    grads = [in_large_pages(gradient_like(tensor)) for tensor in (query, key, value)]
+    made = [grouped(grads[0], kv_heads), *(grad.unsqueeze(2) for grad in grads[1:])]
+    # It computes these per batch member and head.
+    wanted = (needed[4], *needed[6:10], False, False, needed[5])
+    others = [
+        torch.empty(argument.shape, dtype=torch.float32, device="cpu") if need and argument is not None else None
+        for argument, need in zip(described[4:], wanted)
+    ]
+    grad_output = None if grad_output is None else with_rows(grad_output).transpose(1, 2)
+    incoming = (
+        None if grad_output is None else grouped(grad_output, kv_heads),
+        None if grad_denominator is None else grad_denominator.contiguous(),
+        None if grad_state is None else grad_state.contiguous().unsqueeze(2),
+    )
+    results = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
+    differentiate((features, *given[10:12]), (*described, *results, *incoming, *made, *others))
+    grad_decay, *grad_affine, _, _, grad_first = others
+    grad_affine = [None if grad is None else gradient_of_map(grad, x) for grad, x in zip(grad_affine, affine)]
+    grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)
+    grad_first = None if grad_first is None else grad_first.squeeze(2)
+    return [or_nothing(grad, query) for grad in (*grads, None, grad_decay, grad_first, *grad_affine)]
+
+
+def _fake_attention_backward(
+    grad_output: Tensor | None, grad_denominator: Tensor | None, grad_state: Tensor | None, *given: Any
+) -> list[Tensor]:
+    *inputs, _, _, _, _, needed = given
+    check_attention(*given[:12])
+    others = [x.new_empty(x.shape) if need and x is not None else None for x, need in zip(inputs[3:], needed[3:])]
+    return [*(gradient_like(x) for x in inputs[:3]), *(or_nothing(grad, inputs[0]) for grad in others)]
+
+
+def or_nothing(grad: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient, or an empty tensor for None, which an operator cannot return in a list."""
+    return like.new_empty(0) if grad is None else grad
+
+
+def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Sequence[bool]) -> list[Tensor]:
+    inputs: list[Any] = [
+        x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x, need in zip(arguments[:10], (True, True, True, *needed[3:]))  # as C makes them
+    ]
+    with autograd_in_operator():
+        outputs = _laid_out(inputs[0], *in_torch(*inputs, *arguments[10:]))
+    grads = gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
+    return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
+
+
+def _laid_out(query: Tensor, output: Tensor, denominator: Tensor, scale: Any, state: Tensor) -> tuple[Any, ...]:
+    """The results in the layout of the operator."""
+    return output.flatten(1, 2).transpose(1, 2).to(query.dtype), denominator, scale, state
+
+
+def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> list[Tensor]:
+    """The gradients of `inputs` through `outputs`: 0 for an unused input, empty for one that requires no gradient."""
+    pairs = [(y, g) for y, g in zip(outputs, incoming) if y is not None and g is not None and y.requires_grad]
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    grads: Any = iter(())
+    if pairs and wanted:
+        grads = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    found = [next(grads, None) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
+    made = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    return [
+        (gradient_like(x).zero_() if grad is None else gradient_like(x).copy_(grad))
+        if need
+        else or_nothing(None, inputs[0])
+        for x, grad, need in zip(inputs, found, made)
+    ]
+
+
+@contextlib.contextmanager
+def autograd_in_operator() -> Iterator[None]:
+    """A context with autograd, which the dispatcher may have switched off for the code of an operator.
+
+    Another thread would have autograd too, but neither the current device nor the current stream of CUDA.
+    """
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    ctx.how = inputs[10:]
+    ctx.save_for_backward(*inputs[:10], *output[:3])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate_attention(
+    ctx: Any, grad_output: Tensor | None, grad_denominator: Tensor | None, _: Any, grad_state: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *inputs, output, denominator, scale = ctx.saved_tensors
+    if torch.is_grad_enabled():
+
+        def plain(*leaves: Any) -> tuple[Any, ...]:
+            output, total, own_scale, state = in_torch(*leaves, *ctx.how, plain=True)
+            if own_scale is not None:  # C divides a denominator by another constant
+                total = total * (own_scale - scale).exp()
+            return _laid_out(leaves[0], output, total, own_scale, state)
+
+        grads = gradients_with_graph(plain, inputs, (grad_output, grad_denominator, None, grad_state))
+    else:
+        needed = [bool(need) for need in ctx.needs_input_grad[:10]]
+        found = OPERATORS.attention_backward(
+            grad_output, grad_denominator, grad_state, *inputs, *ctx.how, output, denominator, needed
+        )
+        grads = [grad if need and x is not None else None for grad, need, x in zip(found, needed, inputs)]
+    return *grads, None, None
+
+
+def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, None)) -> list[Tensor | None]:
+    """The arguments of C up to the tables of angles, with five axes each; `constants` are bias and norm of queries."""
+    query, key, value, mask, log_decay, state, *key_map, query_weight = given
+    if query is None or key is None or value is None:
+        raise ValueError("Queries, keys and values are required; got None.")
+    batch, heads = query.shape[:2]
+    return [
+        grouped(with_rows(query), kv_heads),
+        with_rows(key).unsqueeze(2),
+        with_rows(value).unsqueeze(2),
+        None if mask is None else mask[:, None, None, :, None].expand(-1, kv_heads, -1, -1, -1),
+        None if log_decay is None else log_decay.float()[None, :, None, None, None].expand(batch, -1, -1, -1, -1),
+        *(_per_head(x, batch, kv_heads, kv_heads) for x in key_map),
+        *(_per_head(x, batch, kv_heads, heads) for x in (query_weight, *constants)),
+        None if state is None else state.contiguous().unsqueeze(2),
+        *[None] * 2,
+    ]
+
+
+def gradient_like(x: Tensor) -> Tensor:
+    """New memory for the gradient of `x`, in its layout if its rows are dense, because C writes dense rows."""
+    grad = torch.empty_like(x)
+    return grad if grad.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+def grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """`[B, H, N, X]` -> `[B, Hkv, G, N, X]`."""
+    return x.unflatten(1, (kv_heads, -1))
+
+
+def _per_head(x: Tensor | None, batch: int, kv_heads: int, heads: int) -> Tensor | None:
+    """`[heads or 1, rows, columns]` -> `[B, Hkv, G, rows, columns]` in float32."""
+    return None if x is None else grouped(with_rows(x.float()).expand(batch, heads, -1, -1), kv_heads)
+
+
+def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `x`, summed over the batch, and over the heads if all of them share `x`."""
+    return grad.flatten(1, 2).sum(0).sum_to_size(x.shape).to(x.dtype)
+
+
+def refuse_without_library(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> None:
+    """Raise NotImplementedError if the C kernels do not support these tensors."""
+    if not takes(*tensors, dtypes=dtypes):
+        raise NotImplementedError(
+            "There is no C kernel for these tensors on this machine; `hf_linear_attention.kernel_backend()` says why. "
+            "Call the functions of hf_linear_attention.torch_kernels.attention, which fall back to torch."
+        )
+
+
+def _attention_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+) -> tuple[Tensor, Tensor]:
+    """See `torch_kernels.attention.attention_step`."""
+    check_step(query, key, value, state, log_decay, log_features)
+    refuse_without_library(query, key, value)
+    refuse_without_library(state, dtypes=FLOAT32)
+    query, key, value = (with_dtype(x, torch.float32) for x in (query, key, value))
+    output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
+    query, key, value, state = (x.contiguous() for x in (query, key, value, state))
+    if not log_features:
+        if log_decay is not None:
+            raise NotImplementedError(
+                "C has no step for plain features with a decay; use `torch_kernels.attention.attention_step`."
+            )
+        run_plain_step(query, key, value, state, output, new_state)
+        return output, new_state
+    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
+    size = query.new_empty(batch, heads)
+    log_decay = None if log_decay is None else log_decay.float().contiguous()
+    shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, features, width, EXP, 4, 4, 4)
+    given = (None, None, value, None, None, query, key, *[None] * 4, log_decay, state, *[None] * 9)
+    run_step("log_step", shape, (*given, new_state, *[None] * 10, output, size))
+    return output, new_state
+
+
+def _fake_attention_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+) -> tuple[Tensor, Tensor]:
+    return state.new_empty(*query.shape[:3], value.shape[-1]), state.new_empty(state.shape)
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """`x`, or a copy of it whose rows are dense in memory, as the C kernels require."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    """elu(x) + 1 of a float32 tensor of four axes, in its memory order."""
+    check_axes(x)
+    refuse_without_library(x, dtypes=FLOAT32)
+    if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
+        x = x.contiguous()
+    output = torch.empty_like(x)
+    run_elu_plus_one(x, output)
+    return output
+
+
+def _fake_elu_plus_one(x: Tensor) -> Tensor:
+    check_axes(x)
+    dense = x.is_contiguous() or x.transpose(1, -2).is_contiguous()
+    return torch.empty_like(x) if dense else x.new_empty(x.shape)
+
+
+def makes_features(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, num_features: int) -> bool:
+    """Whether `attention` computes the features inside a kernel."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return is_eager(value) and takes_attention(query, key, value, key_mask, num_features)
+
+
+def attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The operator `attention` where a graph or C takes these tensors; None leaves checked arguments to torch.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    query, key, value, key_mask, *_ = given
+    if needs_plain(value) or not (torch.compiler.is_compiling() or takes_attention(query, key, value, key_mask, 1)):
+        check_attention(*given)
+        return None
+    return OPERATORS.attention(*given)
+
+
+def attention_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+) -> tuple[Tensor, Tensor] | None:
+    """The operator `attention_step` where C takes these tensors; None leaves checked arguments to torch.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    if (log_features or log_decay is None) and takes_step(query, key, value, state):
+        step = without_dispatcher(OPERATORS.attention_step, _attention_step)
+        return step(query, key, value, state, log_decay, log_features)
+    function = EXP if log_features else PLAIN
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
+    return None
+
+
+def takes_step(*tensors: Tensor, in_graphs: bool = False) -> bool:
+    """Whether the C kernels compute a step of one token for these tensors, without gradients only.
+
+    With `in_graphs`, they do so in the graphs of torch.compile too, as one operator.
+    """
+    if torch.is_grad_enabled() or needs_plain(tensors[0]) or (torch.compiler.is_compiling() and not in_graphs):
+        return False
+    return takes(*tensors)
+
+
+def elu_plus_one(x: Tensor) -> Tensor | None:
+    """The operator `elu_plus_one` where C takes `x`."""
+    if not takes(x, dtypes=FLOAT32):
+        return None
+    return without_dispatcher(OPERATORS.elu_plus_one, _elu_plus_one)(x)
+
+
+OPERATORS_OF_ATTENTION = {
+    "attention": Operator(
+        f"({ATTENTION}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _attention,
+        _fake_attention,
+        _differentiate_attention,
+        _save_attention,
+    ),
+    "attention_backward": Operator(
+        f"(Tensor? grad_output, Tensor? grad_denominator, Tensor? grad_state, {ATTENTION}, Tensor output, "
+        "Tensor denominator, bool[] needed) -> Tensor[]",
+        _attention_backward,
+        _fake_attention_backward,
+    ),
+    "attention_step": Operator(
+        "(Tensor query, Tensor key, Tensor value, Tensor state, Tensor? log_decay, bool log_features) "
+        "-> (Tensor, Tensor)",
+        _attention_step,
+        _fake_attention_step,
+    ),
+    "elu_plus_one": Operator("(Tensor x) -> Tensor", _elu_plus_one, _fake_elu_plus_one),
+}
+_LOCK = threading.Lock()
+OPERATORS = register(OPERATORS_OF_ATTENTION)

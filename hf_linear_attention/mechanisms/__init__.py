@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention mechanisms, one per file, and their registry."""

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gated_delta`: a state that erases what it holds at a key before it stores the key's new value.
+
+    S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - (exp(g_t) S_(t-1))^T k_t)^T      o_t = S_t^T q_t
+
+    decay     erase   what it is
+    none      yes     DeltaNet (Schlag 2021, "Linear Transformers Are Secretly Fast Weight Programmers")
+    head      yes     Gated DeltaNet (Yang 2024), the linear layers of Qwen3-Next
+    channel   yes     Kimi Delta Attention (Kimi Linear 2025)
+    head      no      gated linear attention (Yang 2023) with one decay per head, as in Mamba-2
+
+The features of q and k have length 1, so that beta = 1 replaces what the state holds at k. There is no denominator. The
+gates beta and g depend on the hidden state h from which the layer makes queries, keys and values: beta =
+sigmoid(w h + b) and g = -softplus(u h + r), per key/value head, in float32. At the start w and u are 0, beta is 1/2,
+and g is -1/20. q and k come after rotary embedding (see the option `rope`).
+
+Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, E hidden size, F features, W `conv_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from ..attention.segments import gather_tokens, inverse_order, real_first
+from ..positions.rotary import taken_back, without_hidden
+from ..torch_kernels.blocks import accumulated, with_dtype
+from .base import AttentionMechanism, LayerShape, State
+from .delta_rule import DeltaRule
+from .options import GatedDeltaOptions
+from .token_gates import INITIAL_SLOPE
+
+
+class ShortConvolution(nn.Module):
+    """y_t = sum_j w_j x_(t - j) over the W newest tokens of a sequence, one w per head and channel; it starts as y = x.
+
+    With one channel, all channels of a head share w.
+    """
+
+    def __init__(self, num_heads: int, channels: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, num_heads, 1, channels))
+
+    def reset_parameters(self) -> None:
+        """Start with y = x."""
+        init.zeros_(self.weight)
+        init.ones_(self.weight[0])
+
+    def forward(self, line: torch.Tensor, is_together: list[torch.Tensor] | None) -> torch.Tensor:
+        """`line [B, heads, W - 1 + N, D]`, W - 1 earlier tokens first, to `[B, heads, N, D]`.
+
+        `is_together[j]`, bool `[B, N]`, says whether the token j places before belongs to the same sequence.
+        """
+        size, (weight, dtype) = self.weight.shape[0], (self.weight, line.dtype)
+        length = line.shape[2] - size + 1
+        output = line[:, :, size - 1 :] * with_dtype(weight[0], dtype)
+        for distance in range(1, size):
+            start = size - 1 - distance
+            term = line[:, :, start : start + length] * with_dtype(weight[distance], dtype)
+            output = output + (term if is_together is None else term * is_together[distance][:, None, :, None])
+        return output
+
+
+class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
+    """Gated delta rule (DeltaNet, Gated DeltaNet, Kimi Delta Attention): the state erases at a key before it writes."""
+
+    needs_gates = True
+
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
+        super().__init__(settings, shape)
+        self.rule = DeltaRule(
+            shape,
+            settings["num_features"] or shape.head_dim,
+            decay=settings["decay"],
+            slopes=(INITIAL_SLOPE,) * shape.num_key_value_heads,
+            is_activated=settings["activation"] == "silu",
+            erases=settings["erase"],
+        )
+        self.conv_size = settings["conv_size"]
+        self.convolutions = nn.ModuleList()
+        if self.conv_size:
+            # The values of a head share their weights, so that a query still weighs values and not their channels.
+            sizes = (shape.num_heads, shape.head_dim), (shape.num_key_value_heads, shape.head_dim)
+            for heads, channels in (*sizes, (shape.num_key_value_heads, 1)):
+                self.convolutions.append(ShortConvolution(heads, channels, self.conv_size))
+        self.absorbs_queries = bool(self.conv_size)
+        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.needs_positions = self.shift is not None
+
+    def reset_parameters(self) -> None:
+        """Initialise the rule and the convolutions."""
+        self.rule.reset_parameters(self.generator())
+        convolutions: Any = self.convolutions
+        for convolution in convolutions:
+            convolution.reset_parameters()
+
+    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """beta and the log-decay of every token, see `DeltaRule`."""
+        return self.rule.gates(hidden_states)
+
+    def prepare(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Take back the rotary frequencies that the feature map must not see."""
+        return *without_hidden(self.shift, query, key, positions), None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+        gates: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """The gated delta rule; see `AttentionMechanism.forward`, and `gates` for the last argument.
+
+        The state is S `[B, Hkv, F, D]` and, with convolutions, the W - 1 newest queries, keys and values.
+
+        Raises:
+            ValueError: without gates, or in the bidirectional form.
+        """
+        if gates is None or not is_causal:
+            raise ValueError("`gated_delta` is causal and needs `gates`; compute them with the method of that name.")
+        sums, *tails = state or (None,)
+        dtype = query.dtype
+        if self.conv_size:
+            (query, key, value), tails = self._convolved((query, key, value), tails, attention_mask)
+        output, sums = self.rule(query, key, value, gates, scaling=scaling, mask=attention_mask, state=sums)
+        return with_dtype(output.transpose(1, 2), dtype), (sums, *tails)
+
+    def _convolved(
+        self, tensors: tuple[torch.Tensor, ...], tails: list[torch.Tensor], mask: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Queries, keys and values after the convolutions, over real tokens only, and the new tails."""
+        past = self.conv_size - 1
+        tensors = tuple(accumulated(x) for x in tensors)
+        tails = tails or [x.new_zeros(*x.shape[:2], past, x.shape[3]) for x in tensors]
+        lines = [torch.cat(pair, dim=2) for pair in zip(tails, tensors)]
+        if mask is None:
+            outputs = [convolve(line, None) for convolve, line in zip(self.convolutions, lines)]
+            return outputs, [line[:, :, line.shape[2] - past :] for line in lines]
+        order = real_first(F.pad(mask, (past, 0), value=1) == 0)  # padding to the left
+        lines = [gather_tokens(line, order) for line in lines]
+        together = None
+        if mask.dtype != torch.bool:  # the earlier tokens belong to the first sequence
+            first = torch.where(mask > 0, mask, torch.iinfo(mask.dtype).max).amin(dim=1, keepdim=True)
+            numbers = torch.cat((first.expand(-1, past), mask), dim=1).gather(1, order)
+            length = mask.shape[1]
+            own = numbers[:, past:]
+            together = [own == numbers[:, past - distance : past - distance + length] for distance in range(past + 1)]
+            is_last = (numbers[:, length:] == numbers[:, -1:])[:, None, :, None]
+        places = (inverse_order(order)[:, past:] - past).clamp(min=0)
+        outputs = [gather_tokens(convolve(line, together), places) for convolve, line in zip(self.convolutions, lines)]
+        tails = [line[:, :, line.shape[2] - past :] for line in lines]
+        return outputs, tails if together is None else [tail * is_last for tail in tails]

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hybrid`: linear attention to far keys, exact softmax to a sliding window and to sink tokens.
+
+    o_i = ( sum_exact exp(scaling q_i·k_j) v_j + c_i sum_far phi(q_i)·phi(k_j) v_j ) / ( the same with v = 1 )
+
+           sinks           far                        window
+    keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i     exact: the last w real tokens and the first s
+           exact      S, Z, m (constant)         exact
+
+c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants of the query do not cancel here. The
+setting `normalization` has two other forms, which allow comparison with published hybrids.
+
+With `far` = `gated_delta`, the exact part has its own denominator, and a gate per token and head mixes it with the
+output of the gated delta rule over all tokens so far (delta_rule.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
+sigmoid(w h + b) of the hidden state h. With `both`, o_i from above takes the place of exact_i. At the start m is 1/50.
+
+In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
+are global: they also attend to every key exactly (Longformer 2020, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..features.maps import FEATURE_MAPS, half_squared_norm
+from ..positions.rotary import (
+    LearnedDecay,
+    decay_of,
+    initial_slopes,
+    taken_back,
+    without_hidden,
+)
+from ..torch_kernels.attention import is_eager, kernel_sums, makes_features, map_attention, state_after
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, normalize, sized_step, with_dtype
+from ..torch_kernels.implementations import implemented
+from ..torch_kernels.window import NORMALIZATIONS, Part, log_size
+from .base import LayerShape, State
+from .delta_rule import DeltaRule  # of decoders
+from .options import HybridOptions
+from .token_gates import SigmoidGate, hidden_size_of, scaled  # of decoders
+from .window import WindowAttention, WindowState
+from .window_keys import ORDINARY, Line
+
+
+# The values of `far` with the kernel sum in the denominator of the window, and with the gated delta rule.
+LINEAR, DELTA, BOTH = "linear", "gated_delta", "both"
+# The share of the delta rule at the start, which leaves the untrained mechanism close to the window.
+INITIAL_SHARE = 0.02
+
+
+class HybridAttention(HybridOptions, WindowAttention):
+    """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one sum.
+
+    The state consists of that of the delta rule (`[B, Hkv, F, D]`, float32, not with `far` = `linear`), the sums S, Z
+    and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32, not with `far` = `gated_delta`), and
+    the state of the window. If the feature map does not see all rotary frequencies, the positions of the window are
+    kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
+    """
+
+    can_step_in_place = True
+
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
+        super().__init__(settings, shape)
+        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.needs_positions = self.needs_positions or self.shift is not None
+        self.feature_map: Any = None
+        self.decay: LearnedDecay | None = None
+        if settings["far"] != DELTA:
+            self._add_linear(settings, shape)
+        self.rule: Any = None
+        if settings["far"] != LINEAR:
+            self._add_rule(settings, shape)
+        self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
+        self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
+
+    def _add_linear(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
+        feature_map = FEATURE_MAPS[settings["feature_map"]]
+        self.feature_map = feature_map(
+            shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
+        )
+        self.mix = NORMALIZATIONS[settings["normalization"]](shape.num_heads)
+        self.is_scale_constant = self.mix.is_scale_constant
+        decay = decay_of(settings, shape)
+        self.decay = decay if isinstance(decay, LearnedDecay) else None
+        self.keeps_positions = self.shift is not None
+
+    def _add_rule(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
+        self.rule = DeltaRule(
+            shape,
+            settings["num_features"] or shape.head_dim,
+            decay="none" if settings["decay"] == "none" else "head",
+            slopes=initial_slopes(settings, shape),
+        )
+        self.share = SigmoidGate(hidden_size_of(shape), shape.num_heads, INITIAL_SHARE)
+        self.needs_gates = True
+
+    def reset_parameters(self) -> None:
+        """Initialise the feature map, the parameters that mix near and far keys, and the decay."""
+        super().reset_parameters()
+        if self.feature_map is not None:
+            self.feature_map.reset_parameters(self.generator())
+            self.mix.reset_parameters(self.feature_map)
+        if self.decay is not None:
+            self.decay.reset_parameters()
+        if self.rule is not None:
+            self.rule.reset_parameters(self.generator(draw=1))
+            self.share.reset_parameters()
+
+    def gates(self, hidden_states: Tensor) -> Tensor:
+        """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`."""
+        return torch.cat((self.rule.gates(hidden_states), self.share(scaled(hidden_states))), dim=-1)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+        positions: Tensor | None = None,
+        gates: Tensor | None = None,
+        in_place: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        """Window, sinks and far keys; see `AttentionMechanism.forward` and `gates`.
+
+        Raises:
+            ValueError: with a delta rule, without gates or in the bidirectional form.
+        """
+        options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
+        if self.rule is None:
+            return super().forward(query, key, value, state=state, positions=positions, in_place=in_place, **options)
+        if gates is None or not is_causal:
+            raise ValueError(
+                f"`far` = `{self.settings['far']}` is causal and needs `gates`; compute them with the method of that "
+                "name."
+            )
+        sums, rest = (state[0], state[1:]) if state else (None, None)
+        near, rest = super().forward(query, key, value, state=rest, positions=positions, **options)
+        gates, share = gates.tensor_split((-self.shape.num_heads,), dim=-1)
+        seen = without_hidden(self.shift, query, key, positions)
+        delta, sums = self.rule(*seen, value, gates, scaling=scaling, mask=attention_mask, state=sums)
+        output = near
+        if self.uses_far:
+            exact = accumulated(near)
+            output = with_dtype(exact + share.unsqueeze(-1) * (delta.transpose(1, 2) - exact), query.dtype)
+        return output, (sums, *(rest or ()))
+
+    def _unpacked(self, state: State) -> tuple[Tensor | None, WindowState]:
+        if self.feature_map is None:
+            return super()._unpacked(state)
+        return state[0], WindowState(*state[1:])
+
+    def _initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, WindowState]:
+        if self.feature_map is None:
+            return super()._initial_state(key, value)
+        shape = (*key.shape[:2], self.feature_map.num_features, value.shape[-1] + 2)
+        sums = key.new_zeros(shape, dtype=accumulation_dtype(key))
+        sums[..., -1] = EMPTY_MAXIMUM
+        return sums, super()._initial_state(key, value)[1]
+
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any, in_place: bool
+    ) -> tuple[Tensor, State] | None:
+        """`_attend_back` for one token in few operations, because at this size the overhead of each dominates."""
+        if self.feature_map is None or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
+            return None
+        found = implemented("hybrid_step", self, query, key, value, scaling, state, positions, in_place)
+        if found is not None:
+            return found
+        if is_eager(query) and query.device.type == "cpu" and bool((state[3] == ORDINARY).all()):
+            return self._step_in_torch(query, key, value, scaling, state, positions)
+        return None
+
+    def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
+        """The query, and the key that leaves the window, as the feature map sees them."""
+        query, key = accumulated(query), accumulated(old.key[:, :, :1])
+        if self.shift is None:
+            return query, key
+        position: Any = old.position
+        return self.shift(query, -positions), self.shift(key, -position[:, :1])
+
+    def _step_in_torch(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
+    ) -> tuple[Tensor, State]:
+        """The step in torch, if every slot of the window holds a token that is not a sink."""
+        old, dtype = WindowState(*state[1:]), state[0].dtype
+        (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[-1]
+        key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
+        far_query, far_key = self.far_rows(query, old, positions)
+        exponents = (
+            self.feature_map.forward_queries(far_query, scaling),
+            self.feature_map.forward_keys(far_key, scaling),
+        )
+        log_decay = None if self.decay is None else self.decay()
+        far, far_size, sums = sized_step(*exponents, old.value[:, :, :1], state[0], True, log_decay)
+        windows = [torch.cat((x[:, :, 1:], new), dim=2) for x, new in ((old.key, key), (old.value, value))]
+        to_sinks = self.sink_query(query, positions)
+        queries = (query, query if to_sinks is None else to_sinks)
+        rows = [(x.to(dtype) * scaling).reshape(batch * kv_heads, -1, self.shape.head_dim) for x in queries]
+        keys = [x.to(dtype).flatten(0, 1).transpose(1, 2) for x in (windows[0], old.sink_key)]
+        logits = torch.cat([torch.bmm(*pair) for pair in zip(rows, keys)], dim=2)
+        weights = logits.softmax(dim=-1).split_with_sizes((self.window_size, self.num_sinks), dim=2)
+        values = [x.to(dtype).flatten(0, 1) for x in (windows[1], old.sink_value)]
+        near = torch.bmm(weights[0], values[0]).baddbmm_(weights[1], values[1])
+        shape = (batch, kv_heads, heads // kv_heads, 1, -1)
+        parts = [x.view(shape) for x in (near, logits.logsumexp(dim=-1, keepdim=True), far, far_size)]
+        largest = logits.amax(dim=-1, keepdim=True).view(shape)
+        norm = half_squared_norm(query, scaling).view(shape)
+        output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], largest, norm).view(batch, 1, heads, width)
+        new_state = (sums, *windows, old.kind, old.sink_key, old.sink_value, old.num_seen + 1)
+        if old.position is not None:
+            new_state += (torch.cat((old.position[:, 1:], positions), dim=1),)
+        return with_dtype(output, query.dtype), new_state
+
+    def _behind(
+        self,
+        query: Tensor,
+        line: Line,
+        mask: Tensor,
+        scaling: float,
+        positions: Any,
+        sums: Tensor | None = None,
+    ) -> tuple[list[Part], Tensor | None]:
+        if self.feature_map is None:
+            return super()._behind(query, line, mask, scaling, positions)
+        decay = self.decay or self.alibi
+        query, key, value = accumulated(query), line.key, line.value
+        if self.shift is not None:
+            place: Any = line.position
+            query, key = self.shift(query, -positions), self.shift(accumulated(key), -place)
+        options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
+        fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
+        kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
+        scale: Any  # not None, because the features are given as logarithms
+        if kernel_map is not None:
+            output, denominator, scale, sums = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
+            output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
+        else:
+            features = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
+            parts, scale, sums = kernel_sums(*features, value, log_features=True, key_mask=mask, **options)
+            output, denominator = normalize(parts), parts[..., -1:]
+        if self.alibi is not None:  # the sums count the decay from the end of the window
+            scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
+        return [(output, log_size(denominator, scale))], sums
+
+    def _sums_behind(
+        self, query: Tensor, line: Line, mask: Tensor, scaling: float, positions: Any, sums: Tensor | None
+    ) -> Tensor | None:
+        decay = self.decay or self.alibi
+        if self.feature_map is None or decay is not None:  # a decay depends on the order of the keys
+            return super()._sums_behind(query, line, mask, scaling, positions, sums)
+        place: Any = line.position
+        key = accumulated(line.key) if self.shift is None else self.shift(accumulated(line.key), -place)
+
+        def features_of(keys: Tensor, _: Tensor | None) -> Tensor:
+            return self.feature_map.forward_keys(keys, scaling)
+
+        return state_after(features_of, key, line.value, mask, sums, log_features=True, size=key.shape[2])
+
+    def _at_once(
+        self,
+        query: Tensor,
+        line: Line,
+        visible: Tensor,
+        sinks: Any,
+        seen: Tensor,
+        scaling: float,
+        positions: Any,
+        sums: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        if self.feature_map is None or self.alibi is not None or not self.uses_far or not self.joins_at_once:
+            return None
+        return implemented("hybrid", self, query, line, visible, sinks, seen, scaling, positions, sums)
+
+    def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
+        if not self.uses_far or self.feature_map is None:
+            return exact[0]
+        norm = half_squared_norm(query, scaling).unflatten(1, (exact[0].shape[1], -1))
+        return self.mix(exact, behind, largest, norm)

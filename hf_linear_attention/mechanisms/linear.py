@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`linear`: kernel attention phi(q)·S / phi(q)·Z (Katharopoulos 2020, "Transformers are RNNs")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from ..features.maps import FEATURE_MAPS, FeatureMap
+from ..positions.rotary import decay_of, taken_back, without_hidden
+from ..torch_kernels.attention import (
+    elementwise_attention,
+    is_eager,
+    kernel_attention,
+    makes_features,
+    map_attention,
+    state_after,
+)
+from ..torch_kernels.blocks import EXP, KernelMap, read_state, with_dtype
+from .base import AttentionMechanism, LayerShape, OutputParts, State, mask_chunks
+from .options import LinearOptions
+from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents
+
+
+# The number of features per step on a CPU: 4 MB in float32.
+FEATURES_IN_CACHE = 1 << 20
+
+
+class LinearAttention(LinearOptions, AttentionMechanism):
+    """Linear attention with a feature map; the state is the sums S and Z, constant in the length."""
+
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
+        super().__init__(settings, shape)
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
+        self.feature_map = self.build_feature_map(sizes, settings)
+        self.decay = decay_of(settings, shape)
+        self.gate = gates_of(settings, shape)
+        self.needs_gates = self.gate is not None
+        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.needs_positions = self.shift is not None
+
+    def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> FeatureMap:
+        """The feature map for `sizes` = (H, Hkv, D)."""
+        return self.feature_map_class(settings)(*sizes, settings["num_features"])
+
+    @classmethod
+    def feature_map_class(cls, settings: Mapping[str, Any]) -> type[FeatureMap]:
+        """The class of the feature map that `settings` name."""
+        return FEATURE_MAPS[settings["feature_map"]]
+
+    def reset_parameters(self) -> None:
+        """Initialise the feature map, the decay and the gates."""
+        self.feature_map.reset_parameters(self.generator())
+        if self.decay is not None:
+            self.decay.reset_parameters()
+        if self.gate is not None:
+            self.gate.reset_parameters(self.generator())
+
+    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The gates of every token, see `TokenGates`; only called if the settings ask for gates."""
+        return super().gates(hidden_states) if self.gate is None else self.gate(hidden_states)
+
+    def prepare(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Take back the rotary frequencies that the feature map must not see."""
+        return *without_hidden(self.shift, query, key, positions), None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+        gates: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """phi(q)·S / phi(q)·Z by the fastest kernel for these arguments; see `AttentionMechanism.forward`.
+
+        Raises:
+            ValueError: without the `gates` that the settings ask for.
+        """
+        old: Any = state[0] if state else None
+        if self.gate is not None:
+            output, old = self._gated(query, key, value, gates, attention_mask, scaling, is_causal, old)
+            return with_dtype(output, query.dtype), (old,)
+        is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
+        if is_step:
+            output, old = self._kernel(query, key, value, None, scaling, True, old)
+            return with_dtype(output.transpose(1, 2), query.dtype), (old,)
+        if makes_features(query, key, value, attention_mask, self.feature_map.num_features):
+            kernel_map = self.feature_map.kernel_map(scaling)
+            if kernel_map is not None:
+                return self._with_map(kernel_map, query, key, value, attention_mask, is_causal, old)
+        elementwise_map = self.feature_map.elementwise_map() if self.decay is None else None
+        if elementwise_map is not None and is_causal and self._takes_chunks(query, attention_mask):
+            output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
+            return with_dtype(output.transpose(1, 2), query.dtype), (old,)
+        size = self._tokens_at_a_time(query, key, attention_mask)
+        outputs = OutputParts(query)
+        if is_causal or key.shape[2] <= size:
+            chunks = zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key))
+            for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), chunks):
+                output, old = self._kernel(part, keys, values, mask, scaling, is_causal, old)
+                outputs.append(output.transpose(1, 2))
+            return outputs.joined(), (old,)
+
+        def features_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            return self.feature_map.forward_visible_keys(keys, scaling, mask)
+
+        log_features = self.feature_map.log_features
+        old = state_after(features_of, key, value, attention_mask, old, log_features=log_features, size=size)
+        for part in query.split(size, dim=2):
+            features = self.feature_map.forward_queries(part, scaling)
+            outputs.append(read_state(features, old, log_features).transpose(1, 2))
+        return outputs.joined(), (old,)
+
+    def _gated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gates: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output `[B, N, H, W]` and the state, with exponents from the gates added to those of the keys."""
+        if gates is None or self.gate is None:
+            raise ValueError("These settings need `gates`; compute them with the method of that name.")
+        weight, log_decay = self.gate.split(gates, mask)
+        if log_decay is None:
+            return self._weighed(query, key, value, weight, mask, scaling, is_causal, state)
+        outputs = OutputParts(query)
+        for tokens in (slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)):
+            exponents = -log_decay[:, :, tokens].cumsum(dim=2)
+            exponents = exponents if weight is None else weight[:, :, tokens] + exponents
+            q, k, v = (x[:, :, tokens] for x in (query, key, value))
+            part_mask = None if mask is None else mask[:, tokens]
+            output, new = self._weighed(q, k, v, exponents, part_mask, scaling, is_causal, state)
+            state = faded(new, log_decay[:, :, tokens].sum(dim=2))
+            outputs.append(output)
+        return outputs.joined(), cast(torch.Tensor, state)
+
+    def _weighed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        exponents: Any,
+        mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention with `exponents [B, Hkv, S]` added to those of the keys."""
+        is_step = state is not None and mask is None and query.shape[2] == key.shape[2] == 1
+        kernel_map = None
+        if not is_step and makes_features(query, key, value, mask, self.feature_map.num_features):
+            kernel_map = self.feature_map.kernel_map(scaling)
+        if kernel_map is not None and kernel_map.function == EXP and kernel_map.key is not None:
+            kernel_map, query, key = with_key_exponents(kernel_map, query, key, exponents)
+            output, (new,) = self._with_map(kernel_map, query, key, value, mask, is_causal, state)
+            return output, new
+        features = self.feature_map.forward_visible_keys(key, scaling, mask)
+        output, new = kernel_attention(
+            self.feature_map.forward_queries(query, scaling),
+            features + exponents.unsqueeze(-1).to(features.dtype),
+            value,
+            log_features=True,
+            is_causal=is_causal,
+            key_mask=mask,
+            state=state,
+            log_decay=self.decay() if self.decay is not None else None,
+        )
+        return output.transpose(1, 2), new
+
+    def _with_map(
+        self,
+        kernel_map: KernelMap,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, State]:
+        output, _, _, new_state = map_attention(
+            kernel_map,
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            key_mask=mask,
+            state=state,
+            log_decay=self.decay() if self.decay is not None else None,
+        )
+        return output, (new_state,)
+
+    def _kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernel_attention(
+            self.feature_map.forward_queries(query, scaling),
+            self.feature_map.forward_visible_keys(key, scaling, mask),
+            value,
+            log_features=self.feature_map.log_features,
+            is_causal=is_causal,
+            key_mask=mask,
+            state=state,
+            log_decay=self.decay() if self.decay is not None else None,
+        )
+
+    def _takes_chunks(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        is_packed = mask is not None and mask.dtype != torch.bool
+        return query.device.type == "cpu" and not is_packed and is_eager(query)
+
+    def _tokens_at_a_time(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> int:
+        """On a CPU, allocating features for all tokens at once would cost more than summing them."""
+        if not self._takes_chunks(query, mask) or self.feature_map.depends_on_all_keys:
+            return max(1, query.shape[2], key.shape[2])
+        tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
+        return max(64, tokens // 64 * 64)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`performer`: FAVOR+, random features of the softmax kernel (Choromanski 2020), and FAVOR++ (Likhosherstov 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import initialization as init
+
+from ..features.geometry import LearnedGeometry
+from ..features.random_maps import RANDOM_FEATURES, RandomFeatureMap
+from ..torch_kernels.attention import kernel_attention, state_after
+from ..torch_kernels.blocks import read_state, with_dtype
+from .base import LayerShape, State
+from .linear import LinearAttention
+from .options import PerformerOptions
+
+
+class PerformerAttention(PerformerOptions, LinearAttention):
+    """Linear attention whose features estimate exp(q·k) without bias and without training.
+
+    The features are redrawn only in training mode, at the first of every `redraw_interval` forward passes that start a
+    sequence. A forward pass that gradient checkpointing recomputes is not counted. The k-th projection follows from
+    `seed`, the layer and k, so all ranks agree; the count and the projection are buffers, so a resumed run draws the
+    same projections as an uninterrupted one. With `uniform_mixing` = w the output is (1 - w) times the attention plus w
+    times the mean of the visible values; reference implementations hide this shrinkage as an epsilon in every feature.
+
+    With `geometry` = `learned`, a trained affine map per head changes queries and keys first, from q, k to q', k', and
+    the features estimate exp(q'·k') without bias. A redrawn projection leaves the maps as they are: they are trained
+    for all projections, and not for one of them.
+    """
+
+    feature_map: RandomFeatureMap
+    num_forwards: torch.Tensor
+
+    def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
+        super().__init__(settings, shape)
+        self.uniform_mixing, self.redraw_interval = settings["uniform_mixing"], settings["redraw_interval"]
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
+        self.geometry = LearnedGeometry(*sizes) if settings["geometry"] == "learned" else None
+        if self.redraw_interval:
+            self.register_buffer("num_forwards", torch.zeros((), dtype=torch.long))
+
+    @classmethod
+    def feature_map_class(cls, settings: Mapping[str, Any]) -> type[RandomFeatureMap]:
+        """The class of the random features that `settings` name."""
+        return RANDOM_FEATURES[settings["features"]]
+
+    def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> RandomFeatureMap:
+        """The random features for `sizes` = (H, Hkv, D)."""
+        return self.feature_map_class(settings)(*sizes, settings["num_features"], settings["orthogonal"])
+
+    def reset_parameters(self) -> None:
+        """Draw the projection, start with the geometry of FAVOR+, and reset the count of forward passes."""
+        super().reset_parameters()
+        if self.geometry is not None:
+            self.geometry.reset_parameters()
+        if self.redraw_interval:
+            init.zeros_(self.num_forwards)
+
+    def calibrate(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **per_token: torch.Tensor,
+    ) -> None:
+        """Fit A of FAVOR++ to these queries and keys; the other features have no constants."""
+        if self.geometry is not None:
+            query, key = self.geometry(query, key)
+        self.feature_map.calibrate(query, key, scaling, attention_mask)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+        gates: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Redraw the projection if it is due, and attend; see `AttentionMechanism.forward`."""
+        if self.redraw_interval and self.training and state is None:
+            self._count_forward()
+        return self._attend(query, key, value, attention_mask, scaling, is_causal, state)
+
+    def absorb(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        state: State | None,
+        query: torch.Tensor | None = None,
+        **per_token: torch.Tensor,
+    ) -> State | None:
+        """The state after these keys; their sequence was already counted, so this is no new forward pass."""
+        query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
+        return self._attend(query, key, value, attention_mask, scaling, True, state)[1]
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool,
+        state: State | None,
+    ) -> tuple[torch.Tensor, State | None]:
+        has_state, dtype = self.supports("state", self.settings), query.dtype
+        if self.geometry is not None:
+            query, key = self.geometry(query, key)
+        output, new_state = super().forward(
+            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=state
+        )
+        if self.uniform_mixing:
+            old = state[1] if state else None
+            mean, old = self._mean(query, key, value, attention_mask, is_causal, old)
+            mix = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
+            output, new_state = mix(output, mean.to(output.dtype), self.uniform_mixing), (*(new_state or ()), old)
+        return with_dtype(output, dtype), new_state if has_state else None
+
+    def _mean(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Any]:
+        """The mean of the values that each query sees, `[B, N, H, W]` (N = 1 where all see the same), and its state."""
+        if is_causal or not query.numel():  # an empty input has no chunks
+            ones = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
+            options: dict[str, Any] = {"key_mask": mask, "state": state, "is_causal": is_causal}
+            mean, state = kernel_attention(*ones, value, log_features=False, **options)
+            return mean.transpose(1, 2), state
+
+        def one_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            return torch.ones_like(keys[..., :1])
+
+        size = self._tokens_at_a_time(query, key, mask)
+        sums: Any = state_after(one_of, key, value, mask, state, log_features=False, size=size)
+        return read_state(torch.ones_like(query[:, :, :1, :1]), sums, False).transpose(1, 2), sums
+
+    @torch.compiler.disable
+    def _count_forward(self) -> None:
+        """Count a training forward pass and redraw first if the interval is over; reads one number from the device."""
+        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes this forward pass
+            return
+        count = int(self.num_forwards)
+        if count and count % self.redraw_interval == 0:
+            self.feature_map.redraw(self.generator(count // self.redraw_interval))
+        self.num_forwards = self.num_forwards + 1

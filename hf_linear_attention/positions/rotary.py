@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions in linear attention: which rotary frequencies a feature map sees, and decay with distance.
+
+A feature map that sees rotary phases learns the phases that occur within the trained length. A frequency that makes a
+full turn within that length takes every phase; a slower one takes new phases beyond it. The option `rope` = `partial`
+therefore leaves the fast frequencies in queries and keys and undoes the rotation of the slow ones.
+
+The decay is that of ALiBi, with fixed slopes, or a learned one (the option `decay` of causal mechanisms).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from ..mechanisms.base import LayerShape, Rotary
+
+
+# The initial half-life, in tokens, if the trained length is unknown.
+INITIAL_HALF_LIFE = 2000
+
+
+class RotaryShift:
+    """Moves queries or keys by a number of positions, in the rotary frequencies from the index `first` on.
+
+    The move is a pure rotation: a factor on cos and sin (YaRN) remains in the queries or keys.
+    """
+
+    def __init__(self, rotary: Rotary, first: int = 0) -> None:
+        self.rotary, self.first = rotary, first
+
+    def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """`x [B, heads, N, D]` moved by `tokens` positions (integers `[B, N]`, positive to the right)."""
+        half, first = len(self.rotary.inverse_frequencies), self.first
+        if first >= half:
+            return x
+        slow = self.rotary.inverse_frequencies[first:]
+        frequencies = torch.tensor(slow, dtype=torch.float32, device=x.device)
+        angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, frequencies]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        if self.rotary.is_interleaved:
+            kept, pairs, rest = x.tensor_split((2 * first, 2 * half), dim=-1)
+            a, b = pairs.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
+            moved = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+            return torch.cat((kept, moved.to(x.dtype), rest), dim=-1)
+        kept, a, kept_too, b, rest = x.tensor_split((first, half, half + first, 2 * half), dim=-1)
+        moved, moved_too = (y.to(x.dtype) for y in (a * cos - b * sin, a * sin + b * cos))
+        return torch.cat((kept, moved, kept_too, moved_too, rest), dim=-1)
+
+    @property
+    def pairs(self) -> tuple[int, int, int]:
+        """The columns of the pairs that move: the first one, the step from pair to pair, the distance in a pair."""
+        half = len(self.rotary.inverse_frequencies)
+        return (2 * self.first, 2, 1) if self.rotary.is_interleaved else (self.first, 1, half)
+
+    def table(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """The cosines and then the sines `[B, N, 2 R]` that move R pairs by `tokens [B, N]`; None if no pair moves."""
+        slow = self.rotary.inverse_frequencies[self.first :]
+        if not slow:
+            return None
+        angle = tokens.unsqueeze(-1).float() * torch.tensor(slow, dtype=torch.float32, device=tokens.device)
+        return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+def needs_rotary(settings: Mapping[str, Any]) -> bool:
+    """Whether a mechanism with these settings has to know how its layers rotate queries and keys."""
+    clamps_sinks = settings.get("trained_length") is not None and bool(settings.get("num_sinks"))
+    return clamps_sinks or settings.get("rope", "before_map") != "before_map"
+
+
+def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None, num_layers: int = 0) -> list[int]:
+    """The number of rotary frequencies per attention layer that make a full turn within `longest` tokens.
+
+    The list has at least `num_layers` numbers, which are 0 for layers that are not in `shapes`.
+
+    Raises:
+        ValueError: if the length is unknown, or the frequencies do not fall from one pair of channels to the next.
+    """
+    if longest is None:
+        raise ValueError("`rope` = `partial` needs the length that the model was trained on; set `trained_length`.")
+    kept = [0] * max(1 + max(shapes), num_layers)
+    for layer, shape in shapes.items():
+        turns = [2 * math.pi <= abs(f) * longest for f in (shape.rotary.inverse_frequencies if shape.rotary else ())]
+        kept[layer] = sum(turns)
+        if any(turns[kept[layer] :]):
+            raise ValueError(
+                f"`rope` = `partial` keeps the first frequencies of a layer, but in layer {layer} these are not the "
+                "fastest; use `rope` = `none`."
+            )
+    return kept
+
+
+def refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, LayerShape]) -> None:
+    """Refuse more frequencies than a layer has.
+
+    Raises:
+        ValueError: for the first such layer.
+    """
+    for layer, shape in shapes.items():
+        kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
+        number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0
+        if isinstance(kept, int) and kept > number:
+            raise ValueError(
+                f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies; give no more of them."
+            )
+
+
+def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:
+    """The shift of the frequencies that the feature map must not see; None with `rope` = `before_map`."""
+    if settings["rope"] == "before_map" or shape.rotary is None:
+        return None
+    return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
+
+
+def without_hidden(
+    shift: RotaryShift | None, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys `[B, heads, N, D]` with the rotary frequencies of `shift` taken back."""
+    if shift is None or positions is None:
+        return query, key
+    return shift(query, -positions), shift(key, -positions)
+
+
+class AlibiDecay(nn.Module):
+    """`log_decay [Hkv]` = -slopes (ALiBi, Press 2022): exp(q·k - slope (i - j)) is exp(q·k) decayed once per token."""
+
+    log_decay: torch.Tensor
+
+    def __init__(self, slopes: tuple[float, ...]) -> None:
+        super().__init__()
+        self.slopes = slopes
+        self.register_buffer("log_decay", torch.empty(len(slopes)))
+
+    def reset_parameters(self) -> None:
+        """Fill in the slopes."""
+        init.copy_(self.log_decay, -torch.tensor(self.slopes, dtype=torch.float32, device="cpu"))
+
+    def forward(self) -> torch.Tensor:
+        """The logarithm of the decay per token, `[Hkv]`."""
+        return self.log_decay
+
+
+class LearnedDecay(nn.Module):
+    """`log_decay [Hkv]` = -softplus(rate), below 0: `kernel_attention` multiplies weights by its exp per token."""
+
+    def __init__(self, slopes: tuple[float, ...]) -> None:
+        super().__init__()
+        self.slopes = slopes
+        self.rate = nn.Parameter(torch.empty(len(slopes)))
+
+    def reset_parameters(self) -> None:
+        """Choose the rates that give the initial slopes."""
+        rates = [math.log(math.expm1(slope)) for slope in self.slopes]
+        init.copy_(self.rate, torch.tensor(rates, dtype=torch.float32, device="cpu"))
+
+    def forward(self) -> torch.Tensor:
+        """The logarithm of the decay per token, `[Hkv]`."""
+        return -F.softplus(self.rate.float() if self.rate.dtype != torch.float64 else self.rate)
+
+
+def initial_slopes(settings: Mapping[str, Any], shape: LayerShape) -> tuple[float, ...]:
+    """The slopes from which a decay is learned: those of ALiBi, or else a half-life of the trained length."""
+    half_life = settings.get("trained_length") or INITIAL_HALF_LIFE
+    return shape.alibi_slopes or (math.log(2) / half_life,) * shape.num_key_value_heads
+
+
+def decay_of(settings: Mapping[str, Any], shape: LayerShape) -> LearnedDecay | AlibiDecay | None:
+    """The decay per head that the setting `decay` asks for, or else the model's own (ALiBi), or None."""
+    if settings.get("decay") == "learned":
+        return LearnedDecay(initial_slopes(settings, shape))
+    return None if settings.get("decay") == "gated" else alibi_of(shape)
+
+
+def alibi_of(shape: LayerShape) -> AlibiDecay | None:
+    """The decay of a model with ALiBi, or None."""
+    return None if shape.alibi_slopes is None else AlibiDecay(shape.alibi_slopes)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel attention: the functions that mechanisms call.
+
+torch computes them, or the implementation that is registered for them (`implementations`): in the package one operator
+in the graphs of torch.compile, C on a CPU, and fla-core (extra `gpu`) on CUDA. torch.export, ONNX and torch.func always
+see plain torch operations.
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, S keys, W head dimension of the values,
+F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .blocks import (
+    BLOCK_SIZE,
+    EXP,
+    PLAIN,
+    Affine,
+    KernelMap,
+    Parts,
+    accumulated,
+    plain_attention,
+    shown,
+    torch_step,
+    with_dtype,
+)
+from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention
+from .implementations import implemented
+
+
+# In a graph, longer inputs take one step of a loop per block: every block of its own would make the graph long.
+MOST_BLOCKS = 16
+
+
+def is_tracing() -> bool:
+    """Whether a graph is being built (torch.compile, torch.export, ONNX), in which no branch may depend on data."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def needs_plain(tensor: torch.Tensor) -> bool:
+    """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
+
+
+def is_eager(tensor: torch.Tensor) -> bool:
+    """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
+    return not torch.compiler.is_compiling() and not needs_plain(tensor)
+
+
+def makes_features(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, num_features: int
+) -> bool:
+    """Whether `map_attention` computes the features inside a kernel, so that computing them first wastes memory."""
+    return bool(implemented("makes_features", query, key, value, key_mask, num_features))
+
+
+def map_attention(
+    feature_map: KernelMap,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool,
+    key_mask: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Kernel attention for a feature map that the kernels implement; the C kernels never store the features.
+
+    The arguments are those of `kernel_attention`, except that `query [B, H, N, D]` and `key [B, Hkv, S, D]` are given
+    before the feature map.
+
+    Returns:
+        The output `[B, N, H, W]` in the dtype of `query`; then, in the accumulation dtype, its denominator
+        `[B, Hkv, G, N, 1]`, the log scale of the same shape (a constant without gradient; None unless the map returns
+        exponents), and the state.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    query_map, key_map = feature_map.query, feature_map.key
+    affine = (None,) * 4 if query_map is None or key_map is None else (*key_map, query_map.weight)
+    given: Any = (query, key, value, key_mask, log_decay, state, *affine, feature_map.function, is_causal)
+    found = implemented("attention", *given)
+    if found is None:
+        is_plain = needs_plain(value) or torch.compiler.is_compiling()
+        return _with_output(query, *in_torch(*given, plain=is_plain))
+    output, denominator, scale, state = found
+    return output, denominator, scale if feature_map.log_features else None, state
+
+
+def in_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    state: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    key_bias: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    query_weight: torch.Tensor | None,
+    function: int,
+    is_causal: bool,
+    *,
+    plain: bool = False,
+) -> Parts:
+    """The sums of `map_attention` in torch with output `[B, Hkv, G, N, W]`; if `plain`, in plain operations only."""
+    feature_map = KernelMap(function)
+    if key_weight is not None and query_weight is not None:
+        feature_map = KernelMap(function, Affine(query_weight), Affine(key_weight, key_bias, key_norm))
+    key, value = shown(key, key_mask), shown(value, key_mask)
+    query, key = feature_map.features(query, feature_map.query), feature_map.features(key, feature_map.key)
+    options: dict[str, Any] = {"log_features": feature_map.log_features, "key_mask": key_mask, "state": state}
+    if is_causal and _needs_loop(key.shape[2]):
+        return scanned_attention(query, key, value, log_decay=log_decay, **options)
+    is_packed = key_mask is not None and key_mask.dtype != torch.bool
+    if plain or is_packed or not is_causal or 0 in key.shape[:3]:
+        return plain_attention(query, key, value, is_causal=is_causal, log_decay=log_decay, **options)
+    return causal_attention(
+        query, key, value, log_decay=log_decay, gpu_kernel=implemented("gpu_kernel", value, query.shape[2]), **options
+    )
+
+
+def _needs_loop(length: int) -> bool:
+    """Whether the causal form is to be a loop of the graph that is being built; the loop has no gradients."""
+    if isinstance(length, torch.SymInt):
+        return True
+    return torch.compiler.is_compiling() and length > MOST_BLOCKS * BLOCK_SIZE and not torch.is_grad_enabled()
+
+
+def _with_output(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    denominator: torch.Tensor,
+    scale: torch.Tensor | None,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    return with_dtype(output.flatten(1, 2).transpose(1, 2), query.dtype), denominator, scale, state
+
+
+def kernel_attention(
+    query_features: torch.Tensor,
+    key_features: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    log_features: bool,
+    is_causal: bool,
+    key_mask: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, eq. 5, 9 and 18-20).
+
+    Args:
+        query_features: `[B, H, N, F]`, non-negative features, or their logarithms if `log_features` is true.
+        key_features: `[B, Hkv, S, F]`, likewise. The causal form requires S = N.
+        value: `[B, Hkv, S, W]`.
+        key_mask: bool `[B, S]`, False where a key is ignored. The output of a query that sees no key is 0. An integer
+            mask numbers packed sequences from 1, with 0 at padding: a query then sees only the keys of its own
+            sequence. An entry -n marks a token of sequence n whose key is ignored.
+        state: the state after all earlier tokens, or None if there are none.
+        log_decay: `[Hkv]`, at most 0. The weight of a key is multiplied by exp(log_decay) for every real token between
+            it and the query, which is ALiBi with slope -log_decay. Causal form only.
+
+    Returns:
+        The output `[B, H, N, W]` in the accumulation dtype, and the state after these tokens.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    query, key = accumulated(query_features), accumulated(key_features)
+    if state is not None and key_mask is None and query.ndim == key.ndim == 4 and query.shape[2] == key.shape[2] == 1:
+        return attention_step(query, key, value, state, log_features=log_features, log_decay=log_decay)
+    feature_map = KernelMap(EXP if log_features else PLAIN)
+    options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
+    output, _, _, state = map_attention(feature_map, query, key, value, is_causal=is_causal, **options)
+    return output.transpose(1, 2), state
+
+
+def state_after(
+    features_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    state: torch.Tensor | None,
+    *,
+    log_features: bool,
+    size: int,
+) -> torch.Tensor | None:
+    """The state of `kernel_attention` after all keys, of which no more than `size` have features at the same time.
+
+    Bidirectional attention in memory that is constant in the length takes two passes: this one, then one over queries.
+
+    Args:
+        features_of: the features `[B, Hkv, C, F]` of keys `[B, Hkv, C, D]` with their mask `[B, C]`.
+        key, value, key_mask, state: see `kernel_attention`.
+    """
+    for start in range(0, key.shape[2], size):
+        part = slice(start, start + size)
+        mask = None if key_mask is None else key_mask[:, part]
+        features = features_of(key[:, :, part], mask)
+        options: dict[str, Any] = {"is_causal": False, "key_mask": mask, "state": state}
+        _, state = kernel_attention(
+            features[:, :, :1], features, value[:, :, part], log_features=log_features, **options
+        )
+    return state
+
+
+def kernel_sums(
+    query_features: torch.Tensor, key_features: torch.Tensor, value: torch.Tensor, *, log_features: bool, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The sums of `kernel_attention` before the division, for a denominator that is shared with other keys.
+
+    The arguments are those of `kernel_attention`.
+
+    Returns:
+        `(sums, log_scale, state)`. The sums `[B, Hkv, G, N, W + 1]` are the numerator and the denominator, both divided
+        by exp(log_scale); `log_scale [B, Hkv, G, N, 1]` is a constant without gradient, and None for plain features.
+    """
+    query, key = accumulated(query_features), accumulated(key_features)
+    feature_map = KernelMap(EXP if log_features else PLAIN)
+    output, denominator, scale, state = map_attention(feature_map, query, key, value, **options)
+    output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
+    return torch.cat((output * denominator, denominator), dim=-1), scale, state
+
+
+def elementwise_attention(
+    feature_map: ElementwiseMap,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal `kernel_attention` in torch that computes the features block by block instead of storing them."""
+    implemented("check_attention", query, key, value, key_mask, None, state, *(None,) * 4, PLAIN, True)
+    mask = None if key_mask is None else key_mask[:, None, :, None]
+    query = query.unflatten(1, (key.shape[1], -1))
+    key, value = shown(key, key_mask), shown(value, key_mask)
+    output, _, state = CausalAttention.apply(query, key, value, state, mask, feature_map)
+    return output.flatten(1, 2), state
+
+
+def attention_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    log_features: bool,
+    log_decay: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernel_attention` for one new token: `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]`.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    found = implemented("attention_step", query, key, value, state, log_decay, log_features)
+    return torch_step(query, key, value, state, log_features, log_decay) if found is None else found

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact softmax attention to near keys and to sink tokens in torch, and its combination with far keys in `hybrid`.
+
+A part is a pair `(output [B, Hkv, G, N, W], log_size [B, Hkv, G, N, 1])`: the weighted average over some keys and the
+logarithm of its denominator, which is EMPTY_MAXIMUM if no key is visible. Averages are joined by their sizes, so the
+result stays in the range of the values.
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, w width, s sinks, c queries in a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .blocks import EMPTY_MAXIMUM, accumulation_dtype, joined, with_dtype, with_ones
+from .causal import incomplete, is_free
+from .implementations import implemented
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+# Logits per step on a CPU: 1 MB in float32, which fits into its cache.
+LOGITS_IN_CACHE = 1 << 18
+# On a CPU exp of less than -87 is 60 times slower, and so are products with its result. exp(-60) = 9e-27 vanishes
+# beside the weight 1 of the largest logit, even in float64, so all smaller weights are set to 0.
+LOWEST_EXPONENT = -60.0
+
+
+class NearKeys(NamedTuple):
+    """Consecutive keys, padded before the first query: query t sees the keys t .. t + width - 1."""
+
+    key: torch.Tensor  # [B, Hkv, N + width - 1, D]
+    value: torch.Tensor  # [B, Hkv, N + width - 1, D]
+    visible: torch.Tensor  # [B, N + width - 1] bool
+    centre: int  # the key t + centre is that of query t itself
+    numbers: torch.Tensor | None = None  # [B, N + width - 1]: query t sees places of its own packed sequence alone
+
+
+class SinkKeys(NamedTuple):
+    """Keys that every later query sees; their shape is `[B, Hkv, N, s, D]` if each query has its own sinks."""
+
+    key: torch.Tensor  # [B, Hkv, s, D]
+    value: torch.Tensor  # [B, Hkv, s, D]
+    seen: torch.Tensor  # [B, N, s] bool
+    distance: torch.Tensor | None  # [B, N, s] real tokens between sink and query, needed by a decay
+
+
+def exact_part(
+    query: torch.Tensor,
+    near: NearKeys,
+    sinks: SinkKeys,
+    scaling: float,
+    log_decay: torch.Tensor | None = None,
+    is_scale_constant: bool = True,
+    sink_query: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exact softmax over a window and sinks; see `plain_window`.
+
+    Returns:
+        The output `[B, Hkv, G, N, W]`, the logarithm of its denominator and the largest logit `[B, Hkv, G, N, 1]`.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
+    if near.numbers is not None:
+        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant, sink_query)
+    found = implemented("window", given, scaling, log_decay, is_scale_constant)
+    if found is not None:
+        return found
+    options: dict[str, Any] = {"centre": near.centre, "distance": sinks.distance}
+    return plain_window(*given, scaling, log_decay=log_decay, is_scale_constant=is_scale_constant, **options)
+
+
+def plain_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    sink_key: torch.Tensor,
+    sink_value: torch.Tensor,
+    seen: torch.Tensor,
+    sink_query: torch.Tensor | None,
+    scaling: float,
+    *,
+    log_decay: torch.Tensor | None = None,
+    centre: int = 0,
+    distance: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
+    is_scale_constant: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The softmax output `[B, Hkv, G, N, W]`, its log denominator and largest logit `[B, Hkv, G, N, 1]`, in O(N width).
+
+    Args:
+        query: `[B, H, N, D]`.
+        key, value, visible: see `NearKeys`, and `SinkKeys` for `sink_key`, `sink_value`, `seen` and `distance`.
+        sink_query: `[B, H, N, D]`, compared with the sinks; None for the queries themselves.
+        log_decay: `[Hkv]`, ALiBi's addend per token between query and key, or None; requires `centre`, `distance`.
+        numbers: see `NearKeys`; they require `centre`.
+        is_scale_constant: whether the largest logit cancels in what follows, so that it needs no gradient.
+    """
+    dtype, length = accumulation_dtype(query), query.shape[2]
+    kv_heads, width = key.shape[1], key.shape[2] - length + 1
+    if not query.shape[0] * length:
+        return _empty_window(query.to(dtype), kv_heads, value.shape[3])
+    key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
+    size = width if is_free(length) else max(1, min(length, width))
+    offset = _offsets(width, size, query.device)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return _query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)
+
+    query = scaled(query)
+    to_sinks = query if sink_query is None else scaled(sink_query)
+    key, value, visible = _windows(key, value, visible, width, size, incomplete(length, size), dtype)
+    visible = visible[:, :, None] & (offset >= 0) & (offset < width)
+    if numbers is not None:
+        visible = visible & _of_own_sequence(numbers, centre, length, width, size)
+    visible = visible[:, None, None]
+    seen, distance = (_query_blocks(x, 1, size)[:, None, None] for x in (seen, seen if distance is None else distance))
+    slope = None if log_decay is None else log_decay.to(dtype)[:, None, None, None, None]
+    sink_key = sink_key.to(dtype)[:, :, None, None].transpose(-1, -2)
+    sink_values = with_ones(sink_value, dtype)[:, :, None, None]
+    results = []
+    count = _blocks_at_a_time(query, key)
+    parts = ((query, 3), (to_sinks, 3), (key, 2), (value, 2), (visible, 3), (seen, 3), (distance, 3))
+    for query, to_sinks, key, value, visible, seen, distance in zip(*(x.split(count, dim=dim) for x, dim in parts)):
+        logits = query @ key.unsqueeze(2).transpose(-1, -2), to_sinks @ sink_key
+        if slope is not None:
+            logits = logits[0] + slope * (offset - centre).abs(), logits[1] + slope * distance
+        values = with_ones(value, dtype).unsqueeze(2), sink_values
+        results.append(_softmax(logits, (visible, seen), values, is_scale_constant))
+    output, log_size, scale = (joined(part).flatten(3, 4)[:, :, :, :length] for part in zip(*results))
+    return output, log_size, scale
+
+
+def _offsets(width: int, size: int, device: torch.device) -> torch.Tensor:
+    """How many places each key of a block lies after the first key of each query: `[size, width + size - 1]`."""
+    place, row = (torch.arange(n, dtype=torch.long, device=device) for n in (width + size - 1, size))
+    return place - row[:, None]
+
+
+def _empty_window(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results for no queries, which depend on them."""
+    size = query.sum(dim=-1, keepdim=True).unflatten(1, (kv_heads, -1))
+    return size.expand(*size.shape[:4], width), size, size
+
+
+def _of_own_sequence(numbers: torch.Tensor, centre: int, length: int, width: int, size: int) -> torch.Tensor:
+    """Whether a place of a block's window belongs to the packed sequence of its query."""
+    own = _query_blocks(numbers[:, centre : centre + length], 1, size).unsqueeze(3)
+    return F.pad(numbers, (0, incomplete(length, size))).unfold(1, width + size - 1, size).unsqueeze(2) == own
+
+
+def _query_blocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Pad the N of `dim` to whole blocks of `size` and split it into them."""
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, incomplete(x.shape[dim], size))).unflatten(dim, (-1, size))
+
+
+def _softmax(
+    logits: tuple[torch.Tensor, torch.Tensor],
+    seen: tuple[torch.Tensor, torch.Tensor],
+    values: tuple[torch.Tensor, torch.Tensor],
+    is_constant: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output of blocks of queries, its log denominator and largest logit.
+
+    Of keys in the window, then of sinks: logits, which of them are seen, and values with a last column of 1.
+    """
+    near, sinks = (x.masked_fill_(~visible, EMPTY_MAXIMUM) for x, visible in zip(logits, seen))
+    scale = _maximum((near, sinks), is_constant)
+    shift = scale.clamp(min=EMPTY_MAXIMUM / 2)
+    sums = _weights(near - shift) @ values[0] + _weights(sinks - shift) @ values[1]
+    numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
+    is_empty = scale == EMPTY_MAXIMUM  # no visible key: all weights are 0
+    denominator = denominator.masked_fill(is_empty, 1.0)
+    log_size = (shift + denominator.log()).masked_fill(is_empty, EMPTY_MAXIMUM)
+    return numerator / denominator, log_size, scale
+
+
+def packed_window(
+    query: torch.Tensor,
+    near: NearKeys,
+    sinks: SinkKeys,
+    scaling: float,
+    log_decay: torch.Tensor | None,
+    is_scale_constant: bool,
+    sink_query: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`plain_window` within packed sequences, where every query has the sinks of its own sequence."""
+    none = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (sinks.key, sinks.value))
+    options: dict[str, Any] = {"log_decay": log_decay, "centre": near.centre, "numbers": near.numbers}
+    given: tuple[Any, ...] = (query, near.key, near.value, near.visible, *none, sinks.seen[..., :0], None, scaling)
+    output, size, largest = plain_window(*given, **options, is_scale_constant=is_scale_constant)
+    if not sinks.seen.shape[-1]:
+        return output, size, largest
+    to_sinks = query if sink_query is None else sink_query
+    rows = (to_sinks.to(output.dtype) * scaling).unflatten(1, (near.key.shape[1], -1)).transpose(2, 3)
+    logits = (rows @ sinks.key.to(output.dtype).transpose(-1, -2)).transpose(2, 3)  # [B, Hkv, G, N, s]
+    if log_decay is not None and sinks.distance is not None:
+        logits = logits + log_decay.to(output.dtype)[:, None, None, None] * sinks.distance[:, None, None]
+    logits = logits.masked_fill(~sinks.seen[:, None, None], EMPTY_MAXIMUM)
+    average = (logits.softmax(dim=-1).transpose(2, 3) @ sinks.value.to(output.dtype)).transpose(2, 3)
+    sink_size = logits.logsumexp(dim=-1, keepdim=True)
+    sink_size = sink_size.masked_fill(~sinks.seen.any(dim=-1)[:, None, None, :, None], EMPTY_MAXIMUM)
+    largest = torch.maximum(largest, _maximum((logits,), is_scale_constant))
+    return *join((output, size), (average, sink_size)), largest
+
+
+def _weights(logits: torch.Tensor) -> torch.Tensor:
+    """exp of numbers of at most 0, and exactly 0 below `LOWEST_EXPONENT`."""
+    weights = logits.clamp(min=LOWEST_EXPONENT).exp()
+    return F.threshold(weights, 1.01 * math.exp(LOWEST_EXPONENT), 0.0)
+
+
+def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
+    """The number of blocks per step: on a CPU, as many as keep their logits in the cache; elsewhere all."""
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return query.shape[3]
+    per_block = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[4] * key.shape[3]
+    return max(1, LOGITS_IN_CACHE // max(1, per_block))
+
+
+def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tensor:
+    """The maximum over the last axis of all logits, `[..., 1]`; an empty tensor is skipped."""
+    largest = [(x.detach() if is_constant else x).amax(dim=-1, keepdim=True) for x in logits if x.shape[-1]]
+    return torch.maximum(*largest) if len(largest) == 2 else largest[0]
+
+
+def _windows(
+    key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, width: int, size: int, pad: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values `[B, Hkv, blocks, width + c - 1, D]` and visibility `[B, blocks, width + c - 1]` of each block."""
+    span = width + size - 1
+    key, value = (F.pad(x.to(dtype), (0, 0, 0, pad)).unfold(2, span, size).transpose(-1, -2) for x in (key, value))
+    return key, value, F.pad(visible, (0, pad)).unfold(1, span, size)
+
+
+class NearFarMix(nn.Module):
+    """Base class of the ways to combine near and far keys: `forward` returns the output `[B, Hkv, G, N, D]`.
+
+    `near` is the part of the near keys, and `far` holds one or more parts of far keys. `largest` is the largest logit
+    of the near keys, and `half_query_norm` is scaling |q|^2 / 2, both `[B, Hkv, G, N, 1]`.
+    """
+
+    # Whether the largest near logit cancels, so that it needs no gradient.
+    is_scale_constant: ClassVar[bool] = True
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Initialise the parameters; their start may depend on the feature map of the far keys."""
+        raise NotImplementedError
+
+    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The float32 parameters with which the C step joins the parts itself; None if C does not implement the mix."""
+        return None
+
+    def _per_query(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """`[H]` -> `[Hkv, G, 1, 1]`."""
+        return with_dtype(parameter, like.dtype).view(like.shape[1], -1, 1, 1)
+
+
+class JointMix(NearFarMix):
+    """One denominator: far keys weigh exp(b - a scaling |q|^2 / 2) phi(q)·phi(k), near keys exp(scaling q·k).
+
+    b and a are learned per head. Both kinds of keys share one log-sum-exp, so the far part need not learn the
+    normaliser of the softmax.
+    """
+
+    def __init__(self, num_heads: int):
+        super().__init__(num_heads)
+        self.far_log_scale = nn.Parameter(torch.empty(num_heads))
+        self.query_norm_weight = nn.Parameter(torch.empty(num_heads))
+
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with b = -log F and a = 1."""
+        # These are the norm terms of the softmax kernel's random features, and the mean over F features. With c, the
+        # initial scale of W, the expected weight of a far key starts at exp(scaling q·k) times
+        # exp((c^2 - 1) |q + k|^2 / 2), which is at most 1.
+        init.constant_(self.far_log_scale, -math.log(feature_map.num_features))
+        init.ones_(self.query_norm_weight)
+        if isinstance(norm_weight := getattr(feature_map, "key_norm_weight", None), torch.Tensor):
+            init.ones_(norm_weight)
+
+    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """b and a in float32, each `[H]`."""
+        return with_dtype(self.far_log_scale, torch.float32), with_dtype(self.query_norm_weight, torch.float32)
+
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the parts by their log sizes; see the class."""
+        exponent = self._far_exponent(near, half_query_norm)
+        return join(near, *((output, size + exponent) for output, size in far))[0]
+
+    def _far_exponent(self, near: Part, half_query_norm: torch.Tensor) -> torch.Tensor:
+        """b - a scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`."""
+        log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
+        return torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
+
+    def log_odds(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """The logarithm of the weight of all far keys over that of all near keys, `[B, Hkv, G, N, 1]`."""
+        sizes = torch.stack([size for _, size in far]).logsumexp(0)
+        return sizes + self._far_exponent(near, half_query_norm) - near[1]
+
+
+class SeparateMix(NearFarMix):
+    """Two denominators: (1 - m) near attention + m far attention, with m = sigmoid of a learned number per head.
+
+    Published hybrids have this form (Infini-attention 2024, equation 10); it is here for comparison. A query without
+    far keys uses the near part alone. m starts at 0.1.
+    """
+
+    def __init__(self, num_heads: int):
+        super().__init__(num_heads)
+        self.far_weight = nn.Parameter(torch.empty(num_heads))
+
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with m = 0.1."""
+        init.constant_(self.far_weight, math.log(0.1 / 0.9))
+
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Interpolate between the near and the far output; see the class."""
+        output, size = join(*far)
+        share = self._per_query(self.far_weight, output).sigmoid() * (size > EMPTY_MAXIMUM / 2)
+        return torch.lerp(near[0], output, share)
+
+
+class WindowMaximumMix(NearFarMix):
+    """LoLCATs 2024, equation 7: one denominator, near weights g exp(scaling q·k - c), far weights phi(q)·phi(k).
+
+    c is the maximum of the near logits alone, so the weight of the far part depends on it. g is the sigmoid of a
+    learned number per head and starts at 0.1, as in the authors' code. The mix is here for comparison.
+    """
+
+    is_scale_constant = False
+
+    def __init__(self, num_heads: int):
+        super().__init__(num_heads)
+        self.window_weight = nn.Parameter(torch.empty(num_heads))
+
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with g = 0.1."""
+        init.constant_(self.window_weight, math.log(0.1 / 0.9))
+
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the parts with the near weights divided by exp(c); see the class."""
+        output, size = near
+        weight = F.logsigmoid(self._per_query(self.window_weight, output))
+        return join((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)[0]
+
+
+NORMALIZATIONS: dict[str, type[NearFarMix]] = {
+    "joint": JointMix,
+    "separate": SeparateMix,
+    "window_maximum": WindowMaximumMix,
+}
+
+
+def join(*parts: Part) -> Part:
+    """Join parts into one over all of their keys; without gradients the first part's memory is overwritten."""
+    output, size = parts[0]
+    lerp = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
+    for other, other_size in parts[1:]:
+        output = lerp(output, other, (other_size - size).sigmoid())
+        # The second derivative of `logaddexp` is NaN where one part has no keys.
+        size = torch.cat((size, other_size), dim=-1).logsumexp(dim=-1, keepdim=True)
+    return output, size
+
+
+def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
+    """log(denominator) + log_scale, and EMPTY_MAXIMUM where the denominator is 0."""
+    is_empty = denominator < torch.finfo(denominator.dtype).tiny
+    # Not the logarithm of a tiny number, whose second derivative would be infinite.
+    return (denominator.masked_fill(is_empty, 1.0).log() + log_scale).masked_fill(is_empty, EMPTY_MAXIMUM)
