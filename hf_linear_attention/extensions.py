@@ -45,6 +45,9 @@ def installed_package() -> str | None:
         return None
     if newest >= FORMAT_VERSION:
         return PACKAGE
+    if getattr(package, "is_known_to_be_older", False):  # transformers may run this file several times
+        return None
+    package.is_known_to_be_older = True
     warnings.warn(
         f"This checkpoint has settings of version {FORMAT_VERSION}, and the installed {PACKAGE} {package.__version__} "
         f"reads versions up to {newest}. The code in the checkpoint runs instead, without C and CUDA kernels; upgrade "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -85,3 +86,28 @@ def test_every_version_computes_what_it_did(folders, package, backend, step, tmp
     assert all(difference < TOLERANCE for difference, _ in found.values()), found
     expected = "transformers_modules" if package == "blocked" else "hf_linear_attention"
     assert {module for folder, (_, module) in found.items() if "/now/" in folder} == {expected}
+
+
+NEWER = """
+import sys, warnings
+from transformers import AutoModelForCausalLM
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+said = [str(warning.message) for warning in found if "settings of version" in str(warning.message)]
+print(type(model).__module__.partition(".")[0], len(said), *said)
+"""
+
+
+def test_a_package_that_is_too_old_leaves_the_work_to_the_checkpoint(folders, tmp_path):
+    folder = shutil.copytree(folders[4], tmp_path / "newer")
+    path = folder / "configuration_linear_attention.py"
+    text = path.read_text(encoding="utf-8")
+    assert text.count("FORMAT_VERSION = 1\n") == 1
+    path.write_text(text.replace("FORMAT_VERSION = 1\n", "FORMAT_VERSION = 2\n"), encoding="utf-8")
+    given = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", NEWER, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("transformers_modules 1 This checkpoint has settings of version 2, and the installed")
+    assert f"{hf_linear_attention.__version__} reads versions up to 1" in done.stdout
