@@ -85,7 +85,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	touch $@
 
 .PHONY: bench-papers
-bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks (about 25 minutes on one free core)
+bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks
 	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.$$name || exit 1; done
 
 .PHONY: bench-recall

@@ -121,8 +121,8 @@ def _parsed(name: str, text: str, rows: dict[str, tuple[str, ...]]) -> Module:
             for alias in [] if ring_lines & {node.lineno} else node.names:
                 module.external[(alias.asname or alias.name).split(".")[0]] = ast.unparse(_only(node, alias))
         elif not _is_for_checkers(node) and node is not tree.body[0]:  # nor the docstring
-            node = _cut(node, rows)
-            module.statements.append(_statement(node, lines, ring_lines))
+            table = _cut(node, rows)
+            module.statements.append(_statement(node, lines, ring_lines, table))
     return module
 
 
@@ -135,29 +135,25 @@ def _only(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:
     return ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], 0)
 
 
-def _cut(node: ast.stmt, rows: dict[str, tuple[str, ...]]) -> ast.stmt:
-    """A table with only the rows of these settings; any other statement as it is."""
+def _cut(node: ast.stmt, rows: dict[str, tuple[str, ...]]) -> str | None:
+    """The text of a table with only the rows of these settings, which `node` loses; None for any other statement."""
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Dict):
-        return node
+        return None
     kept = rows.get(ast.unparse(node.target))
-    if kept:
-        pairs = [(k, v) for k, v in zip(node.value.keys, node.value.values) if getattr(k, "value", None) in kept]
-        node.value.keys, node.value.values = [k for k, _ in pairs], [v for _, v in pairs]
-        node.value.lineno = -1
-    return node
+    if not kept:
+        return None
+    pairs = [(k, v) for k, v in zip(node.value.keys, node.value.values) if getattr(k, "value", None) in kept]
+    node.value.keys, node.value.values = [k for k, _ in pairs], [v for _, v in pairs]
+    text = "".join(f"    {ast.unparse(k)}: {ast.unparse(v)},\n" for k, v in pairs if k)
+    return f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)} = {{\n{text}}}"
 
 
-def _statement(node: ast.stmt, lines: list[str], ring_lines: set[int]) -> Statement:
+def _statement(node: ast.stmt, lines: list[str], ring_lines: set[int], table: str | None) -> Statement:
     first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
     while first > 1 and lines[first - 2].startswith("#"):
         first -= 1
     numbers = [n for n in range(first, int(node.end_lineno or 0) + 1) if n not in ring_lines]
-    text = "\n".join(lines[n - 1] for n in numbers)
-    if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and node.value.lineno == -1:
-        rows = "".join(
-            f"    {ast.unparse(k)}: {ast.unparse(v)},\n" for k, v in zip(node.value.keys, node.value.values) if k
-        )
-        text = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)} = {{\n{rows}}}"
+    text = "\n".join(lines[n - 1] for n in numbers) if table is None else table
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     defined = {x.id for target in targets if target is not None for x in ast.walk(target) if isinstance(x, ast.Name)}
     defined |= {node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set()

@@ -9,6 +9,8 @@ import torch
 from matrix import build_mechanism
 
 from hf_linear_attention.features.maps import FEATURE_MAPS, elu_plus_one
+from hf_linear_attention.features.random_maps import RANDOM_FEATURES
+from hf_linear_attention.mechanisms.options import FEATURE_MAP_TRAITS, RANDOM_FEATURE_TRAITS
 
 
 def test_elu_is_positive_where_the_textbook_form_is_zero():
@@ -77,3 +79,13 @@ def test_t2r_projects_queries_as_the_keys_of_their_group():
 def test_squared_relu_stays_positive():
     x = torch.tensor([-3.0, 0.0, 2.0])
     torch.testing.assert_close(FEATURE_MAPS["squared_relu"].function(x), torch.tensor([1e-3, 1e-3, 4.001]))
+
+
+def test_the_options_know_what_each_map_does():
+    """They need no torch, so that they cannot ask the classes."""
+    for maps, traits in ((FEATURE_MAPS, FEATURE_MAP_TRAITS), (RANDOM_FEATURES, RANDOM_FEATURE_TRAITS)):
+        assert list(maps) == list(traits)
+        for name, kind in maps.items():
+            assert traits[name][:2] == (kind.log_features, kind.has_num_features), name
+    for name, kind in RANDOM_FEATURES.items():
+        assert RANDOM_FEATURE_TRAITS[name].multiple == kind.features_per_row, name
