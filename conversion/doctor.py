@@ -254,7 +254,7 @@ def _code(folder: Path, config: Any, content: dict[str, Any]) -> Iterator[Findin
     ours = checkpoint_code(config)
     # Checkpoints from before had more files, and never left the work to the package.
     serves = "def installed_package" in (found[CODE_FILES[0]] or "")
-    runs = "the installed package runs in its place" if serves else "with trust_remote_code=True it runs"
+    runs = "the installed package runs in their place" if serves else "with trust_remote_code=True they run"
     changed = sorted(name for name in {*found, *ours} if found.get(name) != ours.get(name))
     if not changed:
         yield Finding(OK, "code", f"both files are there, and equal to those of the installed package; {runs}")

@@ -15,7 +15,7 @@ PREFIX = "linear_"  # of our model types
 # The version of the settings' format; it is raised when older code would misread new settings.
 #   1  the format since the first release, whose settings did not have the field `format_version` yet
 FORMAT_VERSION = 1
-# Functions by name, which the package registers on import (`registration`).
+# Functions by name, which the package registers when it is imported (its `__init__.py`).
 EXTENSIONS: dict[str, Callable[..., Any]] = {}
 
 

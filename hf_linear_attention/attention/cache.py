@@ -12,9 +12,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 from ..mechanisms.base import State
 
 
-# Keys, values and their mask, of tokens that a state does not hold yet.
-Pending = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
-
 # The attributes in which LinearAttentionLayer keeps Mamba or convolution states, for layers that also have attention.
 RECURRENT_STATES = (
     "conv_states",

@@ -40,6 +40,21 @@ def test_import_loads_no_modelling_file_and_no_slow_module():
     assert not heavy & set(new)
 
 
+@pytest.mark.parametrize("first", ["hf_linear_attention", "transformers"])
+def test_the_import_needs_no_torch_and_may_come_before_or_after_transformers(first, tmp_path):
+    convert_config(stock_config("llama"), mechanism="linear").save_pretrained(tmp_path)
+    code = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+if sys.argv[1] == "hf_linear_attention":
+    assert not {"torch", "transformers"} & set(sys.modules), "slow modules"
+import hf_linear_attention
+from transformers import AutoConfig, AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[2]))).__name__)
+"""
+    assert run_python(code, first, str(tmp_path)).split() == ["LinearLlamaForCausalLM"]
+
+
 def test_native_model_types_are_untouched():
     code = (
         "import transformers, json\n"
