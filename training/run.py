@@ -37,7 +37,7 @@ from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.distributed.launching import start_processes
 from hf_linear_attention.training.distributed.sharding import load_whole
-from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_test
+from hf_linear_attention.training.evaluation.embeddings import retrieval_test
 from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.losses.combined_loss import build_objectives
 from hf_linear_attention.training.losses.objectives import Objective

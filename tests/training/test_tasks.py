@@ -28,7 +28,7 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch, spans_of
+from hf_linear_attention.training.evaluation.scores import TextMatch, scored
 from hf_linear_attention.training.recipe_parser import parse
 from hf_linear_attention.training.tasks import TASKS
 
@@ -123,22 +123,6 @@ def test_losses_of_a_token_classifier_are_the_formulas(
         words, tokens = words + int((labels != IGNORED).sum()), tokens + ids.numel()
     assert event["task_loss"] == pytest.approx(sums["task_loss"] / words, rel=1e-4)
     assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / tokens, rel=1e-4)
-
-
-def test_spans_are_those_of_the_tags() -> None:
-    assert spans_of(["B-A", "I-A", "O", "I-A", "B-A", "I-B", "VERB"]) == {
-        ("A", 0, 2), ("A", 3, 4), ("A", 4, 5), ("B", 5, 6), ("VERB", 6, 7),
-    }  # fmt: skip
-    tags = [["B-A", "I-A", "O"], ["O", "B-B", "O"]]
-    found = Tagging(keep_in_memory=True).compute(predictions=[["B-A", "O", "O"], ["O", "B-B", "O"]], references=tags)
-    assert found == {"f1": 0.5, "accuracy": 5 / 6, "words": 6}
-
-
-def test_texts_match_as_in_squad() -> None:
-    found = TextMatch(keep_in_memory=True).compute(
-        predictions=["The Cat!", "a red dog", "x"], references=[["cat", "dog"], ["dog"], ["y"]]
-    )
-    assert found == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3) / 3), "texts": 3}
 
 
 @pytest.mark.parametrize(
@@ -309,7 +293,7 @@ def test_the_best_answer_of_all_parts_is_scored(twin: Twin) -> None:
         spans.append((number, [float(has_answer), *map(float, place), 0.5]))
     texts, references = found.texts(spans)
     assert references == [row["answers"]["text"] or [""] for row in rows]
-    figures = TextMatch(keep_in_memory=True).compute(predictions=texts, references=references)
+    figures = scored(TextMatch, texts, references)
     assert figures == {"exact_match": 1.0, "f1": 1.0, "texts": 9}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.reading import reading, require_file
+from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTION_COLUMNS
 
@@ -122,6 +123,8 @@ def check_retrieval_file(path: str) -> None:
         raise UsageError(f"{option}: the file must be one of {', '.join('*' + kind for kind in kinds)}")
     if not Path(path).is_file():
         raise UsageError(f"{option}: there is no such file; check the path")
+    if (library := missing_library("embedding", "ndcg_at_10")) is not None:
+        raise UsageError(f"{option} {needs(library)}")
     if problems := file_problems(path, dict.fromkeys((QUERY, DOCUMENT))):
         raise UsageError(*(f"`--retrieval_file`: {problem}" for problem in problems))
 

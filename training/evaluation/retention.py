@@ -6,8 +6,6 @@
     agreement      share of tokens whose most likely successor is the teacher's
     kl             KL(teacher || student)
 
-For an embedding model, the figures are per text.
-
 Positions count the tokens in a window of text from 0. Figures by position show whether a state is useful beyond the
 window of a `hybrid`.
 """
@@ -33,10 +31,7 @@ from hf_linear_attention.mechanism_window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED
-from hf_linear_attention.training.data.sentence_files import Pooling
-from hf_linear_attention.training.evaluation.metrics import pair_similarity
-from hf_linear_attention.training.losses.outputs import pooled, run_model
-from hf_linear_attention.training.losses.teacher_windows import TeacherWindows
+from hf_linear_attention.training.losses.outputs import run_model
 
 
 # In nats per token. If window and teacher compute the same function, float32 logits differ by less than this.
@@ -180,56 +175,4 @@ def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, 
     return {
         "gap_closed": 1 - whole["gap"] / gap if gap > SMALLEST_GAP else math.nan,
         "linear_share": (distant["without_far"] - distant["student"]) / far_gap if far_gap > SMALLEST_GAP else math.nan,
-    }
-
-
-@torch.no_grad()
-def embed(
-    model: PreTrainedModel,
-    batches: Iterable[Batch],
-    pooling: Pooling = "mean",
-    windows: TeacherWindows | None = None,
-) -> Tensor:
-    """The normalised embeddings `[texts, D]` of all texts, in the order of the batches.
-
-    Args:
-        windows: the windows in which the model reads texts that are longer than its positions.
-    """
-
-    def states(batch: Batch) -> tuple[Tensor]:
-        return (run_model(model, batch, None).last_hidden_state,)
-
-    rows = []
-    for batch in progress(batches, "measuring"):
-        batch = {name: value.to(model.device) for name, value in batch.items()}
-        is_long = windows is not None and batch["input_ids"].shape[1] > windows.size
-        hidden = windows.hidden_states(states, batch) if windows is not None and is_long else states(batch)
-        rows.append(pooled(hidden[0], batch["attention_mask"], pooling))
-    return F.normalize(torch.cat(rows), dim=-1)
-
-
-def compare_pairs(mine: Tensor, yours: Tensor, scores: Sequence[float]) -> dict[str, float]:
-    """Spearman's correlation between the similarities of pairs of texts and their scores, for both models.
-
-    Args:
-        mine: the embeddings `[texts, D]` of the student; the texts of a pair follow each other.
-        yours: those of the teacher.
-        scores: one score per pair.
-    """
-    found = {"spearman": mine, "spearman_teacher": yours}
-    return {name: pair_similarity(embeddings, scores) for name, embeddings in found.items()}
-
-
-def compare_embeddings(mine: Tensor, yours: Tensor) -> dict[str, float]:
-    """Figures that compare the embeddings `[texts, D]` of student and teacher for the same texts.
-
-    `same_neighbour` is the share of texts whose nearest other text is the same for both.
-    """
-    mine, yours = (F.normalize(embeddings, dim=-1) for embeddings in (mine, yours))
-    cosine = (mine * yours).sum(-1)
-    nearest = [(x @ x.T).fill_diagonal_(-math.inf).argmax(-1) for x in (mine, yours)]
-    return {
-        "cosine": cosine.mean().item(),
-        "cosine_min": cosine.min().item(),
-        "same_neighbour": (nearest[0] == nearest[1]).double().mean().item(),
     }
