@@ -1,7 +1,9 @@
 """Recordings of speech (`--task speech_seq2seq`, `--task ctc`), which are read and processed when they are needed.
 
-A row is a recording (`sound.py`) and, where it is needed, the text that is said in it. The model's feature extractor
-prepares the recordings, and its tokenizer the texts; there is no augmentation.
+A row is a recording and, where it is needed, the text that is said in it. soundfile reads recordings, as the mean of
+their channels, because `datasets` would need torchcodec and FFmpeg. Nothing is resampled, because what a filter does to
+the sound is for its owner to choose. The model's feature extractor prepares the samples, and its tokenizer the texts;
+there is no augmentation.
 """
 
 from __future__ import annotations
@@ -9,19 +11,20 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedConfig, ProcessorMixin
 
-from hf_linear_attention._common.errors import DataError
+from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.training.data.examples import finished
 from hf_linear_attention.training.data.packing import Example, Examples, Tokens
 from hf_linear_attention.training.data.processors import load_config, load_speech_processor
 from hf_linear_attention.training.data.rows import bad_text, path_of, require_column, without_bad
-from hf_linear_attention.training.data.sound import ERRORS, count_samples, read_samples
 from hf_linear_attention.training.data.targets import target_tokens
 from hf_linear_attention.training.models import empty_model
 from hf_linear_attention.training.recipe import Recipe
@@ -29,6 +32,77 @@ from hf_linear_attention.transformers_internals import count_frames
 
 
 logger = logging.getLogger(__name__)
+
+Samples = npt.NDArray[np.float32]
+# What reading a recording may raise; soundfile's own errors are RuntimeErrors.
+ERRORS = (OSError, ValueError, TypeError, RuntimeError)
+
+
+def count_samples(value: Any, root: Path, rate: int) -> int:
+    """The number of samples in a recording (`read_samples`); of a file, only the beginning is read.
+
+    Raises:
+        ValueError: if it has another sampling rate, or cannot be read; so do the other `ERRORS`.
+    """
+    if (numbers := _numbers(value, rate)) is not None:
+        return len(numbers)
+    import soundfile
+
+    header = soundfile.info(_source(value, root))
+    _require_rate(header.samplerate, rate)
+    return header.frames
+
+
+def read_samples(value: Any, root: Path, rate: int) -> Samples:
+    """The samples [N] of a recording, in [-1, 1] if they are whole numbers in the file.
+
+    Args:
+        value: a cell: a path relative to `root`, a list of samples, or a dictionary of `datasets` with `array` and
+            `sampling_rate`, or with `bytes` or `path`.
+        root: the folder of the data file.
+        rate: the samples per second that the recording must have.
+
+    Raises:
+        ValueError: if it has another sampling rate, or cannot be read; so do the other `ERRORS`.
+    """
+    if (numbers := _numbers(value, rate)) is not None:
+        return numbers
+    import soundfile
+
+    channels, found = soundfile.read(_source(value, root), dtype="float32", always_2d=True)
+    _require_rate(found, rate)
+    return channels.mean(axis=1, dtype=np.float32)
+
+
+def _numbers(value: Any, rate: int) -> Samples | None:
+    """The samples of a cell that holds them itself; None if it names or holds a file."""
+    if isinstance(value, dict) and value.get("array") is not None:
+        _require_rate(value.get("sampling_rate"), rate)
+        value = value["array"]
+    if not isinstance(value, (list, np.ndarray)):
+        return None
+    samples = np.asarray(value, np.float32)
+    if samples.ndim != 1 or not np.isfinite(samples).all():
+        raise ValueError(f"samples of the shape {list(samples.shape)}; give one finite number for each moment")
+    return samples
+
+
+def _require_rate(found: Any, rate: int) -> None:
+    if found != rate:
+        shown = f"{found:,} Hz" if isinstance(found, int) else "no sampling rate"
+        raise ValueError(f"it has {shown}, but the model reads {rate:,} Hz; resample it")
+
+
+def _source(value: Any, root: Path) -> Path | BytesIO:
+    if isinstance(value, dict):
+        if value.get("bytes") is not None:
+            return BytesIO(value["bytes"])
+        value = value.get("path")
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is neither a path nor samples")
+    if not (root / value).is_file():
+        raise FileNotFoundError(f"there is no file {root / value}")
+    return root / value
 
 
 class Recordings:
@@ -96,7 +170,15 @@ def usable_recordings(recipe: Recipe, rows: datasets.Dataset, split: str) -> dat
 
     Raises:
         DataError: if there are bad rows that may not be skipped, or a column is missing.
+        SetupError: if soundfile is missing.
     """
+    try:
+        import soundfile  # noqa: F401 (every recording needs it, so it is asked for once)
+    except (ImportError, OSError) as error:  # an OSError without libsndfile
+        raise SetupError(
+            f"`--task {recipe.model.task}` reads recordings with soundfile ({error}); install it with `pip install "
+            '"hf-linear-attention[audio]"`'
+        ) from error
     column, processor = recipe.task_options.audio_column_name, load_speech_processor(recipe)
     require_column(rows, "audio_column_name", column)
     rate, longest = processor.feature_extractor.sampling_rate, longest_of(processor.feature_extractor)
