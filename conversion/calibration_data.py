@@ -173,7 +173,7 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int) -> Examples:
-        from hf_linear_attention.training.data.examples import build_examples, usable_texts  # imports `datasets`
+        from hf_linear_attention.training.data.texts import build_examples, usable_texts  # imports `datasets`
 
         recipe, rows = self._recipe_and_rows()
         length = sequence_length(recipe, self.tokenizer, self.config)

@@ -211,7 +211,7 @@ def _documents(examples: Any) -> Any:
     """The tokens of every document; those of packed ones are in one stream."""
     if isinstance(examples, PackedBlocks):
         return np.split(examples.stream, examples.documents[1:])
-    return examples.documents
+    return examples.columns["input_ids"]
 
 
 def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:

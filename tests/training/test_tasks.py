@@ -263,9 +263,10 @@ def test_an_answer_is_where_its_characters_are(twin: Twin) -> None:
     tokenizer = AutoTokenizer.from_pretrained(twin("question_answering") / "original")
     assert len(found) > 2 * len(rows)
     held = 0
-    for part, example in zip(found.parts, [found[number] for number in range(len(found))], strict=True):
+    for number, (row, offsets) in enumerate(zip(found.rows, found.offsets, strict=True)):
+        example = found[number]
         start, end = example["labels"]
-        answers, ids = rows[part.row]["answers"]["text"], example["input_ids"]
+        answers, ids = rows[row]["answers"]["text"], example["input_ids"]
         assert len(ids) <= 40
         if (start, end) != (0, 0):
             held += 1
@@ -273,8 +274,8 @@ def test_an_answer_is_where_its_characters_are(twin: Twin) -> None:
             assert answers[0] not in tokenizer.decode(ids[start + 1 : end + 1])
             assert answers[0] not in tokenizer.decode(ids[start:end])
         elif answers:
-            place = rows[part.row]["answers"]["answer_start"][0]
-            spans = [part.offsets[n] for n in range(len(ids)) if part.context_mask[n]]
+            place = rows[row]["answers"]["answer_start"][0]
+            spans = [offsets[n] for n in range(len(ids)) if example["context_mask"][n]]
             assert not (spans[0][0] <= place and place + len(answers[0]) <= spans[-1][1])
     assert held >= sum(bool(row["answers"]["text"]) for row in rows)
     fewer = data_of("question_answering", twin, "--max_length", 40, "--doc_stride", 2).train
@@ -286,10 +287,10 @@ def test_the_best_answer_of_all_parts_is_scored(twin: Twin) -> None:
     found = data_of("question_answering", twin, "--max_length", 40, "--doc_stride", 8).validation
     rows = rows_of(twin("question_answering") / "valid.jsonl")
     spans = []
-    for number, part in enumerate(found.parts):
+    for number in range(len(found)):
         start, end = found[number]["labels"]
         has_answer = (start, end) != (0, 0)
-        place = (start, end) if has_answer else (int(part.context_mask.argmax()),) * 2
+        place = (start, end) if has_answer else (int(found[number]["context_mask"].argmax()),) * 2
         spans.append((number, [float(has_answer), *map(float, place), 0.5]))
     texts, references = found.texts(spans)
     assert references == [row["answers"]["text"] or [""] for row in rows]

@@ -17,7 +17,8 @@ import numpy as np
 from transformers import BaseImageProcessor
 
 from hf_linear_attention._common.errors import DataError
-from hf_linear_attention.training.data.packing import Example, Tokens
+from hf_linear_attention.training.data.labels import class_labels
+from hf_linear_attention.training.data.packing import Example, Examples, Tokens, finished
 from hf_linear_attention.training.data.rows import path_of, require_column, without_bad
 from hf_linear_attention.training.recipe import DataArguments, Recipe
 
@@ -51,6 +52,23 @@ class Images:
         except (OSError, ValueError, SyntaxError) as error:  # Pillow's errors; only the beginning was read before
             raise DataError(f"image {index} of the data cannot be read ({error}); replace or remove it") from error
         return {"pixel_values": pixels, **({} if self.labels is None else {"labels": self.labels[index]})}
+
+
+def image_examples(
+    recipe: Recipe,
+    rows: datasets.Dataset,
+    processor: BaseImageProcessor,
+    max_length: int,
+    classes: dict[str, int] | None,
+    split: str,
+) -> Examples:
+    """The images of the usable rows of one split, as examples.
+
+    Raises:
+        DataError: if there are none, or their labels cannot be used.
+    """
+    labels = class_labels(rows, recipe, classes, split) if recipe.task.logits is not None else None
+    return finished(Images(rows, recipe.data, split, processor, labels), recipe, split)
 
 
 def usable_images(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:

@@ -21,11 +21,10 @@ import numpy.typing as npt
 from transformers import PreTrainedConfig, ProcessorMixin
 
 from hf_linear_attention._common.errors import DataError, SetupError
-from hf_linear_attention.training.data.examples import finished
-from hf_linear_attention.training.data.packing import Example, Examples, Tokens
+from hf_linear_attention.training.data.packing import Example, Examples, Tokens, finished
 from hf_linear_attention.training.data.processors import load_config, load_speech_processor
 from hf_linear_attention.training.data.rows import bad_text, path_of, require_column, without_bad
-from hf_linear_attention.training.data.targets import target_tokens
+from hf_linear_attention.training.data.texts import target_tokens
 from hf_linear_attention.training.models import empty_model
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.transformers_internals import count_frames

@@ -11,19 +11,24 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.batches import Masking, Stream
-from hf_linear_attention.training.data.examples import build_examples, image_examples, usable_texts
 from hf_linear_attention.training.data.file_checks import column_instead
-from hf_linear_attention.training.data.images import usable_images
+from hf_linear_attention.training.data.images import image_examples, usable_images
 from hf_linear_attention.training.data.labels import label_names
-from hf_linear_attention.training.data.messages import language_examples, usable_language
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
 from hf_linear_attention.training.data.recordings import recording_examples, usable_recordings
 from hf_linear_attention.training.data.rows import count_skipped, load_rows, path_of
 from hf_linear_attention.training.data.streaming import StreamedExamples
-from hf_linear_attention.training.data.targets import target_examples
-from hf_linear_attention.training.data.words import usable_words, word_examples
+from hf_linear_attention.training.data.texts import (
+    build_examples,
+    language_examples,
+    target_examples,
+    usable_language,
+    usable_texts,
+    usable_words,
+    word_examples,
+)
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import QUESTION_COLUMNS

@@ -148,7 +148,7 @@ def retrieval_test(recipe: Recipe, processor: Processor) -> RetrievalTest | None
     query = files.prompt("query_prompt_name", options.query_prompt_name, QUERY_PROMPTS)
     document = files.prompt("document_prompt_name", options.document_prompt_name, DOCUMENT_PROMPTS)
     texts = [query + text for text in retrieval.queries] + [document + text for text in retrieval.documents]
-    tokens = tokenize_texts(texts, processor, add_special_tokens=True, truncation=True, max_length=length)
+    tokens = tokenize_texts(texts, processor, truncation=True, max_length=length)["input_ids"]
     # A tokenizer without special tokens makes nothing of some texts, and their embedding is that of padding.
     padding = pad_token_id(processor)
     examples = Documents([ids if len(ids) else np.array([padding]) for ids in tokens], None)
