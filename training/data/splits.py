@@ -144,8 +144,7 @@ def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
     """The masking of tokens for masked_lm; None for other tasks."""
     if recipe.model.task != "masked_lm" or not isinstance(processor, PreTrainedTokenizerBase):
         return None
-    special = tuple(processor.all_special_ids)
-    return Masking(recipe.data.mlm_probability, processor.mask_token_id, len(processor), special)
+    return Masking(processor, recipe.data.mlm_probability)
 
 
 def stream_of(

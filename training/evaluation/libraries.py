@@ -20,13 +20,13 @@ PACKAGES = {
     "seqeval": "seqeval",
     "sklearn": "scikit-learn",
 }
-F1 = {"sequence_classification": "sklearn", "image_classification": "sklearn", "token_classification": "seqeval"}
-LIBRARIES = {"wer": "jiwer", "cer": "jiwer", "spearman": "scipy", **dict.fromkeys(RETRIEVAL, "sentence_transformers")}
+_OF_F1 = {"sequence_classification": "sklearn", "image_classification": "sklearn", "token_classification": "seqeval"}
+_OF_FIGURES = {"wer": "jiwer", "cer": "jiwer", "spearman": "scipy", **dict.fromkeys(RETRIEVAL, "sentence_transformers")}
 
 
 def missing_library(task: str, figure: str) -> str | None:
     """The library that a figure of a task needs and that is not installed, or None."""
-    library = F1.get(task) if figure == "f1" else LIBRARIES.get(figure)
+    library = _OF_F1.get(task) if figure == "f1" else _OF_FIGURES.get(figure)
     return None if library is None or _is_installed(library) else library
 
 
