@@ -21,6 +21,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, Tokens
+from hf_linear_attention.training.recipe import Recipe
 
 
 Batch = dict[str, Tensor]
@@ -43,6 +44,11 @@ class Masking:
         special = np.isin(tokens, self.special_ids)
         (masked,), (labels,) = self.collator.numpy_mask_tokens(tokens, special_tokens_mask=special)
         return {"input_ids": masked, "labels": labels}
+
+
+def masking_of(recipe: Recipe, processor: Any) -> Masking | None:
+    """The masking of tokens for masked_lm; None for other tasks."""
+    return Masking(processor, recipe.data.mlm_probability) if recipe.model.task == "masked_lm" else None
 
 
 class Stream(Dataset[Example]):
@@ -88,6 +94,17 @@ class Stream(Dataset[Example]):
         if self.masking is None:
             return example
         return {**example, **self.masking(example, self.seed, position)}
+
+
+def stream_of(
+    examples: Examples, recipe: Recipe, processor: Any, shuffle: bool, step_size: int | None = None
+) -> Stream:
+    """The examples by position, with the seed and the masking of the recipe.
+
+    Args:
+        step_size: the number of examples in an optimizer step, if these shall have similar lengths.
+    """
+    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor), step_size)
 
 
 def pad(examples: list[Example], pad_token_id: int) -> Batch:

@@ -17,9 +17,8 @@ import numpy as np
 from transformers import BaseImageProcessor
 
 from hf_linear_attention._common.errors import DataError
-from hf_linear_attention.training.data.labels import class_labels
 from hf_linear_attention.training.data.packing import Example, Examples, Tokens, finished
-from hf_linear_attention.training.data.rows import path_of, require_column, without_bad
+from hf_linear_attention.training.data.rows import class_labels, path_of, require_column, without_bad
 from hf_linear_attention.training.recipe import DataArguments, Recipe
 
 

@@ -10,16 +10,14 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError
-from hf_linear_attention.training.data.batches import Masking, Stream
 from hf_linear_attention.training.data.file_checks import column_instead
 from hf_linear_attention.training.data.images import image_examples, usable_images
-from hf_linear_attention.training.data.labels import label_names
+from hf_linear_attention.training.data.inputs import StreamedExamples
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
 from hf_linear_attention.training.data.recordings import recording_examples, usable_recordings
-from hf_linear_attention.training.data.rows import count_skipped, load_rows, path_of
-from hf_linear_attention.training.data.streaming import StreamedExamples
+from hf_linear_attention.training.data.rows import count_skipped, label_names, load_rows, path_of
 from hf_linear_attention.training.data.texts import (
     build_examples,
     language_examples,
@@ -138,21 +136,3 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
     if recipe.data.streaming and isinstance(processor, PreTrainedTokenizerBase):
         return Splits(StreamedExamples(recipe, processor, max_length), examples.get("validation"), classes, skipped)
     return Splits(examples.get("train"), examples.get("validation"), classes, skipped)
-
-
-def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
-    """The masking of tokens for masked_lm; None for other tasks."""
-    if recipe.model.task != "masked_lm" or not isinstance(processor, PreTrainedTokenizerBase):
-        return None
-    return Masking(processor, recipe.data.mlm_probability)
-
-
-def stream_of(
-    examples: Examples, recipe: Recipe, processor: Processor, shuffle: bool, step_size: int | None = None
-) -> Stream:
-    """The examples by position, with the seed and the masking of the recipe.
-
-    Args:
-        step_size: the number of examples in an optimizer step, if these shall have similar lengths.
-    """
-    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor), step_size)

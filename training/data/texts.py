@@ -30,7 +30,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError, SetupError
-from hf_linear_attention.training.data.labels import class_labels, pair_scores
 from hf_linear_attention.training.data.packing import (
     IGNORED,
     Documents,
@@ -40,7 +39,14 @@ from hf_linear_attention.training.data.packing import (
     Tokens,
     finished,
 )
-from hf_linear_attention.training.data.rows import path_of, require_column, usable_rows, without_bad
+from hf_linear_attention.training.data.rows import (
+    class_labels,
+    pair_scores,
+    path_of,
+    require_column,
+    usable_rows,
+    without_bad,
+)
 from hf_linear_attention.training.data.tokenization import document_ends, joined, paragraphs, tokenize_texts
 from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.tasks import MESSAGES

@@ -15,9 +15,8 @@ from transformers import BertConfig, PreTrainedTokenizerFast
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.data import tokenization
 from hf_linear_attention.training.data.batches import pad
-from hf_linear_attention.training.data.labels import label_names
 from hf_linear_attention.training.data.packing import Examples
-from hf_linear_attention.training.data.rows import load_rows
+from hf_linear_attention.training.data.rows import label_names, load_rows
 from hf_linear_attention.training.data.texts import build_examples, usable_texts
 from hf_linear_attention.training.data.tokenization import paragraphs
 from hf_linear_attention.training.models import class_mapping
