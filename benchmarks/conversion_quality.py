@@ -62,7 +62,7 @@ from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.training.data.rows import load_rows
-from hf_linear_attention.training.evaluation.position_figures import running_text
+from hf_linear_attention.training.evaluation.retention import running_text
 from hf_linear_attention.training.models import auto_class_of
 from hf_linear_attention.training.presets.preset import STAGES, Preset, fit_to, load_preset
 from hf_linear_attention.training.presets.stages import run_stages
