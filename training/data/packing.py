@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ import numpy.typing as npt
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.recipe import Recipe
 
+
+if TYPE_CHECKING:
+    import datasets
 
 logger = logging.getLogger(__name__)
 
@@ -181,12 +185,34 @@ def shorten(examples: Examples, max_samples: int | None, max_tokens: int | None)
     return examples if count == len(examples) else FirstExamples(examples, count)
 
 
-def finished(examples: Examples, recipe: Recipe, split: str) -> Examples:
+@dataclass(frozen=True)
+class Part:
+    """The rows of one split, and what makes examples of them.
+
+    Args:
+        recipe: the options.
+        rows: the rows.
+        split: "train" or "validation".
+        processor: the tokenizer, or the processor of images or speech.
+        max_length: the number of tokens to which texts are cut.
+        classes: the class index of every label, for tasks with classes.
+    """
+
+    recipe: Recipe
+    rows: datasets.Dataset
+    split: str
+    processor: Any
+    max_length: int
+    classes: dict[str, int] | None = None
+
+
+def finished(examples: Examples, part: Part) -> Examples:
     """The examples of a split, of which an evaluation uses only the first (`--max_eval_samples`, `--max_eval_tokens`).
 
     Raises:
         DataError: if there are none.
     """
+    recipe, split = part.recipe, part.split
     if split == "validation":
         examples = shorten(examples, recipe.data.max_eval_samples, recipe.data.max_eval_tokens)
     if len(examples) == 0:

@@ -13,13 +13,11 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError
-from hf_linear_attention.training.data.packing import Documents, Examples, Tokens, finished
+from hf_linear_attention.training.data.packing import Documents, Examples, Part, Tokens, finished
 from hf_linear_attention.training.data.rows import bad_text, require_column, without_bad
 from hf_linear_attention.training.data.texts import require_fast
-from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
 
@@ -86,12 +84,13 @@ def _ends(offsets: Sequence[tuple[int, int]], context_mask: Tokens, answers: dic
     return np.array([begun[-1], ended[0]], np.int64)
 
 
-def usable_questions(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+def usable_questions(part: Part) -> datasets.Dataset:
     """`rows` without the bad ones, which lack a text or have an answer that is not in its context.
 
     Raises:
         DataError: if there are bad rows that may not be skipped, or columns are missing.
     """
+    recipe, rows, split = part.recipe, part.rows, part.split
     needs_answers = split == "validation" or bool(recipe.objective.task_loss_weight)
     if missing := [name for name in QUESTION_COLUMNS[: 2 + needs_answers] if name not in rows.column_names]:
         raise DataError(
@@ -120,31 +119,25 @@ def _answer_problem(context: str, answers: Any) -> str | None:
     return None
 
 
-def question_examples(
-    recipe: Recipe,
-    rows: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    classes: dict[str, int] | None,
-    split: str,
-) -> Examples:
+def question_examples(part: Part) -> Examples:
     """The parts of the contexts of one split, each with its question, of at most `max_length` tokens.
 
     Raises:
         SetupError: if the tokenizer does not tell characters.
         DataError: if a question leaves no room for its context.
     """
+    rows, tokenizer, max_length = part.rows, part.processor, part.max_length
     require_fast(tokenizer, "the characters of a token")
     for name in QUESTION_COLUMNS[:2]:
         require_column(rows, name, name)
-    stride = recipe.task_options.doc_stride
+    stride = part.recipe.task_options.doc_stride
     stride = min(DEFAULT_STRIDE, max_length // 4) if stride is None else stride
     contexts, questions = list(rows["context"]), [text.strip() for text in rows["question"]]
     room = max_length - stride - tokenizer.num_special_tokens_to_add(pair=True)
     lengths = tokenizer(questions, add_special_tokens=False, return_attention_mask=False, return_length=True)["length"]
     if (longest := max(lengths, default=0)) >= room:
         raise DataError(
-            f"a question in the {split} data has {longest} tokens, but with `--max_length` {max_length} and "
+            f"a question in the {part.split} data has {longest} tokens, but with `--max_length` {max_length} and "
             f"`--doc_stride` {stride} only {room - 1} fit; change them, or shorten the question"
         )
     found = tokenizer(
@@ -165,4 +158,4 @@ def question_examples(
     ]
     parts, offsets = ([found[name][n] for n in kept] for name in ("overflow_to_sample_mapping", "offset_mapping"))
     answers = list(rows["answers"]) if "answers" in rows.column_names else None
-    return finished(Questions(columns, parts, offsets, contexts, answers), recipe, split)
+    return finished(Questions(columns, parts, offsets, contexts, answers), part)

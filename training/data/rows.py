@@ -17,7 +17,8 @@ from datasets.exceptions import DatasetGenerationError
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.training.recipe import DataArguments, Recipe
+from hf_linear_attention.training.data.packing import Part
+from hf_linear_attention.training.recipe import DataArguments
 
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,12 @@ SHOWN = 5  # the number of bad rows that a message names; the others are only co
 def path_of(data: DataArguments, split: str) -> str | None:
     """The file of a split ("train" or "validation"), or None if it is not read from a file."""
     return data.train_file if split == "train" else data.validation_file
+
+
+def folder_of(part: Part) -> Path:
+    """The folder to which the paths in the rows are relative."""
+    path = path_of(part.recipe.data, part.split)
+    return Path(path).parent if path is not None else Path()
 
 
 def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None = None) -> datasets.Dataset | None:
@@ -202,13 +209,13 @@ def _lines(path: str) -> Iterator[int]:
             begin = reader.line_num + 1
 
 
-def pair_scores(rows: datasets.Dataset, data: DataArguments, split: str) -> list[float] | None:
+def pair_scores(part: Part) -> list[float] | None:
     """The score of every pair, given twice, once for each text; None for training data, which needs no scores.
 
     Raises:
         DataError: if there is no column of scores, or a value in it is not a number.
     """
-    name = data.label_column_name
+    rows, split, name = part.rows, part.split, part.recipe.data.label_column_name
     if split == "train":
         return None
     if name not in rows.column_names:
@@ -222,9 +229,7 @@ def pair_scores(rows: datasets.Dataset, data: DataArguments, split: str) -> list
     return [float(value) for value in rows[name] for _ in range(2)]
 
 
-def class_labels(
-    rows: datasets.Dataset, recipe: Recipe, classes: dict[str, int] | None, split: str, *, of_words: bool = False
-) -> list[Any] | None:
+def class_labels(part: Part, *, of_words: bool = False) -> list[Any] | None:
     """The class index of every row; None if the data is unlabelled and training only imitates a teacher.
 
     If the labels are those `of_words`, a row has a list of them.
@@ -232,7 +237,8 @@ def class_labels(
     Raises:
         DataError: if labels are needed and there are none, or a class is unknown.
     """
-    name, known = recipe.data.label_column_name, classes or {}
+    recipe, rows, split, known = part.recipe, part.rows, part.split, part.classes or {}
+    name = recipe.data.label_column_name
     if name not in rows.column_names:
         if split == "train" and not recipe.objective.task_loss_weight:
             return None

@@ -35,6 +35,7 @@ from hf_linear_attention.training.data.packing import (
     Documents,
     Examples,
     PackedBlocks,
+    Part,
     StreamWindows,
     Tokens,
     finished,
@@ -48,63 +49,47 @@ from hf_linear_attention.training.data.rows import (
     without_bad,
 )
 from hf_linear_attention.training.data.tokenization import document_ends, joined, paragraphs, tokenize_texts
-from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.tasks import MESSAGES
 
 
 ASSISTANT = "assistant"
 
 
-def usable_texts(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+def usable_texts(part: Part) -> datasets.Dataset:
     """The rows that `build_examples` accepts: a .txt as it is, otherwise the rows that are not bad (`usable_rows`)."""
-    if _is_running_text(recipe, split):
+    recipe, rows = part.recipe, part.rows
+    if _is_running_text(part):
         return rows
     column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
-    return usable_rows(rows, recipe.data, split, labelled and column in rows.column_names)
+    return usable_rows(rows, recipe.data, part.split, labelled and column in rows.column_names)
 
 
-def _is_running_text(recipe: Recipe, split: str) -> bool:
-    return (path_of(recipe.data, split) or "").endswith(".txt")
+def _is_running_text(part: Part) -> bool:
+    return (path_of(part.recipe.data, part.split) or "").endswith(".txt")
 
 
-def _texts(rows: datasets.Dataset, data: DataArguments, running_text: bool, split: str) -> list[str]:
-    """The texts of `rows`; those of a running text are joined into one."""
-    if running_text:
-        return ["".join(rows["text"])[: data.max_eval_chars if split == "validation" else None]]
-    return list(rows[data.text_column_name])
-
-
-def build_examples(
-    recipe: Recipe,
-    rows: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    classes: dict[str, int] | None,
-    split: str,
-) -> Examples:
+def build_examples(part: Part) -> Examples:
     """The examples of the usable rows of one split.
-
-    Args:
-        max_length: the largest number of tokens in an example.
-        classes: class index of every label (sequence_classification only).
-        split: "train" or "validation".
 
     Raises:
         DataError: if the rows hold no text, or labels that cannot be used.
     """
-    data, task, running_text = recipe.data, recipe.model.task, _is_running_text(recipe, split)
-    texts = _texts(rows, data, running_text, split)
+    recipe, rows, tokenizer, max_length = part.recipe, part.rows, part.processor, part.max_length
+    data, task, running_text = recipe.data, recipe.model.task, _is_running_text(part)
+    if running_text:
+        texts = ["".join(rows["text"])[: data.max_eval_chars if part.split == "validation" else None]]
+    else:
+        texts = list(rows[data.text_column_name])
     if task == "causal_lm":
-        examples = _causal_examples(texts, tokenizer, max_length, running_text, split == "train", data.join_documents)
-        return finished(examples, recipe, split)
+        return finished(_causal_examples(part, texts, running_text), part)
     texts = paragraphs(texts[0]) if running_text else texts
     pairs = list(rows[data.text_pair_column_name]) if data.text_pair_column_name else None
     labels: list[Any] | None = None
     if task == "sequence_classification":
-        labels = class_labels(rows, recipe, classes, split)
+        labels = class_labels(part)
     elif task == "embedding":
         if pairs is not None:  # every text of a pair is embedded separately
-            labels = pair_scores(rows, data, split)
+            labels = pair_scores(part)
             texts, pairs = [text for pair in zip(texts, pairs, strict=True) for text in pair], None
         texts = [recipe.text_prompt + text for text in texts]
     types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
@@ -114,17 +99,11 @@ def build_examples(
     documents = columns.pop("input_ids")
     if pairs is None:
         documents = _without_empty(documents, keep=labels is not None)
-    return finished(Documents(documents, labels, **columns), recipe, split)
+    return finished(Documents(documents, labels, **columns), part)
 
 
-def _causal_examples(
-    texts: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    running_text: bool,
-    training: bool,
-    join: bool,
-) -> Examples:
+def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Examples:
+    tokenizer, max_length, training = part.processor, part.max_length, part.split == "train"
     bos, end = document_ends(tokenizer)
     found = tokenize_texts(texts, tokenizer, add_special_tokens=False)["input_ids"]
     if running_text:
@@ -133,7 +112,7 @@ def _causal_examples(
         )
     documents = [joined(bos, tokens, end) for tokens in found]
     if training:
-        return PackedBlocks([np.concatenate(documents)] if join else documents, max_length)
+        return PackedBlocks([np.concatenate(documents)] if part.recipe.data.join_documents else documents, max_length)
     return Documents([document[:max_length] for document in documents], "tokens")
 
 
@@ -151,19 +130,12 @@ def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
     return [document for document in documents if len(document)]
 
 
-def target_examples(
-    recipe: Recipe,
-    rows: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    classes: dict[str, int] | None,
-    split: str,
-) -> Examples:
+def target_examples(part: Part) -> Examples:
     """The sources and targets of the usable rows of one split, each cut to `max_length` tokens."""
-    data = recipe.data
+    rows, data, tokenizer, max_length = part.rows, part.recipe.data, part.processor, part.max_length
     sources = tokenize_texts(list(rows[data.text_column_name]), tokenizer, truncation=True, max_length=max_length)
     targets = target_tokens(list(rows[str(data.text_pair_column_name)]), tokenizer, max_length)
-    return finished(Documents(sources["input_ids"], None, targets=targets), recipe, split)
+    return finished(Documents(sources["input_ids"], None, targets=targets), part)
 
 
 def target_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
@@ -190,13 +162,13 @@ def require_fast(tokenizer: PreTrainedTokenizerBase, lacks: str) -> None:
         )
 
 
-def usable_words(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+def usable_words(part: Part) -> datasets.Dataset:
     """`rows` without the bad ones, which have no list of words or, where there are labels, not one for each word.
 
     Raises:
         DataError: if there are bad rows that may not be skipped, or no column with the words.
     """
-    data = recipe.data
+    rows, data = part.rows, part.recipe.data
     require_column(rows, "text_column_name", data.text_column_name)
     labels = list(rows[data.label_column_name]) if data.label_column_name in rows.column_names else None
     bad: dict[int, str] = {}
@@ -205,17 +177,10 @@ def usable_words(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets
             bad[number] = f"`{data.text_column_name}` is {words!r}, not a list of words"
         elif labels is not None and (not isinstance(labels[number], list) or len(labels[number]) != len(words)):
             bad[number] = f"`{data.label_column_name}` has not one class for each of the {len(words)} words"
-    return without_bad(rows, bad, data, split)
+    return without_bad(rows, bad, data, part.split)
 
 
-def word_examples(
-    recipe: Recipe,
-    rows: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    classes: dict[str, int] | None,
-    split: str,
-) -> Examples:
+def word_examples(part: Part) -> Examples:
     """One example per row, cut to `max_length` tokens.
 
     The first token of a word carries its class; the other tokens of the word, and special tokens, carry none (IGNORED).
@@ -224,14 +189,15 @@ def word_examples(
         SetupError: if the tokenizer cannot tell which word a token belongs to.
         DataError: if labels are needed and missing, or a class is unknown.
     """
+    tokenizer, words = part.processor, list(part.rows[part.recipe.data.text_column_name])
     require_fast(tokenizer, "which word a token belongs to")
-    labels = class_labels(rows, recipe, classes, split, of_words=True)
-    options: dict[str, Any] = {"truncation": True, "max_length": max_length, "is_split_into_words": True}
-    found = tokenizer(list(rows[recipe.data.text_column_name]), return_attention_mask=False, verbose=False, **options)
+    labels = class_labels(part, of_words=True)
+    options: dict[str, Any] = {"truncation": True, "max_length": part.max_length, "is_split_into_words": True}
+    found = tokenizer(words, return_attention_mask=False, verbose=False, **options)
     documents = [np.array(ids, np.int64) for ids in found["input_ids"]]
     if labels is not None:
         labels = [_aligned(found.word_ids(number), row) for number, row in enumerate(labels)]
-    return finished(Documents(documents, labels), recipe, split)
+    return finished(Documents(documents, labels), part)
 
 
 def _aligned(words: list[int | None], labels: list[int]) -> Tokens:
@@ -243,24 +209,25 @@ def _aligned(words: list[int | None], labels: list[int]) -> Tokens:
     return np.array(chosen, np.int64)
 
 
-def _is_conversation(recipe: Recipe, rows: datasets.Dataset) -> bool:
-    return "text_column_name" not in recipe.given and MESSAGES in rows.column_names
+def _is_conversation(part: Part) -> bool:
+    return "text_column_name" not in part.recipe.given and MESSAGES in part.rows.column_names
 
 
-def usable_language(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+def usable_language(part: Part) -> datasets.Dataset:
     """`rows` without the bad ones: those without a text or, for conversations, without an answer.
 
     Raises:
         DataError: if there are bad rows that may not be skipped, or an option is for conversations and there are
             none.
     """
-    if not _is_conversation(recipe, rows):
+    recipe, rows, split = part.recipe, part.rows, part.split
+    if not _is_conversation(part):
         if unused := sorted({"loss_on", "predict_with_generate"} & recipe.given):
             raise DataError(
                 f"`--{unused[0]}` is for conversations, but the {split} data has no column `{MESSAGES}`; it has "
                 f"{', '.join(rows.column_names)}"
             )
-        return usable_texts(recipe, rows, split)
+        return usable_texts(part)
     bad = {number: text for number, row in enumerate(rows[MESSAGES]) if (text := _problem(row)) is not None}
     return without_bad(rows, bad, recipe.data, split)
 
@@ -273,22 +240,16 @@ def _problem(messages: Any) -> str | None:
     return None if any(m["role"] == ASSISTANT for m in messages) else f"no message has the role `{ASSISTANT}`"
 
 
-def language_examples(
-    recipe: Recipe,
-    rows: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    classes: dict[str, int] | None,
-    split: str,
-) -> Examples:
+def language_examples(part: Part) -> Examples:
     """The conversations, or otherwise the texts, of the usable rows of one split.
 
     Raises:
         SetupError: if the tokenizer has no chat template or does not tell characters, or the template changes
             earlier messages.
     """
-    if not _is_conversation(recipe, rows):
-        return build_examples(recipe, rows, tokenizer, max_length, classes, split)
+    if not _is_conversation(part):
+        return build_examples(part)
+    tokenizer, max_length = part.processor, part.max_length
     if tokenizer.chat_template is None or not tokenizer.is_fast:
         raise SetupError(
             f"the column `{MESSAGES}` needs a fast tokenizer (tokenizer.json) with a chat template; give one with "
@@ -296,7 +257,7 @@ def language_examples(
         )
     documents: list[Tokens] = []
     columns: dict[str, list[Any]] = {"labels": [], "prompt_length": [], "loss_mask": []}
-    for messages in rows[MESSAGES]:
+    for messages in part.rows[MESSAGES]:
         text, spans = _rendered(messages, tokenizer)
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
         inside = [any(a <= start and end <= b and start < end for a, b in spans) for start, end in found.offset_mapping]
@@ -308,10 +269,10 @@ def language_examples(
         columns["labels"].append(np.where(is_answer, ids, IGNORED))
         columns["prompt_length"].append(int(begun[-1]))
         columns["loss_mask"].append(np.append(is_answer[1:], False).astype(np.int64))  # a logit predicts the next token
-    if recipe.task_options.loss_on == "all":
+    if part.recipe.task_options.loss_on == "all":
         del columns["loss_mask"]
         columns["labels"] = documents
-    return finished(Documents(documents, **columns), recipe, split)
+    return finished(Documents(documents, **columns), part)
 
 
 def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:

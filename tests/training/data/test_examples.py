@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import BertConfig, PreTrainedTokenizerFast
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.data import tokenization
 from hf_linear_attention.training.data.batches import pad
-from hf_linear_attention.training.data.packing import Examples
+from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.rows import label_names, load_rows
 from hf_linear_attention.training.data.texts import build_examples, usable_texts
 from hf_linear_attention.training.data.tokenization import paragraphs
@@ -29,7 +30,8 @@ def build(tokenizer: PreTrainedTokenizerFast):
         recipe = recipe_of(task, task_loss_weight=1.0, **data)
         rows = load_rows(recipe.data, split)
         assert rows is not None
-        return build_examples(recipe, usable_texts(recipe, rows, split), tokenizer, max_length, classes, split)
+        part = Part(recipe, rows, split, tokenizer, max_length, classes)
+        return build_examples(replace(part, rows=usable_texts(part)))
 
     return examples
 
