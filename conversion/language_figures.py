@@ -231,7 +231,8 @@ def _recall(inside: TokenFigures, text: HeldOutText) -> dict[str, Any]:
         return {"left_out": "which 4-grams are rare is counted on the training text: give a `--train_file`"}
     documents = list(_first_tokens(text.training, MAX_COUNTED))
     distance = recall_distances(repeats(text.examples), documents)
-    nats = {name: inside[name] for name in ("teacher", "student", "same_bytes", "healed") if name in inside}
+    models = ("teacher", "student", "same_bytes", "healed")
+    nats: dict[str, Tensor] = {name: inside[name] for name in models if name in inside}
     buckets = recall_buckets(distance, nats, distance_edges(text.max_length), "same_bytes")
     return {"counted_tokens": sum(map(len, documents)), "buckets": buckets}
 

@@ -103,19 +103,18 @@ def retrieval_figures(queries: Tensor, documents: Tensor, relevant: Sequence[set
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
     from sentence_transformers.util import cos_sim
 
-    def name(number: int) -> str:
-        return f"{number:012}"  # the names of equally near documents are compared
-
-    names = {name(number): "" for number in range(max(len(queries), len(documents)))}
+    names = [f"{number:012}" for number in range(max(len(queries), len(documents)))]  # equally near: the least name
+    depths: Any = {f"{kind}_at_k": [1, DEPTH] for kind in ("mrr", "ndcg", "accuracy", "precision_recall", "map")}
     evaluator = InformationRetrievalEvaluator(
-        dict(list(names.items())[: len(queries)]),
-        dict(list(names.items())[: len(documents)]),
-        {name(number): set(map(name, found)) for number, found in enumerate(relevant)},
+        dict.fromkeys(names[: len(queries)], ""),
+        dict.fromkeys(names[: len(documents)], ""),
+        {name: {names[number] for number in found} for name, found in zip(names, relevant)},
         score_functions={"cosine": cos_sim},
-        **{f"{kind}_at_k": [1, DEPTH] for kind in ("mrr", "ndcg", "accuracy", "precision_recall", "map")},
+        **depths,
     )
-    model = SimpleNamespace(encode_query=lambda *_, **__: queries.float())  # they are embedded already
-    found = evaluator.compute_all_metrics(model, corpus_embeddings=documents.float())["cosine"]
+    model: Any = SimpleNamespace(encode_query=lambda *_, **__: queries.float())  # they are embedded already
+    scores: Any = evaluator.compute_all_metrics(model, corpus_embeddings=documents.float())
+    found = scores["cosine"]
     recall = {f"recall_at_{count}": float(found["recall@k"][count]) for count in (1, DEPTH)}
     return {**recall, f"ndcg_at_{DEPTH}": float(found["ndcg@k"][DEPTH])}
 
