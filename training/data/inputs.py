@@ -173,17 +173,12 @@ class TrainInputs:
     accelerator: Accelerator
     pad_token_id: int
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences (or images) in one optimizer step, over all processes and accumulated batches."""
-        return sequences_per_step(self.recipe, self.accelerator)
-
     def facts(self) -> dict[str, int | str | None]:
         """The facts about the data that must be the same when the run is resumed."""
         streamed = isinstance(self.source, StreamedExamples)
         file = self.recipe.data.train_file
         return {
-            "sequences_per_step": self.sequences_per_step,
+            "sequences_per_step": sequences_per_step(self.recipe, self.accelerator),
             "train_examples": None if isinstance(self.source, StreamedExamples) else len(self.source),
             CONTENT: content_of([file] if file is not None else folder_files(self.recipe.data, "train")),
             "streaming_processes": self.accelerator.num_processes if streamed else None,
@@ -205,7 +200,7 @@ class TrainInputs:
 
         Streamed data is limited by steps only (`validation.py`).
         """
-        plan, per_step = self.recipe.optimization, self.sequences_per_step
+        plan, per_step = self.recipe.optimization, sequences_per_step(self.recipe, self.accelerator)
         if isinstance(self.source, StreamedExamples):
             return int(plan.max_train_steps or 0)
         unlimited = plan.max_train_steps is None and plan.max_train_tokens is None
@@ -221,7 +216,8 @@ class TrainInputs:
         """Warn of a run that repeats its data so often that it learns them by heart, unless epochs were asked for."""
         if isinstance(self.source, StreamedExamples) or self.recipe.optimization.num_train_epochs is not None:
             return
-        epochs, unit = total_steps * self.sequences_per_step / len(self.source), self.recipe.unit
+        per_step, unit = sequences_per_step(self.recipe, self.accelerator), self.recipe.unit
+        epochs = total_steps * per_step / len(self.source)
         if epochs <= MANY_EPOCHS or not self.accelerator.is_main_process:
             return
         data = int(self.source.examples.lengths.sum()) if unit == "tokens" else len(self.source)
