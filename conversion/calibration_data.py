@@ -28,6 +28,7 @@ from hf_linear_attention.training.data.batches import Batch, pad
 from hf_linear_attention.training.data.file_checks import check_data_file
 from hf_linear_attention.training.data.packing import Examples, Part, shorten
 from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
+from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.validation import FILE_TYPES
 
@@ -131,6 +132,8 @@ def check_pairs_file(path: str) -> None:
     )
 
     check_text_file("pairs_file", path, tuple(PAIR_COLUMNS.values()))
+    if (library := missing_library("embedding", "spearman")) is not None:
+        raise UsageError(f"`--pairs_file` {needs(library)}")
     try:
         rows = load_rows(DataArguments(validation_file=path, **PAIR_COLUMNS), "validation")
     except TrainingError as error:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.training.evaluation.libraries import PACKAGES, can_score
 from hf_linear_attention.training.evaluation.scores import (
     Classification,
@@ -106,6 +108,9 @@ def test_figures_that_were_asked_for_are_refused_without_their_library(
     data = ["--validation_file", folder / "valid.jsonl", "--text_column_name", "tokens"]
     finetune(*models, *data, "--retrieval_file", tmp_path / "rows.tsv", expect=2)
     assert "rows.tsv` needs sentence-transformers; install it" in capsys.readouterr().err
+    (tmp_path / "pairs.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="`--pairs_file` needs scipy; install it"):
+        check_pairs_file(str(tmp_path / "pairs.tsv"))
 
 
 def write_pairs(texts: list[str], path: Path) -> list[dict[str, object]]:
