@@ -223,7 +223,7 @@ class EmbeddingEvaluator:
         was_training = model.training
         model.eval()
         rows: list[tuple[int, list[float], int]] = []
-        scored: list[tuple[int, float, list[float]]] = []
+        labelled: list[tuple[int, float, list[float]]] = []
         for batch in progress(batches, "evaluating", self.accelerator.is_main_process):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             mine, index = self._embed(model, batch), batch["index"].tolist()
@@ -231,9 +231,9 @@ class EmbeddingEvaluator:
             tokens = token_weights(batch, 1).sum(-1).int().tolist()
             rows += zip(index, cosines.T.tolist(), tokens, strict=True)
             if "labels" in batch:
-                scored += zip(index, batch["labels"].tolist(), mine.tolist(), strict=True)
+                labelled += zip(index, batch["labels"].tolist(), mine.tolist(), strict=True)
         result = self._cosines(each_once(gather_object(rows)))
-        result |= self._similarity(each_once(gather_object(scored)))
+        result |= self._similarity(each_once(gather_object(labelled)))
         result |= self._retrieval(model)
         model.train(was_training)
         return {f"eval_{name}": value for name, value in result.items()}
@@ -255,14 +255,14 @@ class EmbeddingEvaluator:
 
         return at_dimensions(figures, self.dims)
 
-    def _similarity(self, scored: list[tuple[int, float, list[float]]]) -> dict[str, float]:
+    def _similarity(self, labelled: list[tuple[int, float, list[float]]]) -> dict[str, float]:
         """Spearman's correlation between the scores of pairs and the cosine similarities of their embeddings.
 
         Args:
-            scored: number, score of the pair and embedding of every text, sorted by number; texts 2 i and 2 i + 1 are a
-                pair.
+            labelled: number, score of the pair and embedding of every text, sorted by number; texts 2 i and 2 i + 1 are
+                a pair.
         """
-        whole = scored[: len(scored) // 2 * 2]
+        whole = labelled[: len(labelled) // 2 * 2]
         if not whole:
             return {}
         embeddings, scores = torch.tensor([row[2] for row in whole]), [row[1] for row in whole[::2]]
