@@ -1,6 +1,4 @@
-"""Reading of files and of `datasets` data sets as rows, treatment of rows that are unusable (`--on_bad_rows`), and the
-classes and scores in the column of labels.
-"""
+"""Reading of files and of `datasets` data sets as rows, unusable rows (`--on_bad_rows`), and the labels of rows."""
 
 from __future__ import annotations
 
