@@ -14,8 +14,14 @@ from hf_linear_attention.conversion.shown_samples import shown_neighbours
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, load_tokenizer, pad_token_id
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.evaluation.retention import compare_embeddings, compare_pairs, embed
-from hf_linear_attention.training.evaluation.retrieval_figures import at_dimensions, retrieval_test, with_teacher
+from hf_linear_attention.training.evaluation.embeddings import (
+    at_dimensions,
+    compare_embeddings,
+    compare_pairs,
+    embed,
+    retrieval_test,
+    with_teacher,
+)
 from hf_linear_attention.training.losses.teacher_windows import learned_positions, windows_for
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 
@@ -24,8 +30,8 @@ from hf_linear_attention.training.recipe import Recipe, parse_dims
 def embedding_figures(
     student: PreTrainedModel, teacher: PreTrainedModel, texts: Recipe, pairs: Recipe | None = None
 ) -> dict[str, Any]:
-    """The figures of `training/evaluation/retention.py`, for whole embeddings and as `<name>_dim_<d>` for the first `d`
-    dimensions, and examples of nearest neighbours.
+    """The figures of `training/evaluation/embeddings.py`, for whole embeddings and as `<name>_dim_<d>` for the first
+    `d` dimensions, and examples of nearest neighbours.
 
     If the student has more positions than its teacher, texts are as long as these, and the teacher reads windows.
 

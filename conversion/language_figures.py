@@ -22,31 +22,27 @@ from hf_linear_attention.conversion.controls import WINDOWS_OF_TEXT, SameBytes, 
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import Examples, Tokens
 from hf_linear_attention.training.evaluation.generation_figures import generation_figures
-from hf_linear_attention.training.evaluation.position_figures import (
+from hf_linear_attention.training.evaluation.retention import (
+    SMALLEST_GAP,
     SeparateWindows,
+    Settings,
+    TokenFigures,
     batches_of,
     bucket_edges,
+    distance_edges,
+    is_hybrid,
     longest_window,
     most_positions,
+    nats_of,
     paired_difference,
     position_buckets,
-    running_text,
-    target_positions,
-)
-from hf_linear_attention.training.evaluation.recall import (
-    distance_edges,
     recall_buckets,
     recall_distances,
     repeats,
-)
-from hf_linear_attention.training.evaluation.retention import (
-    SMALLEST_GAP,
-    Settings,
-    TokenFigures,
-    is_hybrid,
-    nats_of,
+    running_text,
     score,
     summary,
+    target_positions,
     window_settings,
 )
 
@@ -160,9 +156,9 @@ def language_figures(
         window, nats = better_window(teacher, controls.windows, batches, cached)
         control = describe_control(window, controls.windows, nats)
         if window.window_size < text.max_length:  # else it would be the teacher there
-            inside.values["same_bytes"] = [nats[window.name]]
+            inside["same_bytes"] = nats[window.name]
             if controls.healed is not None:
-                inside.values["healed"] = [nats_of(controls.healed, batches)]
+                inside["healed"] = nats_of(controls.healed, batches)
     return {
         **summary(inside, student.config.linear_attention),
         **_against_controls(inside),
@@ -176,12 +172,12 @@ def language_figures(
 def _against_controls(inside: TokenFigures) -> dict[str, Any]:
     """Of the whole text what the buckets of positions have too, and `closed`: the student's share of the way from the
     window of the same bytes to the teacher, None where there is no gap."""
-    found: dict[str, Any] = {"targets": len(inside.column("student"))}
+    found: dict[str, Any] = {"targets": len(inside["student"])}
     for mine, other in PAIRS:
         if other in inside:
-            found[f"{mine}_minus_{other}"] = paired_difference(inside.column(mine), inside.column(other))
+            found[f"{mine}_minus_{other}"] = paired_difference(inside[mine], inside[other])
     if "same_bytes" in inside:
-        control, student, teacher = (inside.column(name).mean().item() for name in ("same_bytes", "student", "teacher"))
+        control, student, teacher = (inside[name].mean().item() for name in ("same_bytes", "student", "teacher"))
         found["closed"] = (control - student) / (control - teacher) if control - teacher > SMALLEST_GAP else None
     return found
 
@@ -235,7 +231,8 @@ def _recall(inside: TokenFigures, text: HeldOutText) -> dict[str, Any]:
         return {"left_out": "which 4-grams are rare is counted on the training text: give a `--train_file`"}
     documents = list(_first_tokens(text.training, MAX_COUNTED))
     distance = recall_distances(repeats(text.examples), documents)
-    nats = {name: inside.column(name) for name in ("teacher", "student", "same_bytes", "healed") if name in inside}
+    models = ("teacher", "student", "same_bytes", "healed")
+    nats: dict[str, Tensor] = {name: inside[name] for name in models if name in inside}
     buckets = recall_buckets(distance, nats, distance_edges(text.max_length), "same_bytes")
     return {"counted_tokens": sum(map(len, documents)), "buckets": buckets}
 

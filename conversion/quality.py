@@ -167,7 +167,7 @@ def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path 
     # Here and not at the top: it imports `datasets`, which most conversions do without.
     from hf_linear_attention.conversion.language_figures import Controls, language_figures, possible_controls
     from hf_linear_attention.conversion.shown_samples import shown_continuations
-    from hf_linear_attention.training.evaluation.position_figures import most_positions, running_text
+    from hf_linear_attention.training.evaluation.retention import most_positions, running_text
 
     recipe, text = held_out_text(folder, source, data)
     student, teacher = load_models(recipe, folder)
@@ -211,7 +211,7 @@ def _documents(examples: Any) -> Any:
     """The tokens of every document; those of packed ones are in one stream."""
     if isinstance(examples, PackedBlocks):
         return np.split(examples.stream, examples.documents[1:])
-    return examples.documents
+    return examples.columns["input_ids"]
 
 
 def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
@@ -240,7 +240,7 @@ def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str
 
 def _costs_and_heads(student: Any, teacher: Any, tokenizer: Any, writes: bool) -> dict[str, Any]:
     """The errors of the heads and, on a CPU, the times of a layer and of the whole model."""
-    from hf_linear_attention.training.evaluation.position_figures import most_positions
+    from hf_linear_attention.training.evaluation.retention import most_positions
 
     speed = None
     if student.device.type == "cpu":

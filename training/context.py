@@ -13,10 +13,8 @@ from transformers import PreTrainedModel
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.processors import Processor, tokenizer_of
 from hf_linear_attention.training.distributed.zero import uses_deepspeed
-from hf_linear_attention.training.evaluation.embedding_evaluator import EmbeddingEvaluator
-from hf_linear_attention.training.evaluation.evaluator import Evaluator
-from hf_linear_attention.training.evaluation.generated import Generation
-from hf_linear_attention.training.evaluation.retrieval_figures import RetrievalTest
+from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator, RetrievalTest
+from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.parameters import WeightAverage
 from hf_linear_attention.training.recipe import Recipe, parse_dims

@@ -23,8 +23,9 @@ from hf_linear_attention.training.checkpoints.checkpointing import (
 from hf_linear_attention.training.checkpoints.final_model import save_final
 from hf_linear_attention.training.checkpoints.weights import TrainedParameters, whole_weights
 from hf_linear_attention.training.context import RunContext
-from hf_linear_attention.training.data.batches import Stream
+from hf_linear_attention.training.data.batches import Stream, stream_of
 from hf_linear_attention.training.data.inputs import (
+    StreamedExamples,
     TrainInputs,
     keeps_documents_apart,
     sequences_per_step,
@@ -32,12 +33,11 @@ from hf_linear_attention.training.data.inputs import (
 )
 from hf_linear_attention.training.data.packing import Examples, PackedBlocks
 from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
-from hf_linear_attention.training.data.splits import load_data, masking_of, stream_of
-from hf_linear_attention.training.data.streaming import StreamedExamples
+from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import zero
 from hf_linear_attention.training.distributed.launching import start_processes
 from hf_linear_attention.training.distributed.sharding import load_whole
-from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_test
+from hf_linear_attention.training.evaluation.embeddings import retrieval_test
 from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.losses.combined_loss import build_objectives
 from hf_linear_attention.training.losses.objectives import Objective
@@ -237,7 +237,7 @@ def _train_inputs(context: RunContext, examples: Examples | StreamedExamples) ->
         recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
         together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
         source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
-    return TrainInputs(source, recipe, context.accelerator, masking_of(recipe, processor), context.pad_token_id)
+    return TrainInputs(source, recipe, context.accelerator, context.pad_token_id)
 
 
 def _can_pack(context: RunContext) -> bool:

@@ -21,6 +21,7 @@ from hf_linear_attention.training.data.file_checks import (
     folder_files,
     wanted_columns,
 )
+from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.objective_arguments import TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.recipe import Recipe, parse_dims, parse_layer_numbers, parse_rates
 from hf_linear_attention.training.tasks import RETRIEVAL
@@ -319,6 +320,9 @@ def _selection(recipe: Recipe) -> Iterator[str]:
             f"`--metric_for_best_model {run.metric_for_best_model}` is not a figure of `--task {recipe.model.task}`; "
             f"choose one of {', '.join(allowed)}"
         )
+    library = missing_library(recipe.model.task, name)
+    if library is not None and (run.metric_for_best_model or run.load_best_model_at_end or run.early_stopping_patience):
+        yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
     if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
         yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
 

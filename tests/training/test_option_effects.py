@@ -202,7 +202,7 @@ def cases(
             "attention_map_weight": {"trainable": "mechanism"},
             "on_bad_rows": {**bad, "evaluation": {"validation_file": bad["train_file"]}},
             "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
-            "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 4},
+            "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 2, "max_length": 64},
             "max_eval_chars": {"validation_file": folder / "valid.txt"},
             "disable_dropout": {"task": "sequence_classification"},
             "label_column_name": {"task": "sequence_classification"},

@@ -15,10 +15,14 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_linear_attention._common.errors import DataError, UsageError
 from hf_linear_attention.training.data.processors import load_processor
-from hf_linear_attention.training.data.retrieval import read_retrieval
 from hf_linear_attention.training.data.sentence_files import sentence_files
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_figures, retrieval_test
+from hf_linear_attention.training.evaluation.embeddings import (
+    compare_embeddings,
+    read_retrieval,
+    retrieval_figures,
+    retrieval_test,
+)
 from hf_linear_attention.training.losses.outputs import pooled
 from hf_linear_attention.training.recipe_parser import parse
 
@@ -194,3 +198,11 @@ def test_poolings_are_those_of_sentence_transformers(model: Path) -> None:
     with pytest.raises(UsageError, match="pools by max, mean"):
         sentence_files(str(model))
     path.write_text(before, encoding="utf-8")
+
+
+def test_neighbours() -> None:
+    """Texts 0 and 1 are nearest to each other for both; 2 and 3 change partners."""
+    yours = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]]), dim=-1)
+    mine = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.6, 1.0], [-1.0, 1.0]]), dim=-1)
+    assert compare_embeddings(yours, yours) == pytest.approx({"cosine": 1, "cosine_min": 1, "same_neighbour": 1})
+    assert compare_embeddings(mine, yours)["same_neighbour"] == 0.75
