@@ -95,6 +95,7 @@ def _finetune(argv: Sequence[str], speaks: bool, finished: Callable[[Path], None
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     is_first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("accelerate.checkpointing").setLevel(logging.WARNING)  # it would name every file of a checkpoint
     folder = asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"])
     with only_writer(folder.resolve()) if is_first else nullcontext():
         figures = _run(asked)

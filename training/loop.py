@@ -51,17 +51,15 @@ class TrainingLoop:
 
     @property
     def stateful(self) -> dict[str, Any]:
-        """The objects whose state a checkpoint holds besides the weights and the random state, by name."""
-        found: dict[str, Any] = {"scheduler": self.plan.scheduler}
-        if self.engine is None:
-            found["optimizer"] = self.plan.optimizer
+        """The objects whose state a checkpoint holds besides what accelerate saves, by name."""
+        found: dict[str, Any] = {} if self.engine is not None else {"optimizer": self.plan.optimizer}
         if self.context.recipe.model.trains_beside:
             found["trained"] = TrainedParameters(self.context.student)
         if self.plan.transfer.patience is not None:
             found["transfer"] = self.plan.transfer
         if self.context.average is not None:
             found["average"] = self.context.average
-        return found if self.accelerator.scaler is None else {**found, "scaler": self.accelerator.scaler}
+        return found
 
     def train(self) -> dict[str, float]:
         """Train to the end, and return the figures of the last evaluation."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import SetupError
@@ -169,20 +170,20 @@ def checkpoint_gradients(student: PreTrainedModel) -> None:
 class WeightAverage:
     """An exponential moving average of the weights: average <- decay * average + (1 - decay) * weights at every step.
 
-    Polyak and Juditsky 1992; the decay is that of `torch.optim.swa_utils.get_ema_multi_avg_fn`.
-
-    It covers the parameters of `model` that require gradients, starts at their values, and needs as much memory.
+    Polyak and Juditsky 1992. `torch.optim.swa_utils.AveragedModel` would copy frozen parameters too, and FSDP2 refuses
+    the copy. This covers the parameters of `model` that require gradients, starts at their values, and needs as much
+    memory.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
+        self.move = get_ema_multi_avg_fn(decay)
         self.weights = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.average = {name: value.detach().clone() for name, value in self.weights.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights; called after every optimizer step."""
-        torch._foreach_lerp_(list(self.average.values()), list(self.weights.values()), 1 - self.decay)
+        self.move(list(self.average.values()), list(self.weights.values()), None)
 
     @contextmanager
     @torch.no_grad()

@@ -95,7 +95,8 @@ def make_training_plan(
         "zero_stage": zero.zero_stage(accelerator),
     }
     checkpointer = Checkpointer(
-        accelerator, recipe.output_dir, facts, recipe.run.save_total_limit, recipe.run.load_best_model_at_end
+        *(accelerator, scheduler, recipe.output_dir, facts),
+        *(recipe.run.save_total_limit, recipe.run.load_best_model_at_end),
     )
     dropout = WindowDropout(context.student, parse_rates(recipe.objective.window_dropout), total_steps)
     return TrainingPlan(

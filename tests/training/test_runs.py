@@ -150,9 +150,9 @@ def test_resuming_is_bit_exact_with_dropout(
             assert torch.equal(value, weights(parted / path)[name]), name
     assert not list(parted.glob(".incomplete*"))
     # the test can fail: dropout draws from the restored generator
-    state = torch.load(parted / "checkpoint-3" / "rng-0.pt", weights_only=True)
-    state["torch"] = torch.Generator().manual_seed(99).get_state()
-    torch.save(state, parted / "checkpoint-3" / "rng-0.pt")
+    state = torch.load(parted / "checkpoint-3" / "random_states_0.pkl", weights_only=False)
+    state["torch_manual_seed"] = torch.Generator().manual_seed(99).get_state()
+    torch.save(state, parted / "checkpoint-3" / "random_states_0.pkl")
     write_checksums(parted / "checkpoint-3")
     changed = tmp_path / "changed"
     finetune(*options, "--resume_from_checkpoint", parted / "checkpoint-3", output_dir=changed)

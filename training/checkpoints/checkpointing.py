@@ -1,13 +1,18 @@
 """The folders `checkpoint-<step>`, written under another name and then renamed (`folders.py`), so never incomplete.
 
     config.json, weights, code, tokenizer and so on    the files of `save_pretrained`: the folder loads with AutoModel
-    optimizer.pt                                       optimizer, learning-rate schedule and gradient scaler
+    optimizer.pt                                       the optimizer, and the average of the weights if there is one
+    scheduler.bin, scaler.pt, random_states_<n>.pkl    what accelerate saves: schedule, gradient scaler, and the state
+                                                       of every random generator of each process
     deepspeed/                                         with DeepSpeed, the part of the optimizer of each process
-    rng-<process>.pt                                   random state of each process
     trainer_state.json                                 step, tokens, running sums, best evaluation, and the recipe
     checksums.json                                     size and SHA-256 of each of these files
 
 The position in the data needs no file, because the number of the step determines it (`batches.py`).
+
+`Accelerator.save_state` itself is not used, only the function in it that writes the files of accelerate. With FSDP2, it
+would write weights that no AutoModel loads and an optimizer that only FSDP2 reads. If one process could not write, the
+others would wait for it.
 """
 
 from __future__ import annotations
@@ -15,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import random
 import re
 import shutil
 from collections.abc import Callable
@@ -23,11 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import RNG_STATE_NAME, gather_object
 from safetensors import SafetensorError
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common import folders
@@ -130,12 +135,13 @@ class Checkpointer:
     def __init__(
         self,
         accelerator: Accelerator,
+        scheduler: LRScheduler,
         output_dir: Path,
         recipe: dict[str, Any],
         save_total_limit: int | None,
         keep_best: bool,
     ) -> None:
-        self.accelerator, self.output_dir = accelerator, output_dir
+        self.accelerator, self.scheduler, self.output_dir = accelerator, scheduler, output_dir
         self.recipe, self.save_total_limit, self.keep_best = recipe, save_total_limit, keep_best
 
     def save(
@@ -154,8 +160,7 @@ class Checkpointer:
             TrainingError: on all processes, if one of them cannot write; earlier checkpoints are kept.
         """
         final = self.output_dir / f"checkpoint-{state.step}"
-        folder = folders.incomplete(final)
-        rng, keep = folder / f"rng-{self.accelerator.process_index}.pt", self.accelerator.is_main_process
+        folder, keep = folders.incomplete(final), self.accelerator.is_main_process
         weights = whole_weights(model, keep)
         states = whole({name: part.state_dict() for name, part in parts.items()}, keep)
 
@@ -168,11 +173,15 @@ class Checkpointer:
             (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
         self._do(write, folder)
-        self._do(lambda: folders.save_tensors(random_state(), rng), folder, everywhere=True)
+        self._do(lambda: self._save_of_accelerate(folder), folder, everywhere=True)
         if (engine := zero.engine_of(self.accelerator)) is not None:
             self._do(lambda: zero.save_states(engine, folder), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
         return final
+
+    def _save_of_accelerate(self, folder: Path) -> None:
+        process, scaler = self.accelerator.process_index, self.accelerator.scaler
+        save_accelerator_state(str(folder), [], [], [self.scheduler], [], process, 0, scaler)
 
     def _do(self, action: Callable[[], None], folder: Path, everywhere: bool = False) -> None:
         """Run `action` on the main process, or with `everywhere` on all processes.
@@ -184,8 +193,8 @@ class Checkpointer:
         if everywhere or self.accelerator.is_main_process:
             try:
                 action()
-            except (OSError, SafetensorError) as error:
-                problem = str(error)
+            except (OSError, SafetensorError, RuntimeError) as error:  # torch's writer raises RuntimeError
+                problem = str(error).splitlines()[0]
         problems = [found for found in gather_object([problem]) if found is not None]
         if problems:
             if self.accelerator.is_main_process:
@@ -229,7 +238,7 @@ class Checkpointer:
         return state
 
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
-        """Load the state of `parts` and the random state. The weights were loaded from `checkpoint` before."""
+        """Load the state of `parts`, the schedule and the random state. The weights were loaded before."""
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
         if (engine := zero.engine_of(self.accelerator)) is not None:
             zero.load_states(engine, checkpoint)
@@ -237,15 +246,14 @@ class Checkpointer:
             saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-        path = checkpoint / f"rng-{self.accelerator.process_index}.pt"
-        if path.is_file():
-            set_random_state(torch.load(path, weights_only=True))
-        else:
+        process, scaler = self.accelerator.process_index, self.accelerator.scaler
+        if not (checkpoint / f"{RNG_STATE_NAME}_{process}.pkl").is_file():
             logger.warning(
-                "%s is missing, because there are more processes than before; dropout will differ from that of the "
-                "uninterrupted run",
-                path,
+                "%s has no random state of process %d, because there are more processes than before; dropout will "
+                "differ from that of the uninterrupted run",
+                *(checkpoint, process),
             )
+        load_accelerator_state(str(checkpoint), [], [], [self.scheduler], [], process, scaler)
 
 
 @dataclass(frozen=True)
@@ -294,24 +302,3 @@ def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) 
         text = "; ".join(changed.watched)
         logger.warning("the settings have changed, so the run continues differently than without a break: %s", text)
     return changed
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every random generator of this process, in types that `torch.load` accepts with `weights_only`."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Set every random generator of this process to a state from `random_state`."""
-    name, keys, *rest = state["numpy"]
-    random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
