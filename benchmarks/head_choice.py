@@ -37,7 +37,7 @@ from hf_linear_attention.conversion.head_ranking import (
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.softmax_heads import exact_attention
 from hf_linear_attention.training.data.rows import load_rows
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.presets import load_preset
 from hf_linear_attention.training.recipe import DataArguments
 
 

@@ -36,7 +36,7 @@ from benchmarks.common import argument_parser, median_ratio, save_results, table
 from benchmarks.speed_kernels import cpu_times, resident_bytes
 from hf_linear_attention import convert
 from hf_linear_attention.default_settings import DEFAULTS
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.presets import load_preset
 
 
 SOFTMAX = "softmax"

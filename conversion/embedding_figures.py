@@ -16,7 +16,7 @@ from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, loa
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.evaluation.retention import compare_embeddings, compare_pairs, embed
 from hf_linear_attention.training.evaluation.retrieval_figures import at_dimensions, retrieval_test, with_teacher
-from hf_linear_attention.training.losses.teacher_windows import learned_positions, windows_for
+from hf_linear_attention.training.losses.teacher import learned_positions, windows_for
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.processors import Processor, tokenizer_of
-from hf_linear_attention.training.distributed.zero import uses_deepspeed
+from hf_linear_attention.training.distributed import uses_deepspeed
 from hf_linear_attention.training.evaluation.embedding_evaluator import EmbeddingEvaluator
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
 from hf_linear_attention.training.evaluation.generated import Generation
 from hf_linear_attention.training.evaluation.retrieval_figures import RetrievalTest
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.parameters import WeightAverage
+from hf_linear_attention.training.models import WeightAverage
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 from hf_linear_attention.training.tracking import MetricsFile
 

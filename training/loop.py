@@ -22,14 +22,12 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from hf_linear_attention._common.errors import TerminatedError, TrainingError
-from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
-from hf_linear_attention.training.checkpoints.weights import TrainedParameters
+from hf_linear_attention.training.checkpoints import TrainedParameters, TrainingState
 from hf_linear_attention.training.context import RunContext
 from hf_linear_attention.training.data.batches import Batch, count_units
-from hf_linear_attention.training.distributed import zero
+from hf_linear_attention.training.distributed import engine_of, zero_backward, zero_step
 from hf_linear_attention.training.evaluation.evaluator import Selection
-from hf_linear_attention.training.losses.combined_loss import LOSS, weighted_sum
-from hf_linear_attention.training.losses.layer_transfer import layer_name
+from hf_linear_attention.training.losses.combined_loss import LOSS, layer_name, weighted_sum
 from hf_linear_attention.training.training_plan import TrainingPlan
 
 
@@ -42,7 +40,7 @@ class TrainingLoop:
     def __init__(self, context: RunContext, plan: TrainingPlan, state: TrainingState) -> None:
         self.context, self.plan, self.state = context, plan, state
         self.accelerator, self.run = context.accelerator, context.recipe.run
-        self.engine = zero.engine_of(self.accelerator)
+        self.engine = engine_of(self.accelerator)
         self.objectives, self.selection, self.termination = plan.objectives, Selection(context.recipe), Termination()
         self.is_terminated = False
         self.sums: dict[str, Tensor] = {}
@@ -123,7 +121,7 @@ class TrainingLoop:
         if self.engine is None:
             self.accelerator.backward(loss)
         else:
-            zero.backward(self.engine, loss, last)
+            zero_backward(self.engine, loss, last)
 
     def _uses_teacher(self) -> bool:
         return any(objective.needs_teacher for _, objective in self.objectives.values())
@@ -141,7 +139,7 @@ class TrainingLoop:
     def _clip(self) -> Tensor:
         """Clip the gradients (DeepSpeed also steps), and return their norm before that, the same on all processes."""
         if self.engine is not None:
-            return zero.step(self.engine).to(self.accelerator.device)
+            return zero_step(self.engine).to(self.accelerator.device)
         limit = self.context.recipe.optimization.max_grad_norm
         parameters = [parameter for parameter in self.plan.module.parameters() if parameter.requires_grad]
         norm = self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)

@@ -12,19 +12,17 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from hf_linear_attention.training.checkpoints.checkpointing import Checkpointer
+from hf_linear_attention.training.checkpoints import Checkpointer
 from hf_linear_attention.training.context import RunContext
 from hf_linear_attention.training.data.batches import Stream
 from hf_linear_attention.training.data.inputs import TrainInputs
-from hf_linear_attention.training.distributed import zero
+from hf_linear_attention.training.distributed import prepare_zero, uses_deepspeed, zero_stage
 from hf_linear_attention.training.evaluation.evaluator import Selection
-from hf_linear_attention.training.losses.combined_loss import StudentWithObjectives
-from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+from hf_linear_attention.training.losses.combined_loss import StudentWithObjectives, TransferLayers
 from hf_linear_attention.training.losses.objectives import Objective
 from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
-from hf_linear_attention.training.parameters import freeze, parameter_groups
+from hf_linear_attention.training.models import WindowDropout, freeze, parameter_groups
 from hf_linear_attention.training.recipe import Recipe, parse_rates
-from hf_linear_attention.training.window_dropout import WindowDropout
 
 
 logger = logging.getLogger(__name__)
@@ -70,7 +68,7 @@ def make_training_plan(
         context.student,
         recipe.objective.transfer_layers,
         recipe.objective.layer_patience,
-        is_sharded=accelerator.is_fsdp2 or zero.uses_deepspeed(accelerator),
+        is_sharded=accelerator.is_fsdp2 or uses_deepspeed(accelerator),
     )
     cached, layers = cached_teacher(context, inputs, objectives), hidden_layers_of(recipe, objectives)
     note = None
@@ -79,8 +77,8 @@ def make_training_plan(
     module = StudentWithObjectives(context.student, objectives, layers, transfer, note)
     # The scheduler is not prepared, because accelerate would advance it once per process. The student needs no device
     # placement, because it is on its device already.
-    if zero.uses_deepspeed(accelerator):
-        wrapped, optimizer = zero.prepare(accelerator, context.student, module, optimizer)
+    if uses_deepspeed(accelerator):
+        wrapped, optimizer = prepare_zero(accelerator, context.student, module, optimizer)
     else:
         wrapped, optimizer = accelerator.prepare(
             context.student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
@@ -92,7 +90,7 @@ def make_training_plan(
         **inputs.facts(),
         "world_size": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "zero_stage": zero.zero_stage(accelerator),
+        "zero_stage": zero_stage(accelerator),
     }
     checkpointer = Checkpointer(
         *(accelerator, scheduler, recipe.output_dir, facts),

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from checkpoints import run
 from earlier import FIRST, unfinished_run
 
-from hf_linear_attention.training.presets import preset
+from hf_linear_attention.training import presets as preset
 
 
 @pytest.fixture(autouse=True)

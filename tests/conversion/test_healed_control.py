@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from checkpoints import files, run
 
 from hf_linear_attention.conversion import healed_control
-from hf_linear_attention.training.presets.preset import Preset, Stage, fit_to, load_preset
+from hf_linear_attention.training.presets import Preset, Stage, fit_to, load_preset
 
 
 @pytest.fixture(autouse=True)

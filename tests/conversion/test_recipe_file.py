@@ -26,7 +26,7 @@ from hf_linear_attention.conversion.recipe_file import RECIPE
 from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.presets import load_preset
 
 
 WINDOW = ("--window_size", 4, "--num_features", 8)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.adapters import add_adapters, merged_state_dict
+from hf_linear_attention.training.models import add_adapters, merged_state_dict
 from hf_linear_attention.training.recipe import ModelArguments
 
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 
 from hf_linear_attention import convert
 from hf_linear_attention.training import run as run_module
-from hf_linear_attention.training.losses.attention_transfer import AttentionTransfer
-from hf_linear_attention.training.parameters import WeightAverage
+from hf_linear_attention.training.losses.objectives import AttentionTransfer
+from hf_linear_attention.training.models import WeightAverage
 
 
 @pytest.fixture(scope="module")

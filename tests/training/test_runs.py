@@ -27,7 +27,7 @@ from transformers import (
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.folders import write_checksums
-from hf_linear_attention.training.parameters import disable_dropout, parameter_groups
+from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
 
 Events = list[dict[str, Any]]

@@ -21,8 +21,7 @@ from hf_linear_attention.training.data.packing import Documents
 from hf_linear_attention.training.data.rows import bad_text, load_rows, require_column, without_bad
 from hf_linear_attention.training.data.sentence_files import DOCUMENT_PROMPTS, QUERY_PROMPTS, SentenceFiles
 from hf_linear_attention.training.data.tokenization import tokenize_texts
-from hf_linear_attention.training.recipe import DataArguments
-from hf_linear_attention.training.task_arguments import TaskArguments
+from hf_linear_attention.training.recipe import DataArguments, TaskArguments
 
 
 @dataclass(frozen=True)

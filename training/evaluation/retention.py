@@ -36,7 +36,7 @@ from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.sentence_files import Pooling
 from hf_linear_attention.training.evaluation.metrics import pair_similarity
 from hf_linear_attention.training.losses.outputs import pooled, run_model
-from hf_linear_attention.training.losses.teacher_windows import TeacherWindows
+from hf_linear_attention.training.losses.teacher import TeacherWindows
 
 
 # In nats per token. If window and teacher compute the same function, float32 logits differ by less than this.

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from hf_linear_attention._common.folders import find_damage, write_checksums
 from hf_linear_attention._common.model_card import HISTORY
-from hf_linear_attention.training.checkpoints.checkpointing import (
+from hf_linear_attention.training.checkpoints import (
     latest_checkpoint,
     list_checkpoints,
     newest_intact_checkpoint,
@@ -314,7 +314,7 @@ def test_a_model_is_finished_only_with_its_last_file(
     replace, moved = Path.replace, [0]
     # a file that the alphabet puts behind the report, as other tokenizers have
     monkeypatch.setattr(
-        "hf_linear_attention.training.checkpoints.final_model.copy_sidecars",
+        "hf_linear_attention.training.checkpoints.copy_sidecars",
         lambda _, folder: (folder / "vocab.txt").write_text("a"),
     )
     total = sum(path.is_file() for path in whole.iterdir()) - 1 + 1  # without metrics.jsonl, with vocab.txt

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import OnResume
-from hf_linear_attention.training.arguments import FACTS
-from hf_linear_attention.training.checkpoints.checkpointing import changed_settings
+from hf_linear_attention.training.checkpoints import changed_settings
 from hf_linear_attention.training.loop import TrainingLoop
+from hf_linear_attention.training.recipe import FACTS
 
 
 RESUME = ["--resume_from_checkpoint", "latest"]

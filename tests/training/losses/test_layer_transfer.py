@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+from hf_linear_attention.training.losses.combined_loss import TransferLayers
 
 
 TRANSFER = ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--logging_steps", 1, "--max_grad_norm", 0]

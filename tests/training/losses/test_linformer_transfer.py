@@ -12,9 +12,9 @@ from torch import Tensor
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.mechanism_linformer import mean_pool_matrix
-from hf_linear_attention.training.losses.attention_transfer import relative_head_error
 from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.parameters import parameter_groups
+from hf_linear_attention.training.losses.objectives import relative_head_error
+from hf_linear_attention.training.models import parameter_groups
 
 
 SLOTS = 7

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+from hf_linear_attention.training.losses.combined_loss import (
+    OBJECTIVES,
+    StudentWithObjectives,
+    TransferLayers,
+    build_objectives,
+)
 from hf_linear_attention.training.losses.teacher import Teacher
 
 

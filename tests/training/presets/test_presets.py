@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassifi
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.state_budget import with_budget
+from hf_linear_attention.training import presets
 from hf_linear_attention.training.context import RunContext
-from hf_linear_attention.training.presets import preset as presets
-from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
-from hf_linear_attention.training.presets.stages import run_stages
-from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_options
+from hf_linear_attention.training.recipe_parser import check_stages, given_options
+from hf_linear_attention.training.run import run_stages
 
 
 CLASSES = {
@@ -31,6 +31,13 @@ CLASSES = {
     "embedding": BertModel,
     "sequence_classification": BertForSequenceClassification,
 }
+
+
+def parse_preset(words: list[str]) -> tuple[presets.Preset, dict[str, Any]]:
+    preset, given = given_options(words)
+    assert preset is not None
+    check_stages(preset, given)
+    return preset, given
 
 
 @pytest.fixture
@@ -247,11 +254,11 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_stages(preset, given, lambda words: words, killed)
+        run_stages(preset, given, killed)
     started = []
     resumed = {**given, "resume_from_checkpoint": "latest"}
     del resumed["overwrite_output_dir"]
-    run_stages(preset, resumed, lambda words: None, lambda recipe, known: started.append(recipe) or {"figure": 1.0})
+    run_stages(preset, resumed, lambda recipe, known: started.append(recipe) or {"figure": 1.0})
     assert len(started) == 2
 
 
@@ -282,9 +289,9 @@ def test_a_task_without_stages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_the_command_line_wins_over_the_stages() -> None:
     (transfer, distil) = load_preset("default").stages["causal_lm"]
     given = {"task": "causal_lm", "teacher_name_or_path": "t", "learning_rate": 3.0, "logging_steps": 7}
-    assert "--learning_rate=3.0" in stage_arguments(distil, given, 100)
-    assert not any(word.startswith(("--learning_rate", "--teacher")) for word in stage_arguments(transfer, given, 100))
-    assert "--logging_steps=7" in stage_arguments(transfer, given, 100)
+    assert stage_options(distil, given, 100)["learning_rate"] == 3
+    assert not {"learning_rate", "teacher_name_or_path"} & stage_options(transfer, given, 100).keys()
+    assert stage_options(transfer, given, 100)["logging_steps"] == 7
 
 
 def test_presets_are_listed_in_the_package_data() -> None:

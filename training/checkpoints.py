@@ -1,4 +1,7 @@
-"""The folders `checkpoint-<step>`, written under another name and then renamed (`folders.py`), so never incomplete.
+"""Checkpoints for resuming, and the folder of the finished model.
+
+Checkpoints are the folders `checkpoint-<step>`. They are written under another name and then renamed (`folders.py`), so
+they are never incomplete.
 
     config.json, weights, code, tokenizer and so on    the files of `save_pretrained`: the folder loads with AutoModel
     optimizer.pt                                       the optimizer, and the average of the weights if there is one
@@ -32,24 +35,93 @@ from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import RNG_STATE_NAME, gather_object
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from hf_linear_attention._common import folders
+from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.errors import SetupError, TrainingError, UsageError
-from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention._common.heads import is_without_head
+from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.training.arguments import DEFAULTS, FACTS
-from hf_linear_attention.training.checkpoints.weights import save_model, whole_weights
 from hf_linear_attention.training.data.inputs import CONTENT
 from hf_linear_attention.training.data.processors import Processor
-from hf_linear_attention.training.distributed import zero
-from hf_linear_attention.training.distributed.sharding import shard_optimizer_state, whole
-from hf_linear_attention.training.tracking import METRICS
+from hf_linear_attention.training.distributed import (
+    engine_of,
+    is_sharded,
+    load_zero,
+    save_zero,
+    shard_optimizer_state,
+    whole,
+    without_sharding_class,
+)
+from hf_linear_attention.training.models import ADAPTER, merged_state_dict, with_dropout
+from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe
+from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
 
 logger = logging.getLogger(__name__)
+
+
+SHARD_SIZE = "2GB"  # size of a file of an offloaded model; the tensors of one file are in memory together
+
+
+def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Save `model` with `save_pretrained`, with adapters merged into a copy of their weights.
+
+    Args:
+        weights: the whole weights of a model that is in shards (`whole_weights`).
+    """
+    with with_dropout(model):
+        if weights is not None:
+            with without_sharding_class(model):
+                model.save_pretrained(folder, state_dict=weights)
+        elif any(ADAPTER in name for name, _ in model.named_parameters()):
+            model.save_pretrained(folder, state_dict=merged_state_dict(model))
+        elif is_offloaded(model):
+            model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        else:
+            model.save_pretrained(folder)
+
+
+def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:
+    """The whole weights of a model in shards, for `save_model`; None for other models.
+
+    All processes call this together. Those without `keep` get None in place of every tensor that was in shards.
+    """
+    if not is_sharded(model):
+        return None
+    # Tied parameters are left out: gathered, they would be separate tensors, and saved twice.
+    state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 could not be recognised as one
+    own = {name: value for name, value in state.items() if name not in model.all_tied_weights_keys}
+    return whole(own, keep)
+
+
+class TrainedParameters:
+    """The trained parameters alone, for checkpoints: from merged weights, adapters cannot be recovered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The value of every parameter that requires gradients, by name."""
+        return {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy the values in `state` into the parameters of the same names."""
+        parameters = dict(self.model.named_parameters())
+        for name, value in state.items():
+            parameters[name].copy_(value)
+
+
+def is_offloaded(model: PreTrainedModel) -> bool:
+    """Whether some weights of the model are on disk (`--offload_folder`)."""
+    return "disk" in (getattr(model, "hf_device_map", None) or {}).values()
+
 
 STATE_FILE = "trainer_state.json"
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
@@ -174,8 +246,8 @@ class Checkpointer:
 
         self._do(write, folder)
         self._do(lambda: self._save_of_accelerate(folder), folder, everywhere=True)
-        if (engine := zero.engine_of(self.accelerator)) is not None:
-            self._do(lambda: zero.save_states(engine, folder), folder, everywhere=True)
+        if (engine := engine_of(self.accelerator)) is not None:
+            self._do(lambda: save_zero(engine, folder), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
         return final
 
@@ -240,8 +312,8 @@ class Checkpointer:
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
         """Load the state of `parts`, the schedule and the random state. The weights were loaded before."""
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        if (engine := zero.engine_of(self.accelerator)) is not None:
-            zero.load_states(engine, checkpoint)
+        if (engine := engine_of(self.accelerator)) is not None:
+            load_zero(engine, checkpoint)
         else:
             saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
         for name, part in parts.items():
@@ -302,3 +374,94 @@ def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) 
         text = "; ".join(changed.watched)
         logger.warning("the settings have changed, so the run continues differently than without a break: %s", text)
     return changed
+
+
+SENTENCE_MODEL_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+
+def save_final(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    processor: Processor,
+    training: dict[str, Any],
+    metrics: dict[str, float],
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model, code, processor, sidecar files and model card into `output_dir`; every file appears complete.
+
+    Args:
+        training: the settings of the training run, for report and card.
+        metrics: the figures of the last evaluation.
+        weights: see `weights.save_model`.
+    """
+    folder = folders.incomplete(recipe.output_dir / MODEL_FOLDER)
+    folder.mkdir(parents=True)
+    with folders.saving(recipe.output_dir):
+        save_model(model, folder, weights)
+    processor.save_pretrained(folder)
+    earlier: list[dict[str, Any]] = []
+    with not_essential("what describes the model it was trained from"):
+        copy_sidecars(recipe.model.model_name_or_path, folder)
+        earlier = training_history(recipe.model.model_name_or_path)
+    dataset = recipe.data.dataset_name or Path(str(recipe.data.train_file)).name
+    this = {"dataset": dataset, "training": training, "metrics": metrics}
+    (folder / HISTORY).write_text(json.dumps({"runs": [*earlier, this]}, indent=1) + "\n", encoding="utf-8")
+    with not_essential("the plot of the losses"):
+        plot_metrics(recipe.output_dir, folder)
+    with not_essential("the model card"):
+        settings = getattr(model.config, "linear_attention", None)
+        facts = {"base_model": recipe.model.model_name_or_path, "settings": settings}
+        write_model_card(folder, facts | training_facts([*earlier, this]), name=recipe.output_dir.name)
+    _move_into(folder, recipe.output_dir)
+    logger.info("saved %s", recipe.output_dir)
+
+
+def copy_sidecars(source: str, target: Path) -> None:
+    """Copy the sidecar files that `source` (a folder or a name on the Hub) has into `target`, which holds a model.
+
+    A classifier that was trained from a sentence-transformers model is no such model, and gets none of their files.
+    """
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    sentence_files = [*SENTENCE_MODEL_FILES, *_module_files(source)] if is_without_head(config) else []
+    for name in [REPORT, *sentence_files]:
+        found = _find(source, name)
+        if found is not None:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found, target / name)
+    if (report := target / REPORT).is_file():  # its figures of quality are those of the model before this training
+        content = json.loads(report.read_text(encoding="utf-8"))
+        if content.pop("quality", None) is not None:
+            report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _module_files(source: str) -> list[str]:
+    """The files of the sentence-transformers modules after the transformer, such as `1_Pooling/config.json`."""
+    modules = _find(source, "modules.json")
+    if modules is None:
+        return []
+    paths = [module["path"] for module in json.loads(Path(modules).read_text(encoding="utf-8")) if module["path"]]
+    return [f"{path}/{name}" for path in paths for name in ("config.json", "model.safetensors")]
+
+
+def _find(source: str, name: str) -> str | None:
+    return cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+
+
+def _move_into(folder: Path, target: Path) -> None:
+    """Move every file of `folder` into `target`, where it replaces an older one, after its content is on the disk.
+
+    The training report, which marks a stage as finished (`stages.py`), is removed first and moved last.
+    """
+    folders.flush(folder)
+    (target / HISTORY).unlink(missing_ok=True)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path == folder / HISTORY, path)):
+        destination = target / path.relative_to(folder)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if path == folder / HISTORY:
+            folders.flush_names(target)
+        path.replace(destination)
+    folders.flush_names(target)
+    shutil.rmtree(folder)

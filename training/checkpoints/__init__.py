@@ -1,1 +1,0 @@
-"""Checkpoints of a run, and the folder of the finished model."""

@@ -1,1 +1,0 @@
-"""Several processes: their launch, FSDP2's shards, and DeepSpeed's ZeRO."""
