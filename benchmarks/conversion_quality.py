@@ -1,17 +1,18 @@
 """What conversion recipes keep of one teacher, at equal tokens: figures, ablations, and the gap against the tokens.
 
     python benchmarks/conversion_quality.py --teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt \\
-        --recipes default lolcats --tokens 1000000 --seeds 0 1 2
+        --recipes default linear --tokens 1000000 --seeds 0 1 2
 
 And of an embedding model, from unlabelled sentences, measured on scored pairs (columns sentence1, sentence2, score):
 
     python benchmarks/conversion_quality.py --task embedding --teacher SRC --train_file SENTENCES.jsonl \\
         --validation_file STSB_DEV.tsv --recipes default performer:preset=default,mechanism=performer
 
-Each recipe is a preset of training/presets. `--settings` are settings of `linear_attention` that all of them share
+Each recipe is a preset of training/presets, or with `name:preset=FILE` a file such as those of
+benchmarks/papers/recipes. `--settings` are settings of `linear_attention` that all of them share
 (such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
 a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
-`stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
+`stage.option=value` there an option of one of its stages (`hot:preset=default,distil.learning_rate=1e-3`). A finished
 run in `--work_dir` is known by its name and not repeated. Every student is measured as `convert_checkpoint.py
 --evaluate` does; the bytes are those of the decoding state per sequence. Beside every student stand windows of the same
 bytes, untrained and healed with the stages and tokens of its recipe (`--controls`), each made once per size.

@@ -59,7 +59,7 @@ from hf_linear_attention.training.distributed import (
     without_sharding_class,
 )
 from hf_linear_attention.training.models import ADAPTER, merged_state_dict, with_dropout
-from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe
+from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
 
@@ -210,11 +210,10 @@ class Checkpointer:
         scheduler: LRScheduler,
         output_dir: Path,
         recipe: dict[str, Any],
-        save_total_limit: int | None,
-        keep_best: bool,
+        run: RunArguments,
     ) -> None:
         self.accelerator, self.scheduler, self.output_dir = accelerator, scheduler, output_dir
-        self.recipe, self.save_total_limit, self.keep_best = recipe, save_total_limit, keep_best
+        self.recipe, self.save_total_limit, self.keep_best = recipe, run.save_total_limit, run.load_best_model_at_end
 
     def save(
         self,

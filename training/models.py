@@ -245,9 +245,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
     config = LoraConfig(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
-        lora_dropout=arguments.lora_dropout,
         target_modules=targets,
-        use_dora=arguments.use_dora,
     )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:

@@ -96,13 +96,6 @@ class ObjectiveArguments:
         None,
         needs=TRANSFER_WEIGHTS,
     )
-    layer_patience: int | None = option(
-        "Stop the attention transfer of a layer after this many log lines in a row without a lower error.",
-        None,
-        bounds=COUNT,
-        needs=TRANSFER_WEIGHTS,
-        on_resume=OnResume.WARNED,
-    )
     embedding_weight: float | None = option(
         "Weight of 1 - cosine similarity of the mean-pooled embeddings.",
         None,
@@ -237,11 +230,6 @@ class TaskArguments:
     )
 
 
-def _where_patience_counts(values: Mapping[str, Any]) -> OnResume:
-    """What a changed `logging_steps` means on resumption: `layer_patience` counts log lines."""
-    return OnResume.WARNED if values.get("layer_patience") else OnResume.FREE
-
-
 def _where_embeddings_are_compared(values: Mapping[str, Any]) -> OnResume:
     """What a changed teacher means on resumption: an embedding model is evaluated by its similarity to its teacher."""
     task = TASKS.get(str(values.get("task")))
@@ -294,9 +282,6 @@ class ModelArguments:
     lora_alpha: int = option(
         "Scale of the adapters: their output is multiplied by lora_alpha / lora_r.", 16, needs=("use_peft",)
     )
-    lora_dropout: float = option(
-        "Dropout probability of the adapters.", 0.0, bounds=BELOW_ONE, needs=("use_peft",), on_resume=OnResume.WARNED
-    )
     lora_target_modules: str | None = option(
         "Modules that get adapters: names separated by commas, `attention` (the projections of converted layers) or "
         "`all-linear`; default: peft's choice for the model type.",
@@ -318,9 +303,6 @@ class ModelArguments:
         None,
         needs=TRANSFER_WEIGHTS,
         on_resume=OnResume.FREE,
-    )
-    use_dora: bool = option(
-        "Train DoRA adapters, which also learn the norm of each weight vector.", False, needs=("use_peft",)
     )
 
     @property
@@ -505,9 +487,6 @@ class OptimizationArguments:
     warmup_ratio: float = option(
         "Share of the steps in which the rate rises from 0.", 0.0, bounds=BELOW_ONE, on_resume=OnResume.WARNED
     )
-    warmup_steps: int = option(
-        "Warmup as a number of optimizer steps.", 0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
-    )
 
 
 @dataclass
@@ -538,7 +517,7 @@ class RunArguments:
         "Mixed precision; default: that of `accelerate launch`.", None, for_evaluation=True
     )
     logging_steps: int = option(
-        "Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT, on_resume=_where_patience_counts
+        "Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT, on_resume=OnResume.FREE
     )
     eval_steps: int | None = option(
         "Optimizer steps between evaluations; default: evaluate at the start and the end only.",
@@ -587,6 +566,13 @@ FACTS = facts_of(*GROUPS)
 DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(group) if entry.default is not MISSING}
 
 
+# Options that are gone: what they did by default, which an old file may still say, and what takes their place.
+REMOVED = {
+    "layer_patience": ((), "leave it out: `--max_train_tokens` limits attention transfer"),
+    "lora_dropout": (("0", "0.0"), "leave it out: adapters are trained without dropout"),
+    "use_dora": (("false", "False"), "leave it out: LoRA takes its place"),
+    "warmup_steps": (("0",), "give `--warmup_ratio`, the share of the steps"),
+}
 _HINTS = {name: hint for group in GROUPS for name, hint in get_type_hints(group).items()}
 
 

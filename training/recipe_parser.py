@@ -54,6 +54,7 @@ from hf_linear_attention.training.presets import (
 from hf_linear_attention.training.recipe import (
     FACTS,
     GROUPS,
+    REMOVED,
     TEACHER_WEIGHTS,
     TRANSFER_WEIGHTS,
     Recipe,
@@ -303,9 +304,7 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
     plan = recipe.optimization
-    if plan.warmup_ratio and plan.warmup_steps:
-        yield "`--warmup_ratio` and `--warmup_steps` exclude each other; give only one of them"
-    if plan.lr_scheduler_type == "constant" and (plan.warmup_ratio or plan.warmup_steps):
+    if plan.lr_scheduler_type == "constant" and plan.warmup_ratio:
         yield "`--lr_scheduler_type constant` has no warmup; use `constant_with_warmup`, or drop the warmup"
     if recipe.model.trainable == "adapter" and "mechanism_learning_rate" in recipe.given:
         yield "`--mechanism_learning_rate` has no effect with `--trainable adapter`; drop it"
@@ -439,7 +438,8 @@ def given_options(argv: Sequence[str], description: str | None = None) -> tuple[
             raise UsageError(f"`--preset {name}` and the stages of `--config {config}` exclude each other; give one")
         name, words = config, list(argv)
     else:
-        words = words_of(argv, OPTIONS, only_in_argv=("preset", BLOCK_SIZE), named=CONFIGS)
+        words = words_of(argv, (*OPTIONS, *REMOVED), only_in_argv=("preset", BLOCK_SIZE), named=CONFIGS)
+    words = _without_removed(words)
     preset = None if name is None else load_preset(name)
     values = vars(build_parser(description).parse_args(words))
     if problems := list(out_of_bounds(facts_of(PresetArguments), values)):
@@ -447,6 +447,19 @@ def given_options(argv: Sequence[str], description: str | None = None) -> tuple[
     if preset is None and values[BLOCK_SIZE] is not None:
         raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
     return preset, {entry: values[entry] for entry in given_names(words) if entry in (*OPTIONS, BLOCK_SIZE)}
+
+
+def _without_removed(words: Sequence[str]) -> list[str]:
+    """The words without removed options that ask for what is done anyway, as an old file may.
+
+    Raises:
+        UsageError: naming the replacement of every other removed option.
+    """
+    gone = {word: REMOVED[name] for word in words for name in given_names([word]) if name in REMOVED}
+    wrong = {word: instead for word, (before, instead) in gone.items() if word.partition("=")[2] not in before}
+    if wrong:
+        raise UsageError(*(f"`{word}` is not an option any more; {instead}" for word, instead in wrong.items()))
+    return [word for word in words if word not in gone]
 
 
 def make_recipe(options: Mapping[str, Any]) -> Recipe:

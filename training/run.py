@@ -27,7 +27,6 @@ from hf_linear_attention.training.checkpoints import (
     save_final,
     whole_weights,
 )
-from hf_linear_attention.training.context import RunContext
 from hf_linear_attention.training.data.batches import Stream
 from hf_linear_attention.training.data.inputs import (
     TrainInputs,
@@ -41,12 +40,11 @@ from hf_linear_attention.training.data.splits import load_data, masking_of, stre
 from hf_linear_attention.training.data.streaming import StreamedExamples
 from hf_linear_attention.training.distributed import load_whole, start_processes, uses_deepspeed
 from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_test
-from hf_linear_attention.training.loop import TrainingLoop
+from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.combined_loss import build_objectives
 from hf_linear_attention.training.losses.objectives import Objective
 from hf_linear_attention.training.losses.teacher import Teacher, windows_for
 from hf_linear_attention.training.models import (
-    WeightAverage,
     checkpoint_gradients,
     disable_dropout,
     load_student,
@@ -58,7 +56,6 @@ from hf_linear_attention.training.presets import Preset, fit_to, model_without_w
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import make_recipe
 from hf_linear_attention.training.tracking import MetricsFile, start_trackers
-from hf_linear_attention.training.training_plan import hidden_layers_of, make_training_plan
 
 
 logger = logging.getLogger(__name__)
@@ -159,14 +156,20 @@ def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | 
         checkpoint = newest_intact_checkpoint(output_dir)
         if checkpoint is None:
             logger.warning("there is no intact checkpoint in %s; training starts from the beginning", output_dir)
-        return checkpoint
-    damage = damage_of(Path(wanted).resolve())
-    if damage is None:
-        return Path(wanted)
-    return SetupError(
-        f"`--resume_from_checkpoint {wanted}` is damaged ({damage}); give another checkpoint, or `latest` for the "
-        "newest one that is intact"
-    )
+            return None
+    elif (damage := damage_of(Path(wanted).resolve())) is None:
+        checkpoint = Path(wanted)
+    else:
+        return SetupError(
+            f"`--resume_from_checkpoint {wanted}` is damaged ({damage}); give another checkpoint, or `latest` for the "
+            "newest one that is intact"
+        )
+    if not (checkpoint / "scheduler.bin").is_file():
+        return SetupError(
+            f"{checkpoint} was written by an earlier version, which kept the state of a run in another form; resume it "
+            "with that version, or remove the checkpoint to start this run again"
+        )
+    return checkpoint
 
 
 def _teacher(
@@ -204,19 +207,13 @@ def _train(
         disable_dropout(context.student)
     if recipe.optimization.gradient_checkpointing:
         checkpoint_gradients(context.student)
-    plan = make_training_plan(context, inputs, objectives)
-    if recipe.optimization.ema_decay is not None:
-        context.average = WeightAverage(context.student, recipe.optimization.ema_decay)
-    state = TrainingState()
+    loop = TrainingLoop(context, inputs, objectives)
     # Dropout differs between processes; new heads, which exist already, do not.
     set_seed(recipe.run.seed + accelerator.process_index)
     if checkpoint is not None:
-        state = plan.checkpointer.read_state(checkpoint)
-    loop = TrainingLoop(context, plan, state)
-    if checkpoint is not None:
-        plan.checkpointer.restore(checkpoint, loop.stateful)
-        logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
-    with nullcontext() if plan.cached is None else closing(plan.cached):
+        loop.resume(checkpoint)
+    state = loop.state
+    with nullcontext() if loop.cached is None else closing(loop.cached):
         # Even if no step was left to train, the model is evaluated.
         figures = loop.train() or context.evaluate(state.step, state.tokens)
     # There is no best evaluation if the evaluation has changed and nothing was trained since.

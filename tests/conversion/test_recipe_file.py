@@ -196,7 +196,7 @@ def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: cald-linformer, default"),
+        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: default, gated_delta"),
         (("SRC", "default", [1, 2]), "`train_data` holds int; pass a list of texts"),
         (("SRC", "default", []), "`train_data` holds nothing"),
         (("SRC", "default"), "give a `--train_file`"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 from hf_linear_attention import convert
-from hf_linear_attention.training import run as run_module
+from hf_linear_attention.training import loop as loop_module
 from hf_linear_attention.training.losses.objectives import AttentionTransfer
 from hf_linear_attention.training.models import WeightAverage
 
@@ -105,7 +105,7 @@ def test_the_average_is_what_is_saved_and_goes_on_after_a_resumption(
 ) -> None:
     averages: list[WeightAverage] = []
     build = lambda *a: averages.append(WeightAverage(*a)) or averages[-1]  # noqa: E731
-    monkeypatch.setattr(run_module, "WeightAverage", build)
+    monkeypatch.setattr(loop_module, "WeightAverage", build)
     options = [*causal, "--ema_decay", 0.5, "--checkpointing_steps", 2, "--validation_file", files / "valid.txt"]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     expected = finetune(*options, "--max_eval_samples", 4, output_dir=whole)

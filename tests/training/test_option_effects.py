@@ -209,7 +209,6 @@ def cases(
             "overwrite_output_dir": {"used": True},
             "resume_from_checkpoint": {"used": True},
             "early_stopping_patience": {**STILL, "max_train_steps": 3},
-            "layer_patience": {**STILL, "max_train_steps": 6},
         },
     }
 

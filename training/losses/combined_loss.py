@@ -57,20 +57,14 @@ def layer_name(objective: str, layer: int) -> str:
 
 
 class TransferLayers:
-    """The layers that are still trained.
+    """The layers that are trained."""
 
-    `lowest` is the lowest error of each layer so far, and `waited` the number of log lines since then.
-    """
-
-    def __init__(
-        self, model: nn.Module, chosen: str | None = None, patience: int | None = None, is_sharded: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, chosen: str | None = None, is_sharded: bool = False) -> None:
         """Choose the layers of `model` to train, by default all that are converted.
 
         Args:
             model: the student.
             chosen: the layers, such as `0,2,4-7`.
-            patience: after how many log lines without improvement a layer stops.
             is_sharded: whether the model has hooks after its layers that must run in every pass.
 
         Raises:
@@ -80,13 +74,10 @@ class TransferLayers:
         self.learning = list(dict.fromkeys(module.linear_attention.shape.layer for module in modules))
         if chosen is not None:
             self.learning = _chosen(chosen, self.learning)
-        self.patience = patience
         # If a module is called several times (ALBERT), the pass must not end after its first call.
         self.last = [module.linear_attention.shape.layer for module in modules][-1:]
         self.modules, self.called, self.is_sharded = list(modules), list[nn.Module](), is_sharded
         self.final: nn.Module | None = None  # after whose call a pass can end
-        self.lowest: dict[int, float] = {}
-        self.waited: dict[int, int] = {}
 
     def observe(self, seen: list[ObservedAttention], call: ObservedAttention) -> None:
         """Append `call` to `seen` if its layer is trained.
@@ -110,32 +101,6 @@ class TransferLayers:
         last = self.modules[-1]
         if not self.is_sharded and self.called[-1:] == [last] and self.called.count(last) == 1:
             self.final = last
-
-    def note(self, errors: Mapping[int, float]) -> None:
-        """Record the mean error of each layer since the last log line, and stop those whose patience is used up."""
-        if self.patience is None:
-            return
-        for layer, error in errors.items():
-            is_lower = error < self.lowest.get(layer, float("inf"))
-            self.lowest[layer] = min(error, self.lowest.get(layer, error))
-            self.waited[layer] = 0 if is_lower else self.waited[layer] + 1
-            if self.waited[layer] >= self.patience:
-                logger.info("layer %d is trained no further; its lowest error was %.4g", layer, self.lowest[layer])
-                self.learning.remove(layer)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `--layer_patience` has stopped every layer."""
-        return self.patience is not None and not self.learning
-
-    def state_dict(self) -> dict[str, Any]:
-        """The progress, for a checkpoint."""
-        return {"learning": list(self.learning), "lowest": dict(self.lowest), "waited": dict(self.waited)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the progress from `state_dict`."""
-        self.learning[:] = state["learning"]
-        self.lowest, self.waited = dict(state["lowest"]), dict(state["waited"])
 
 
 def layer_of(call: ObservedAttention) -> int:

@@ -73,7 +73,7 @@ def load_preset(name: str) -> Preset:
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if name in OF_PAPERS and not path.is_file():
         file = f"{PAPERS}/{name}.yaml"
-        raise UsageError(f"`--preset {name}` is not a preset any more; give the file `--preset {file}` of a checkout")
+        raise UsageError(f"`--preset {name}` is not a preset any more; give the file {file} of a checkout")
     content = stages_file(path)
     if content is None:
         raise UsageError(f"`--preset {name}`: there is no such preset; choose one of {', '.join(preset_names())}")

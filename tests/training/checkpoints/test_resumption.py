@@ -141,13 +141,6 @@ def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_
     assert figures["eval_samples"] == 60
 
 
-@pytest.mark.parametrize(("patience", "watched"), [(3, ["logging_steps: 10 -> 5"]), (None, [])])
-def test_the_spacing_of_log_lines_matters_where_patience_counts_them(patience: int | None, watched: list[str]) -> None:
-    old, new = ({"logging_steps": steps, "layer_patience": patience} for steps in (10, 5))
-    changed = changed_settings(old, new)
-    assert (changed.fixed, changed.watched, changed.evaluation) == ([], watched, [])
-
-
 @pytest.mark.parametrize(("task", "evaluation"), [("embedding", ["teacher_name_or_path: a -> b"]), ("causal_lm", [])])
 def test_another_teacher_is_another_evaluation_of_embeddings(task: str, evaluation: list[str]) -> None:
     """They are compared with the teacher's."""

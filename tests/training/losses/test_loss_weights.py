@@ -16,7 +16,6 @@ from hf_linear_attention import convert
 from hf_linear_attention.training.losses.combined_loss import (
     OBJECTIVES,
     StudentWithObjectives,
-    TransferLayers,
     build_objectives,
 )
 from hf_linear_attention.training.losses.teacher import Teacher
@@ -140,15 +139,3 @@ def test_the_logged_loss_is_the_mean_of_what_was_minimised(
     assert len(minimised) == 3
     assert event["loss"] == pytest.approx(sum(minimised) / 3, rel=1e-6)
     assert event["loss"] == pytest.approx(0.25 * event["task_loss"] + 7 * event["logits_kl"], rel=1e-5)
-
-
-def test_the_error_by_which_a_layer_stops_is_weighted_like_the_loss(
-    finetune, converted: str, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted: list[dict[int, float]] = []
-    monkeypatch.setattr(TransferLayers, "note", lambda self, errors: noted.append(dict(errors)))
-    options = ["--model_name_or_path", converted, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
-    options += ["--max_length", 32, "--max_train_steps", 1, "--trainable", "mechanism", "--layer_patience", 1]
-    (event,) = finetune(*options, "--attention_transfer_weight", 0.25, "--attention_map_weight", 7)
-    own = {n: 0.25 * event[f"attention_transfer.layer_{n}"] + 7 * event[f"attention_map.layer_{n}"] for n in (0, 1)}
-    assert noted == [pytest.approx(own, rel=1e-6)]

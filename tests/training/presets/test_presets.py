@@ -20,12 +20,13 @@ from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.training import presets
-from hf_linear_attention.training.context import RunContext
+from hf_linear_attention.training.loop import RunContext
 from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_options
 from hf_linear_attention.training.recipe_parser import check_stages, given_options
 from hf_linear_attention.training.run import run_stages
 
 
+ROOT = Path(__file__).resolve().parents[3]
 CLASSES = {
     "masked_lm": BertForMaskedLM,
     "embedding": BertModel,
@@ -54,7 +55,10 @@ def data(files: Path) -> list[str]:
     return ["--train_file", f"{files}/train.jsonl", "--max_length", "32", "--max_train_tokens", "800"]
 
 
-@pytest.mark.parametrize("name", preset_names())
+PAPERS = sorted(str(path) for path in (ROOT / presets.PAPERS).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", [*preset_names(), *PAPERS])
 def test_a_preset_is_whole(name: str) -> None:
     preset = load_preset(name)
     assert preset.version >= 1
@@ -64,7 +68,7 @@ def test_a_preset_is_whole(name: str) -> None:
         assert sum(stage.share for stage in stages) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", [*preset_names(), *PAPERS])
 def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task: Path, tmp_path: Path) -> None:
     for task in load_preset(name).stages:
         words = [f"--preset={name}", f"--task={task}", "--model_name_or_path=m", "--teacher_name_or_path=t"]
@@ -86,7 +90,9 @@ def test_both_stages_are_run_and_told(finetune, converted: list[str], data: list
     assert (out / "stages" / "1-transfer" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
+@pytest.mark.parametrize(
+    "name", [name for name in (*preset_names(), *PAPERS) if "causal_lm" in load_preset(name).stages]
+)
 def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
     stock = LlamaForCausalLM.from_pretrained(llama_teacher)
     model = convert(
@@ -95,7 +101,7 @@ def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data:
     model.save_pretrained(tmp_path / "student")
     AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
     models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
-    finetune("--preset", name, *models, "--task", "causal_lm", *data)
+    finetune("--preset" if name in preset_names() else "--config", name, *models, "--task", "causal_lm", *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     assert len(runs) == len(load_preset(name).stages["causal_lm"])
 
@@ -109,7 +115,18 @@ def run_linformer(
     model.save_pretrained(folder / "student")
     AutoTokenizer.from_pretrained(teacher).save_pretrained(folder / "student")
     models = ["--model_name_or_path", folder / "student", "--teacher_name_or_path", teacher]
-    finetune("--preset", name, *models, "--task", task, *data, "--max_length", 32, "--max_train_tokens", 800)
+    finetune(
+        "--config" if name in PAPERS else "--preset",
+        name,
+        *models,
+        "--task",
+        task,
+        *data,
+        "--max_length",
+        32,
+        "--max_train_tokens",
+        800,
+    )
     runs = json.loads((folder / "out" / "training_report.json").read_text())["runs"]
     assert len(runs) == len(load_preset(name).stages[task])
     return model, [run["training"] for run in runs]
@@ -117,7 +134,8 @@ def run_linformer(
 
 def test_the_published_linformer_preset_runs(finetune, masked_teacher: str, files: Path, tmp_path: Path) -> None:
     data = ["--train_file", files / "train.jsonl"]
-    _, (run,) = run_linformer(finetune, "cald-linformer", BertForMaskedLM, "masked_lm", masked_teacher, data, tmp_path)
+    name = next(path for path in PAPERS if path.endswith("cald-linformer.yaml"))
+    _, (run,) = run_linformer(finetune, name, BertForMaskedLM, "masked_lm", masked_teacher, data, tmp_path)
     assert run["hidden_state_layers"] == "all"
 
 
@@ -266,6 +284,7 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
     ("options", "words"),
     [
         (["--preset", "best"], ["--preset best", "default"]),
+        (["--preset", "lolcats"], ["--preset lolcats", "benchmarks/papers/recipes/lolcats.yaml"]),
         (["--preset", "default", "--learning_rate", "-1"], ["--learning_rate -1.0", "above 0"]),
         (["--preset", "default", "--output_dir", "."], ["is not empty"]),
     ],
@@ -324,7 +343,7 @@ def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], t
         "hf_linear_attention.training.recipe_parser.load_preset", lambda name: dataclasses.replace(whole, stages=stages)
     )
     words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
-    for option in ("layers_per_block", "layer_patience"):
+    for option in ("layers_per_block", "transfer_layers"):
         with pytest.raises(UsageError, match=f"`--{option}` has no effect in any stage of `--preset default`"):
             parse_preset([*words, f"--{option}=1"])
     assert parse_preset(words) is not None
