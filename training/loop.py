@@ -161,11 +161,8 @@ class TrainingLoop:
         is_sharded = accelerator.is_fsdp2 or uses_deepspeed(accelerator)
         transfer = TransferLayers(student, recipe.objective.transfer_layers, is_sharded)
         self.window_dropout = WindowDropout(student, parse_rates(recipe.objective.window_dropout), self.total_steps)
-        self.cached, layers, note = (
-            cached_teacher(context, self.inputs, self.objectives),
-            hidden_layers_of(recipe, self.objectives),
-            None,
-        )
+        self.cached = cached_teacher(context, self.inputs, self.objectives)
+        layers, note = hidden_layers_of(recipe, self.objectives), None
         if self.cached is not None and self.cached.teacher is None:
             note, layers = self.cached.note, _kept_layers(recipe)
         module = StudentWithObjectives(student, self.objectives, layers, transfer, note)

@@ -470,7 +470,8 @@ def make_recipe(options: Mapping[str, Any]) -> Recipe:
     """
     values = {name: typed(name, value) for name, value in options.items()}
     groups = ({name: values[name] for name in group.__dataclass_fields__ if name in values} for group in GROUPS)
-    recipe = Recipe(*(group(**own) for group, own in zip(GROUPS, groups, strict=True)), given=frozenset(values))
+    recipe = Recipe(*[group(**own) for group, own in zip(GROUPS, groups, strict=True)])
+    recipe.given = frozenset(values)
     fill_defaults(recipe)
     if problems := find_problems(recipe):
         raise UsageError(*problems)

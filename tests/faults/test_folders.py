@@ -24,7 +24,7 @@ from hf_linear_attention.training import checkpoints
 
 
 SCRIPTS = [Path(pipeline.__file__).with_name("convert_checkpoint.py"),
-           Path(checkpoints.__file__).parent / "finetune.py"]  # fmt: skip
+           Path(checkpoints.__file__).parents[1] / "finetune.py"]  # fmt: skip
 
 
 def _train(model, files, out, *words):
