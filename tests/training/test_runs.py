@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertForSequenceClassification,
@@ -25,7 +24,6 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.folders import write_checksums
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
@@ -197,14 +195,6 @@ def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], cap
     assert events[0]["step"] == 0
 
 
-def test_rotation_keeps_the_newest(finetune, causal: list[str], tmp_path: Path) -> None:
-    limit = ["--checkpointing_steps", 2, "--save_total_limit", 2]
-    finetune(*causal, *limit, "--max_train_steps", 12, "--max_eval_samples", 1)
-    folders = sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*"))
-    assert folders == ["checkpoint-10", "checkpoint-12"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-12").config.hidden_size == 32
-
-
 def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_path: Path) -> None:
     small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_samples", 1]
     finetune(*causal, *small)
@@ -329,14 +319,6 @@ def test_options_about_a_mechanism_need_one(finetune, causal: list[str], capsys)
     assert "--mechanism_learning_rate" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_recipe_with_a_mechanism_rate_suits_a_mechanism_without_parameters(finetune, causal, llama, tmp_path) -> None:
-    convert(llama, mechanism="performer", num_features=8).save_pretrained(tmp_path / "performer")
-    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "performer")
-    arguments = [tmp_path / "performer" if part == llama else part for part in causal]
-    events = finetune(*arguments, "--mechanism_learning_rate", "1e-2", "--max_train_steps", 2)
-    assert losses(events)
-
-
 def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, capsys) -> None:
     from transformers import LlamaConfig
 
@@ -345,18 +327,6 @@ def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, 
     )
     finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=2)
     assert "`vocab_size` is 300 in the model but 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], capsys) -> None:
-    finetune(*causal, "--learning_rate", "1e30", "--max_grad_norm", 0, "--max_train_steps", 20, expect=1)
-    assert "lower `--learning_rate`" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_errors_of_data_are_one_line(finetune, causal: list[str], capsys) -> None:
-    finetune(*causal, "--text_column_name", "body", expect=2)
-    assert "`--text_column_name body` is not a column" in capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(TrainingError):
-        raise TrainingError("x")
 
 
 def test_skipped_rows_are_counted_in_report_and_card(finetune, llama: str, texts: list[str], tmp_path: Path) -> None:

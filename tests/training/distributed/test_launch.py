@@ -27,7 +27,7 @@ PRESETS = sorted((ROOT / "training" / "presets").glob("*.yaml"))
 
 def test_no_yaml_of_the_project_is_left_out() -> None:
     places = ("training", "conversion", "benchmarks", "hf_linear_attention", "model_cards")
-    found = sorted(path for place in places for path in (ROOT / place).rglob("*.y*ml"))
+    found = sorted(path for place in places for path in (ROOT / place).rglob("*.y*ml") if "papers" not in path.parts)
     assert found == sorted([*LAUNCH, *RECIPES, *PRESETS, ROOT / "benchmarks" / "quotes.yaml"])
     assert (len(LAUNCH), len(RECIPES)) == (7, 11)
     assert PRESETS
