@@ -598,27 +598,28 @@ def typed(name: str, value: Any) -> Any:
 
 
 def parse_layer_numbers(text: str) -> list[int]:
-    """The layer numbers in a text such as `0,2,4-7`.
+    """The layer numbers in a text such as `0,2,4-7`, the value of `--transfer_layers`.
 
     Raises:
         ValueError: if `text` does not consist of numbers and ranges of layers.
     """
-    layers = parse_layers(text)
-    if isinstance(layers, str):
-        raise ValueError(f"`{text}` is not a list of layer numbers; give numbers and ranges, such as 0,2,4-7")
-    return layers
+    with suppress(ValueError):
+        if not isinstance(layers := parse_layers(text), str):
+            return layers
+    raise ValueError(f"`--transfer_layers {text}`: give numbers and ranges of layers, such as 0,2,4-7")
 
 
 def parse_rates(text: str | None) -> tuple[float, ...]:
-    """The probabilities in a text such as `0.9,0.75,0.5`; none for None.
+    """The probabilities in a text such as `0.9,0.75,0.5`, the value of `--window_dropout`; none for None.
 
     Raises:
         ValueError: if a part of `text` is not a number from 0 to 1.
     """
-    rates = tuple(float(part) for part in text.split(",")) if text is not None else ()
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"`{text}` has a number that is not between 0 and 1; give probabilities, such as 0.9,0.75,0.5")
-    return rates
+    with suppress(ValueError):
+        rates = tuple(float(part) for part in text.split(",")) if text is not None else ()
+        if all(0 <= rate <= 1 for rate in rates):
+            return rates
+    raise ValueError(f"`--window_dropout {text}`: give probabilities between 0 and 1, such as 0.9,0.75,0.5")
 
 
 def parse_dims(text: str | None) -> tuple[int, ...]:

@@ -110,8 +110,7 @@ def find_problems(recipe: Recipe) -> list[str]:
         _schedule,
         _folder,
         _selection,
-        _pattern,
-        _embeddings,
+        _texts,
         tracker_problems,
         _modes,
     )
@@ -265,17 +264,6 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
     elif teacher is not None and not used and recipe.task.logits is not None:
         names = ", ".join(f"`--{name}`" for name in TEACHER_WEIGHTS)
         yield f"`--teacher_name_or_path {teacher}` is not used; set one of {names} above 0, or drop the teacher"
-    try:
-        parse_rates(weights.window_dropout)
-    except ValueError:
-        yield (
-            f"`--window_dropout {weights.window_dropout}`: give one probability, or several separated by commas, such "
-            "as 0.9,0.75,0.5"
-        )
-    try:
-        parse_layer_numbers(weights.transfer_layers or "0")
-    except ValueError:
-        yield f"`--transfer_layers {weights.transfer_layers}`: give numbers and ranges of layers, such as 0,2,4-7"
 
 
 def _transfer(recipe: Recipe, used: str, others: list[str]) -> Iterator[str]:
@@ -342,11 +330,22 @@ def _folder(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _pattern(recipe: Recipe) -> Iterator[str]:
+def _texts(recipe: Recipe) -> Iterator[str]:
+    """Check the texts that name several numbers, and the regular expression."""
+    layers, pattern = recipe.objective.transfer_layers, recipe.model.freeze_pattern
+    for read in (
+        lambda: parse_rates(recipe.objective.window_dropout),
+        lambda: parse_layer_numbers("0" if layers is None else layers),
+        lambda: parse_dims(recipe.task_options.matryoshka_dims),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            yield str(error)
     try:
-        re.compile(recipe.model.freeze_pattern or "")
+        re.compile(pattern or "")
     except re.error as error:
-        yield f"`--freeze_pattern {recipe.model.freeze_pattern}` is not a regular expression ({error}); correct it"
+        yield f"`--freeze_pattern {pattern}` is not a regular expression ({error}); correct it"
 
 
 def _selection(recipe: Recipe) -> Iterator[str]:
@@ -359,14 +358,6 @@ def _selection(recipe: Recipe) -> Iterator[str]:
         )
     if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
         yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
-
-
-def _embeddings(recipe: Recipe) -> Iterator[str]:
-    options = recipe.task_options
-    try:
-        parse_dims(options.matryoshka_dims)
-    except ValueError as error:
-        yield str(error)
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:

@@ -125,7 +125,7 @@ def is_offloaded(model: PreTrainedModel) -> bool:
 
 STATE_FILE = "trainer_state.json"
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
-# Options say themselves what a change means on resumption (`arguments.py`). Any other fact in a checkpoint must not
+# Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
 # change, except the number of processes, as long as no process has its own part of the optimizer.
 NO_OPTION = Facts()
 WORLD_SIZE = Facts(on_resume=lambda values: OnResume.REFUSED if values.get("zero_stage") else OnResume.WARNED)
@@ -391,7 +391,7 @@ def save_final(
     Args:
         training: the settings of the training run, for report and card.
         metrics: the figures of the last evaluation.
-        weights: see `weights.save_model`.
+        weights: see `save_model`.
     """
     folder = folders.incomplete(recipe.output_dir / MODEL_FOLDER)
     folder.mkdir(parents=True)
@@ -451,7 +451,7 @@ def _find(source: str, name: str) -> str | None:
 def _move_into(folder: Path, target: Path) -> None:
     """Move every file of `folder` into `target`, where it replaces an older one, after its content is on the disk.
 
-    The training report, which marks a stage as finished (`stages.py`), is removed first and moved last.
+    The training report, which marks a stage as finished (`run.run_stages`), is removed first and moved last.
     """
     folders.flush(folder)
     (target / HISTORY).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ that it replaces, on the same activations.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,26 +24,29 @@ from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs,
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 
 
-class Objective(Protocol):
+class Objective:
     """One term of the loss.
 
     With `observes_attention`, the student computes its original softmax attention, and the mechanism of every layer is
     run on the same inputs; with `needs_attention_weights`, that softmax also returns its weights.
     """
 
-    needs_logits: bool
-    needs_hidden_states: bool
-    needs_teacher: bool
+    needs_logits: bool = False
+    needs_hidden_states: bool = False
+    needs_teacher: bool = False
     observes_attention: bool = False
     needs_attention_weights: bool = False
 
+    def __init__(self, recipe: Recipe) -> None:
+        """Read the options of this objective; most have none."""
+
     def units(self, batch: Batch) -> Tensor:
-        """Number of units (tokens, sequences) in this batch, a long scalar."""
-        ...
+        """Number of units in this batch, a long scalar; most count tokens, or images."""
+        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units: a scalar, or one value for each of `student.attention`, whose mean is the term."""
-        ...
+        raise NotImplementedError
 
 
 class TaskLoss(Objective):
@@ -52,7 +55,7 @@ class TaskLoss(Objective):
     For `ctc`, that of the text: -log of the probability of all its alignments (Graves et al. 2006).
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = True, False, False
+    needs_logits = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.task = recipe.model.task
@@ -81,7 +84,7 @@ def ctc_nats(logits: Tensor, batch: Batch, blank: int) -> Tensor:
 class LogitsKL(Objective):
     """KL(teacher || student) of all logits that are not of padding: those of tokens, of classes, ... (`tasks.py`)."""
 
-    needs_logits, needs_hidden_states, needs_teacher = True, False, True
+    needs_logits = needs_teacher = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.logits_of = recipe.task.logits
@@ -106,14 +109,7 @@ class HiddenState(Objective):
     The error is relative because the norm of hidden states differs by orders of magnitude between layers and tokens.
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = False, True, True
-
-    def __init__(self, recipe: Recipe) -> None:
-        pass
-
-    def units(self, batch: Batch) -> Tensor:
-        """Number of tokens or images, a long scalar."""
-        return count_units(batch)
+    needs_hidden_states = needs_teacher = True
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of the relative squared errors."""
@@ -130,7 +126,7 @@ class Embedding(Objective):
     With `--matryoshka_dims`, the mean of those of whole embeddings and of embeddings cut to these dimensions.
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = False, True, True
+    needs_hidden_states = needs_teacher = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.pooling = recipe.pooling
@@ -185,16 +181,11 @@ class AttentionTransfer(Objective):
     of that paper).
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = False, False, False
     observes_attention = True
 
     def __init__(self, recipe: Recipe) -> None:
         is_relative = recipe.objective.attention_transfer_error == "relative"
         self.error = relative_head_error if is_relative else absolute_head_error
-
-    def units(self, batch: Batch) -> Tensor:
-        """Number of tokens or images, a long scalar."""
-        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units of the mean error of the heads, for each entry of `student.attention`."""
@@ -233,15 +224,7 @@ class AttentionMap(Objective):
     It is - sum_j A_ij log W_ij, averaged over heads and layers. The N x N weights of both are formed, as in the paper.
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = False, False, False
     observes_attention = needs_attention_weights = True
-
-    def __init__(self, recipe: Recipe) -> None:
-        pass
-
-    def units(self, batch: Batch) -> Tensor:
-        """Number of tokens or images, a long scalar."""
-        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units of the mean cross-entropy of the heads, for each entry of `student.attention`."""
@@ -291,15 +274,7 @@ class FarShare(Objective):
     of both kinds of keys contribute 0.
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = False, False, False
     observes_attention = True
-
-    def __init__(self, recipe: Recipe) -> None:
-        pass
-
-    def units(self, batch: Batch) -> Tensor:
-        """Number of tokens, a long scalar."""
-        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units of the mean divergence, for each entry of `student.attention`."""
