@@ -29,7 +29,7 @@ from hf_linear_attention.modeling_linear_attention import (
     self_attention_modules,
 )
 from hf_linear_attention.position_extension import Extension, LongerPositions, plan_extension
-from hf_linear_attention.training.models import MECHANISM
+from hf_linear_attention.training.recipe import MECHANISM
 from hf_linear_attention.transformers_internals import loaded_names
 
 

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
@@ -34,6 +35,7 @@ from hf_linear_attention.training.data.inputs import TrainInputs
 from hf_linear_attention.training.data.processors import Processor, tokenizer_of
 from hf_linear_attention.training.distributed import (
     engine_of,
+    load_whole,
     prepare_zero,
     uses_deepspeed,
     zero_backward,
@@ -48,7 +50,7 @@ from hf_linear_attention.training.losses.combined_loss import LOSS, StudentWithO
 from hf_linear_attention.training.losses.objectives import Objective
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
-from hf_linear_attention.training.models import WeightAverage, WindowDropout, freeze, parameter_groups
+from hf_linear_attention.training.models import WindowDropout, freeze, parameter_groups
 from hf_linear_attention.training.recipe import Recipe, parse_dims, parse_rates
 from hf_linear_attention.training.tracking import MetricsFile
 
@@ -57,6 +59,49 @@ logger = logging.getLogger(__name__)
 
 Objectives = dict[str, tuple[float, Objective]]
 """Objectives with their weights, by name."""
+
+
+class WeightAverage:
+    """An exponential moving average of the weights: average <- decay * average + (1 - decay) * weights at every step.
+
+    Polyak and Juditsky 1992. `torch.optim.swa_utils.AveragedModel` would copy frozen parameters too, and FSDP2 refuses
+    the copy. This covers the parameters of `model` that require gradients, starts at their values, and needs as much
+    memory.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.move = get_ema_multi_avg_fn(decay)
+        self.weights = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.average = {name: value.detach().clone() for name, value in self.weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights; called after every optimizer step."""
+        self.move(list(self.average.values()), list(self.weights.values()), None)
+
+    @contextmanager
+    @torch.no_grad()
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards, it has its own again."""
+        trained = {name: value.clone() for name, value in self.weights.items()}
+        self._set(self.average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._set(trained)
+
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The average of every parameter, by name."""
+        return self.average
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load whole tensors, as `state_dict` names them, also if the parameters are in shards."""
+        load_whole(self.average, state)
 
 
 @dataclass

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -31,8 +30,7 @@ from hf_linear_attention.mechanism_hybrid import HybridAttention
 from hf_linear_attention.mechanisms import mechanisms_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
-from hf_linear_attention.training.distributed import load_whole
-from hf_linear_attention.training.recipe import ModelArguments, Recipe
+from hf_linear_attention.training.recipe import MECHANISM, ModelArguments, Recipe
 from hf_linear_attention.training.tasks import TASKS
 
 
@@ -40,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 # What models of speech read from their config while they are trained, so that no module holds it.
 IN_CONFIG = ("layerdrop", "apply_spec_augment")
-MECHANISM = ".linear_attention."  # the child module that a conversion adds to every converted attention module
 
 
 def disable_dropout(model: Any) -> None:
@@ -181,49 +178,6 @@ def checkpoint_gradients(student: PreTrainedModel) -> None:
     # For the reentrant form, transformers makes the outputs of the embeddings require gradients. Here, that would only
     # recompute frozen layers, and change what observed layers compute.
     student.disable_input_require_grads()
-
-
-class WeightAverage:
-    """An exponential moving average of the weights: average <- decay * average + (1 - decay) * weights at every step.
-
-    Polyak and Juditsky 1992. `torch.optim.swa_utils.AveragedModel` would copy frozen parameters too, and FSDP2 refuses
-    the copy. This covers the parameters of `model` that require gradients, starts at their values, and needs as much
-    memory.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.move = get_ema_multi_avg_fn(decay)
-        self.weights = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.average = {name: value.detach().clone() for name, value in self.weights.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the weights; called after every optimizer step."""
-        self.move(list(self.average.values()), list(self.weights.values()), None)
-
-    @contextmanager
-    @torch.no_grad()
-    def applied(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; afterwards, it has its own again."""
-        trained = {name: value.clone() for name, value in self.weights.items()}
-        self._set(self.average)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                self._set(trained)
-
-    def _set(self, values: dict[str, Tensor]) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(values[name])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The average of every parameter, by name."""
-        return self.average
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load whole tensors, as `state_dict` names them, also if the parameters are in shards."""
-        load_whole(self.average, state)
 
 
 ADAPTER = ".lora_"  # part of the name of every parameter of an adapter

@@ -43,6 +43,8 @@ from hf_linear_attention.training.tasks import (
 )
 
 
+# A part of the name of every parameter of a mechanism: the child module that a conversion adds to a converted module.
+MECHANISM = ".linear_attention."
 TEACHER = ("teacher_name_or_path",)
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
 # With these, the student computes its original softmax attention and is its own teacher.

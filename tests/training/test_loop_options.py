@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 
 from hf_linear_attention import convert
 from hf_linear_attention.training import loop as loop_module
+from hf_linear_attention.training.loop import WeightAverage
 from hf_linear_attention.training.losses.objectives import AttentionTransfer
-from hf_linear_attention.training.models import WeightAverage
 
 
 @pytest.fixture(scope="module")

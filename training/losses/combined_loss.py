@@ -10,7 +10,6 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -44,9 +43,6 @@ from hf_linear_attention.training.losses.outputs import (
 from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers
 
 
-logger = logging.getLogger(__name__)
-
-
 class LastLayerReachedError(Exception):
     """Ends a forward pass after the last layer that is needed."""
 
@@ -57,7 +53,11 @@ def layer_name(objective: str, layer: int) -> str:
 
 
 class TransferLayers:
-    """The layers that are trained."""
+    """The layers that are trained by attention transfer (`--transfer_layers`).
+
+    Every layer is trained on the softmax model's activations. So layers after the last one that is trained need not be
+    computed.
+    """
 
     def __init__(self, model: nn.Module, chosen: str | None = None, is_sharded: bool = False) -> None:
         """Choose the layers of `model` to train, by default all that are converted.

@@ -42,7 +42,7 @@ from hf_linear_attention.training.data.packing import Examples, Tokens
 from hf_linear_attention.training.losses.divergence import CHUNK_ELEMENTS, TopLogits
 from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_of
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.models import MECHANISM
+from hf_linear_attention.training.recipe import MECHANISM
 
 
 logger = logging.getLogger(__name__)

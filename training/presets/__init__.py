@@ -19,6 +19,7 @@ from torch import nn
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training.recipe import (
     FACTS,
+    MECHANISM,
     TEACHER_WEIGHTS,
     TRANSFER_WEIGHTS,
     typed,
@@ -194,9 +195,8 @@ def fit_to(preset: Preset, model: nn.Module) -> Preset:
     left out, and their tokens go to the other stages. If no near and far keys have a common denominator, stages do not
     compare their shares.
     """
-    # These import transformers' models, which `--help` does without.
+    # This imports transformers' models, which `--help` does without.
     from hf_linear_attention.training.losses.objectives import has_far_share
-    from hf_linear_attention.training.models import MECHANISM
 
     stages = preset.stages
     if not has_far_share(model):
