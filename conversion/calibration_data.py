@@ -30,7 +30,7 @@ from hf_linear_attention.training.data.packing import Examples, Part, shorten
 from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
 from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import DataArguments, Recipe
-from hf_linear_attention.training.validation import FILE_TYPES
+from hf_linear_attention.training.recipe_parser import FILE_TYPES
 
 
 if TYPE_CHECKING:

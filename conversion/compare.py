@@ -52,7 +52,7 @@ from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.training.losses.outputs import mean_pooled
-from hf_linear_attention.training.presets.preset import load_preset, preset_names, stages_of
+from hf_linear_attention.training.presets import load_preset, preset_names, stages_of
 
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from hf_linear_attention.conversion.pipeline import Conversion, prepare, writing
 from hf_linear_attention.conversion.preset_plan import Training
 from hf_linear_attention.conversion.recipe_file import RECIPE
 from hf_linear_attention.conversion.request import parse
-from hf_linear_attention.training.presets.preset import preset_names
+from hf_linear_attention.training.presets import preset_names
 
 
 BESIDE_THE_WEIGHTS = ("README.md", REPORT, HISTORY, PLOT, RECIPE)

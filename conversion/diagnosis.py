@@ -21,7 +21,7 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention.attention.transformers_internals import attention_implementation
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.conversion.calibration_data import RealInputs
-from hf_linear_attention.training.losses.attention_transfer import relative_head_error
+from hf_linear_attention.training.losses.objectives import relative_head_error
 
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from hf_linear_attention.training.evaluation.embeddings import (
     retrieval_test,
     with_teacher,
 )
-from hf_linear_attention.training.losses.teacher_windows import learned_positions, windows_for
+from hf_linear_attention.training.losses.teacher import learned_positions, windows_for
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 
 

@@ -13,7 +13,7 @@ from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.samples import built_in_text, pixel_samples, sound_samples, text_samples
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.positions.rotary import LearnedDecay
-from hf_linear_attention.training.losses.attention_transfer import relative_head_error
+from hf_linear_attention.training.losses.objectives import relative_head_error
 
 
 MOST_TOKENS = 512

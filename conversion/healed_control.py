@@ -17,8 +17,7 @@ from hf_linear_attention.conversion.language_figures import better_window, possi
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import HeldOut, held_out_text, load_models
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.training.presets.stages import Run, run_stages
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.run import Run, run_stages
 
 
 logger = logging.getLogger(__name__)
@@ -44,8 +43,8 @@ def heal_control(source: Source, training: Training, data: HeldOut, run: Run) ->
         with staging(work / CONVERTED) as folder:
             save_window(teacher, window, student, folder, data.trust_remote_code)
     logger.info("the control: %s", work)
-    given = {**training.given, "model_name_or_path": work / CONVERTED, "output_dir": work / TRAINED}
-    run_stages(training.preset, given, parse, run)
+    given = {**training.given, "model_name_or_path": str(work / CONVERTED), "output_dir": str(work / TRAINED)}
+    run_stages(training.preset, given, run)
 
 
 def save_window(

@@ -28,7 +28,7 @@ from hf_linear_attention.modeling_linear_attention import (
     self_attention_modules,
 )
 from hf_linear_attention.position_extension import Extension, LongerPositions, plan_extension
-from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.training.recipe import MECHANISM
 
 
 # The settings that the conversion itself adds: their format, and the rotary positions of the layers.

@@ -24,7 +24,7 @@ from hf_linear_attention.position_extension import Extension
 from hf_linear_attention.training.data.file_checks import check_retrieval_file
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, check_dims
 from hf_linear_attention.training.data.sentence_files import sentence_files
-from hf_linear_attention.training.presets.preset import (
+from hf_linear_attention.training.presets import (
     EPOCHS,
     Preset,
     Stage,
@@ -34,7 +34,7 @@ from hf_linear_attention.training.presets.preset import (
     preset_names,
     stages_of,
 )
-from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training.recipe_parser import check_stages
 from hf_linear_attention.training.tasks import unit_of
 
 
@@ -170,7 +170,7 @@ def _healed_frequencies(settings: Mapping[str, Any], longest: int | None) -> lis
 
 
 def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, output_dir: Path | None) -> Training:
-    """The stages for the head of the model; each stage is checked as a command line of its own.
+    """The stages for the head of the model; the options of each stage are checked.
 
     Raises:
         UsageError: with all problems of the first stage that has problems.
@@ -186,11 +186,9 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         check_pairs_file(arguments.pairs_file)
     if plan.head.task == "embedding":
         check_embedding_options(arguments, source.root, plan.config.to_dict())
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    parsed = parse_preset([f"--preset={arguments.preset}", *words])
-    if parsed is None:
-        raise RuntimeError("the preset is named above")
-    preset, given = parsed
+    given = {name: value for name, value in options.items() if value is not None}
+    preset = load_preset(str(arguments.preset))
+    check_stages(preset, given)
     preset = fit_to(preset, _empty(plan))
     if plan.extension is not None and plan.head.task == "embedding":
         preset = with_long_texts(preset, plan.extension)
@@ -240,7 +238,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
     counts_tokens = unit_of(task) == "tokens"
     return {
         "task": task,
-        "model_name_or_path": work / CONVERTED,
+        "model_name_or_path": str(work / CONVERTED),
         "teacher_name_or_path": source.loadable,
         "trust_remote_code": arguments.trust_remote_code or None,
         "train_file": arguments.train_file,
@@ -254,7 +252,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "cache_teacher": arguments.cache_teacher,
         "checkpointing_steps": arguments.checkpointing_steps,
         "save_total_limit": 1,
-        "output_dir": work / TRAINED,
+        "output_dir": str(work / TRAINED),
         "resume_from_checkpoint": "latest",
     }
 

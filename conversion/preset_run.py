@@ -33,11 +33,9 @@ from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import describe_result
 from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
-from hf_linear_attention.training.checkpoints.checkpointing import list_checkpoints
-from hf_linear_attention.training.presets.preset import STAGES, stages_of
-from hf_linear_attention.training.presets.stages import run_stages
+from hf_linear_attention.training.checkpoints import list_checkpoints
+from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.recipe_parser import parse
 from hf_linear_attention.training.tasks import unit_of
 from hf_linear_attention.training.tracking import METRICS, loss_curve
 
@@ -148,6 +146,7 @@ def _train(conversion: Conversion, training: Training) -> None:
     import datasets  # most conversions do without this library, and without the following import
 
     from hf_linear_attention.training.run import run as run_stage
+    from hf_linear_attention.training.run import run_stages
 
     def run_and_tidy(recipe: Recipe, known: dict[str, float]) -> dict[str, float]:
         if (
@@ -162,7 +161,7 @@ def _train(conversion: Conversion, training: Training) -> None:
 
     datasets.disable_progress_bars()  # the only progress bar is that of the training
     with to_stderr("hf_linear_attention.training"):
-        run_stages(training.preset, training.given, parse, run_and_tidy)
+        run_stages(training.preset, training.given, run_and_tidy)
         data = held_out(conversion.request.arguments)
         if training.heals_control and data is not None:
             from hf_linear_attention.conversion.healed_control import heal_control

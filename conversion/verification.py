@@ -25,7 +25,7 @@ from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import pixel_samples, sound_samples, text_samples
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.training.recipe import MECHANISM
 
 
 LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")

@@ -69,9 +69,9 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
 from hf_linear_attention._common.output_lock import only_writer
-from hf_linear_attention.training.presets.preset import Preset
+from hf_linear_attention.training.presets import Preset
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.recipe_parser import parse, parse_preset
+from hf_linear_attention.training.recipe_parser import check_stages, given_options, make_recipe
 
 
 logger = logging.getLogger("finetune")
@@ -91,10 +91,14 @@ def main(argv: Sequence[str] | None = None, finished: Callable[[Path], None] | N
 
 def _finetune(argv: Sequence[str], speaks: bool, finished: Callable[[Path], None] | None) -> None:
     """Train or evaluate as `argv` asks, and log the final figures."""
-    asked = parse_preset(argv, __doc__) or parse(argv, __doc__)
+    preset, given = given_options(argv, __doc__)
+    if preset is not None:
+        check_stages(preset, given)
+    asked = make_recipe(given) if preset is None else (preset, given)
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     is_first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("accelerate.checkpointing").setLevel(logging.WARNING)  # it would name every file of a checkpoint
     folder = asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"])
     with only_writer(folder.resolve()) if is_first else nullcontext():
         figures = _run(asked)
@@ -108,13 +112,12 @@ def _run(asked: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
-    from hf_linear_attention.training.distributed.launching import disconnect
-    from hf_linear_attention.training.presets.stages import run_stages
-    from hf_linear_attention.training.run import run
+    from hf_linear_attention.training.distributed import disconnect
+    from hf_linear_attention.training.run import run, run_stages
 
     datasets.disable_progress_bars()  # the only progress bar is that of the training loop
     disable_progress_bar()
-    figures = run(asked) if isinstance(asked, Recipe) else run_stages(*asked, parse, run)
+    figures = run(asked) if isinstance(asked, Recipe) else run_stages(*asked, run)
     disconnect()
     return figures
 

@@ -25,7 +25,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline, preset_run
 from hf_linear_attention.conversion.option_values import parse_tokens
 from hf_linear_attention.conversion.request import parse
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.presets import load_preset
 
 
 SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")

@@ -26,7 +26,7 @@ from hf_linear_attention.conversion.recipe_file import RECIPE
 from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.presets import load_preset
 
 
 WINDOW = ("--window_size", 4, "--num_features", 8)
@@ -196,7 +196,7 @@ def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: cald-linformer, default"),
+        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: default, gated_delta"),
         (("SRC", "default", [1, 2]), "`train_data` holds int; pass a list of texts"),
         (("SRC", "default", []), "`train_data` holds nothing"),
         (("SRC", "default"), "give a `--train_file`"),

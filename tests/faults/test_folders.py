@@ -20,11 +20,11 @@ from hf_linear_attention._common.errors import RunError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.model_card import escaped
 from hf_linear_attention.conversion import pipeline
-from hf_linear_attention.training.checkpoints import final_model
+from hf_linear_attention.training import checkpoints
 
 
 SCRIPTS = [Path(pipeline.__file__).with_name("convert_checkpoint.py"),
-           Path(final_model.__file__).parents[1] / "finetune.py"]  # fmt: skip
+           Path(checkpoints.__file__).parents[1] / "finetune.py"]  # fmt: skip
 
 
 def _train(model, files, out, *words):
@@ -220,7 +220,7 @@ def test_what_accompanies_the_model_never_costs_it(linear_llama, files, tmp_path
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(final_model, part, fail)
+    monkeypatch.setattr(checkpoints, part, fail)
     code, _, _ = _train(linear_llama, files, tmp_path / "out")
     assert code == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()

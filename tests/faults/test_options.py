@@ -19,7 +19,6 @@ NUMBERS = {
     "max_length": ["0", "1", "-5", "x", HUGE],
     "seed": ["-1", "x", "1.5", HUGE * HUGE, 2**32],
     "warmup_ratio": ["nan", "1", "-0.1", "2"],
-    "warmup_steps": ["-1", "x"],
     "logging_steps": ["0", "-1", "x"],
     "checkpointing_steps": ["0", "-1", "x"],
     "ema_decay": ["0", "1", "nan", "2", "-1"],

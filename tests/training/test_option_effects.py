@@ -25,9 +25,9 @@ from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.arguments import FACTS, GROUPS
 from hf_linear_attention.training.evaluation.evaluator import Selection
 from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.recipe import FACTS, GROUPS
 
 
 FIELDS: dict[str, Field] = {name: field for group in GROUPS for name, field in group.__dataclass_fields__.items()}
@@ -209,7 +209,6 @@ def cases(
             "overwrite_output_dir": {"used": True},
             "resume_from_checkpoint": {"used": True},
             "early_stopping_patience": {**STILL, "max_train_steps": 3},
-            "layer_patience": {**STILL, "max_train_steps": 6},
         },
     }
 

@@ -198,7 +198,7 @@ class TrainInputs:
     def total_steps(self) -> int:
         """The length of the run in optimizer steps: the limit in epochs, steps or tokens that is reached first.
 
-        Streamed data is limited by steps only (`validation.py`).
+        Streamed data is limited by steps only (`recipe_parser.py`).
         """
         plan, per_step = self.recipe.optimization, sequences_per_step(self.recipe, self.accelerator)
         if isinstance(self.source, StreamedExamples):

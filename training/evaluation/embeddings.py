@@ -41,8 +41,7 @@ from hf_linear_attention.training.data.tokenization import tokenize_texts
 from hf_linear_attention.training.evaluation.evaluator import each_once
 from hf_linear_attention.training.evaluation.scores import TeacherCosine, pair_similarity, scored
 from hf_linear_attention.training.losses.outputs import cosines_at, hidden_states_of, pooled, run_model
-from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.losses.teacher_windows import TeacherWindows
+from hf_linear_attention.training.losses.teacher import Teacher, TeacherWindows
 from hf_linear_attention.training.recipe import DataArguments, Recipe, parse_dims
 
 

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.logs import progress
-from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
+from hf_linear_attention.training.checkpoints import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
 from hf_linear_attention.training.evaluation.scores import (
