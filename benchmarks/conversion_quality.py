@@ -55,9 +55,9 @@ from hf_linear_attention.conversion.language_figures import (
     language_figures,
     possible_controls,
 )
+from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.quality import HeldOut, finite, read_text
 from hf_linear_attention.conversion.quality import measure as measure_folder
-from hf_linear_attention.conversion.request import SIZES
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -67,7 +67,6 @@ from hf_linear_attention.training.models import auto_class_of
 from hf_linear_attention.training.presets.preset import STAGES, Preset, fit_to, load_preset
 from hf_linear_attention.training.presets.stages import run_stages
 from hf_linear_attention.training.recipe import DataArguments
-from hf_linear_attention.training.recipe_parser import parse
 from hf_linear_attention.training.run import run
 from hf_linear_attention.training.tracking import read_metrics
 
@@ -156,7 +155,7 @@ def heal(arguments: Namespace, preset: Preset, converted: Path, folder: Path, se
         "output_dir": str(folder),
         "resume_from_checkpoint": "latest",
     }
-    run_stages(preset, {name: value for name, value in given.items() if value is not None}, parse, run)
+    run_stages(preset, {name: value for name, value in given.items() if value is not None}, run)
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:

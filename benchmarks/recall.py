@@ -38,7 +38,7 @@ from benchmarks.recall_tasks import TASKS, accuracy, new_teacher, tokenizer, tra
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.controls import model_state_bytes
-from hf_linear_attention.conversion.request import SIZES
+from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms import MECHANISMS
@@ -51,7 +51,6 @@ from hf_linear_attention.training.presets.preset import (
     preset_names,
 )
 from hf_linear_attention.training.presets.stages import run_stages
-from hf_linear_attention.training.recipe_parser import parse
 from hf_linear_attention.training.run import run
 
 
@@ -187,7 +186,7 @@ def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, task:
         "output_dir": str(folder),
         "resume_from_checkpoint": "latest",
     }
-    run_stages(fit_to(preset, model_without_weights(given)), given, parse, run)
+    run_stages(fit_to(preset, model_without_weights(given)), given, run)
     return folder
 
 

@@ -18,7 +18,6 @@ from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAIN
 from hf_linear_attention.conversion.quality import HeldOut, held_out_text, load_models
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.training.presets.stages import Run, run_stages
-from hf_linear_attention.training.recipe_parser import parse
 
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ def heal_control(source: Source, training: Training, data: HeldOut, run: Run) ->
             save_window(teacher, window, student, folder, data.trust_remote_code)
     logger.info("the control: %s", work)
     given = {**training.given, "model_name_or_path": work / CONVERTED, "output_dir": work / TRAINED}
-    run_stages(training.preset, given, parse, run)
+    run_stages(training.preset, given, run)
 
 
 def save_window(

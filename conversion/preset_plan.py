@@ -12,12 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import without_needs
+from hf_linear_attention._common.options import facts_of, without_needs
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
-from hf_linear_attention.conversion.option_values import parse_tokens
+from hf_linear_attention.conversion.options import (
+    CONVERSION_FACTS,
+    ConversionArguments,
+    MeasuringArguments,
+    changed_options,
+    parse_tokens,
+)
 from hf_linear_attention.conversion.plan import Plan, stock_config
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension
@@ -34,7 +39,7 @@ from hf_linear_attention.training.presets.preset import (
     preset_names,
     stages_of,
 )
-from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training.recipe_parser import check_stages
 from hf_linear_attention.training.tasks import unit_of
 
 
@@ -80,13 +85,14 @@ def check_training_options(arguments: ConversionArguments) -> None:
         raise UsageError(*problems)
 
 
-def check_task_options(arguments: ConversionArguments, task: str) -> None:
+def check_task_options(arguments: MeasuringArguments, task: str) -> None:
     """Refuse options that have no effect for a model of this task.
 
     Raises:
         UsageError: naming all of them.
     """
-    tasks = {name: CONVERSION_FACTS[name].tasks for name in sorted(changed_options(arguments))}
+    facts = facts_of(type(arguments))
+    tasks = {name: facts[name].tasks for name in sorted(changed_options(arguments))}
     problems = [
         f"`--{name}` is only for {', '.join(able)}, but the task of this model is {task}; leave it out"
         for name, able in tasks.items()
@@ -96,7 +102,7 @@ def check_task_options(arguments: ConversionArguments, task: str) -> None:
         raise UsageError(*problems)
 
 
-def check_embedding_options(arguments: ConversionArguments, folder: Path, config: Mapping[str, Any]) -> None:
+def check_embedding_options(arguments: MeasuringArguments, folder: Path, config: Mapping[str, Any]) -> None:
     """Check the options that a damaged or other model or file could contradict, before any work.
 
     Args:
@@ -186,11 +192,9 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         check_pairs_file(arguments.pairs_file)
     if plan.head.task == "embedding":
         check_embedding_options(arguments, source.root, plan.config.to_dict())
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    parsed = parse_preset([f"--preset={arguments.preset}", *words])
-    if parsed is None:
-        raise RuntimeError("the preset is named above")
-    preset, given = parsed
+    given = {name: value for name, value in options.items() if value is not None}
+    preset = load_preset(str(arguments.preset))
+    check_stages(preset, given)
     preset = fit_to(preset, _empty(plan))
     if plan.extension is not None and plan.head.task == "embedding":
         preset = with_long_texts(preset, plan.extension)

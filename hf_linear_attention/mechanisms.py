@@ -67,7 +67,8 @@ def unknown_mechanism(name: object) -> str:
 def taken_elsewhere(name: str, value: object) -> str:
     """The end of an error message about an option: a mechanism that takes this value of it, if there is one."""
     able = [key for key, kind in MECHANISMS.items() if name in kind.options and not kind.options[name].problem(value)]
-    return f"; for it, set `mechanism` to `{'linear' if 'linear' in able else able[0]}`" if able else ""
+    name = "linear" if "linear" in able or not able else able[0]
+    return f"; for it, set `mechanism` to `{name}` (`--attention {name}`)" if able else ""
 
 
 def checkpoint_code(

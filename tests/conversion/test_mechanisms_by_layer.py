@@ -16,7 +16,7 @@ from matrix import sample_inputs
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention import kernels_cpu
-from hf_linear_attention.conversion.request import parse
+from hf_linear_attention.conversion.options import parse
 
 
 ALONE = Path(__file__).parents[1] / "shipping" / "alone.py"

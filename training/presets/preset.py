@@ -85,8 +85,8 @@ def stages_of(preset: Preset, task: str) -> list[Stage]:
     return preset.stages[task]
 
 
-def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[str]:
-    """The command line of one stage: its options, some of which those in `given` replace.
+def stage_options(stage: Stage, given: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The options of one stage, some of which those in `given` replace.
 
     The amount of images and recordings is given in epochs, which the stages share as they share `tokens` of text.
     """
@@ -103,8 +103,7 @@ def stage_arguments(stage: Stage, given: dict[str, Any], tokens: int) -> list[st
     if not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
         unused = unused | (set() if is_embedding else {"teacher_name_or_path"})
         unused = unused | (set() if is_transfer(stage) else {"cache_teacher"})
-    options = {name: value for name, value in options.items() if name not in unused}
-    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return {name: value for name, value in options.items() if name not in unused and value is not None}
 
 
 def is_transfer(stage: Stage) -> bool:
@@ -140,21 +139,31 @@ def model_without_weights(given: dict[str, Any]) -> nn.Module:
     return empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
 
 
-def command_lines(preset: Preset, given: dict[str, Any]) -> list[tuple[Stage, Path, list[str]]]:
-    """Each stage with its folder and its command line; its model is in the folder of the stage before it."""
+@dataclass(frozen=True)
+class StageRun:
+    """One stage of a run: where it writes, and all of its options."""
+
+    stage: Stage
+    folder: Path
+    options: dict[str, Any]
+
+
+def stage_runs(preset: Preset, given: dict[str, Any]) -> list[StageRun]:
+    """All stages of a run; the model of each is in the folder of the stage before it."""
     shared = {name: value for name, value in given.items() if name in FACTS and not FACTS[name].is_per_stage}
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
-    stages, model, lines = stages_of(preset, given["task"]), given["model_name_or_path"], []
+    stages, model = stages_of(preset, given["task"]), given["model_name_or_path"]
     if (size := given.get(BLOCK_SIZE)) is not None:
         from hf_linear_attention.training.losses.layer_transfer import TransferLayers
 
         stages = in_blocks(stages, TransferLayers(model_without_weights(given)).learning, size)
+    runs = []
     for number, stage in enumerate(stages, 1):
         folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
-        words = stage_arguments(stage, shared, tokens)
-        lines.append((stage, folder, [*words, f"--model_name_or_path={model}", f"--output_dir={folder}"]))
+        options = {**stage_options(stage, shared, tokens), "model_name_or_path": str(model), "output_dir": str(folder)}
+        runs.append(StageRun(stage, folder, options))
         model = folder
-    return lines
+    return runs
 
 
 def fit_to(preset: Preset, model: nn.Module) -> Preset:
