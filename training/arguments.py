@@ -1,4 +1,4 @@
-"""Every option of `training/finetune.py`, as dataclasses that `transformers.HfArgumentParser` reads.
+"""Every option of `training/finetune.py`, as dataclasses that `command_line.Parser` reads.
 
 Each field is an option of the same name. Its help text is its documentation, and everything else that holds for it
 (`options.Facts`) is given beside it.

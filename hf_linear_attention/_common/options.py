@@ -217,7 +217,7 @@ def _kind(hint: Any, choices: Sequence[str] | None) -> Kind:
     if typing.get_origin(hint) is typing.Literal:
         return str, typing.get_args(hint)
     inner = [part for part in typing.get_args(hint) if part is not type(None)]
-    return _kind(inner[0], choices) if inner else (hint, choices and tuple(choices))
+    return _kind(inner[0], choices) if inner else (hint, tuple(choices) if choices else None)
 
 
 def typed_options(
