@@ -42,11 +42,10 @@ from hf_linear_attention.conversion.compare_tables import comparison_page, descr
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.export import check_output
 from hf_linear_attention.conversion.layer_speed import model_speed
-from hf_linear_attention.conversion.option_values import parse_tokens
+from hf_linear_attention.conversion.options import parse_tokens, request_of
 from hf_linear_attention.conversion.page import PAGE
 from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
 from hf_linear_attention.conversion.plan import stock_config
-from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS
@@ -77,7 +76,7 @@ class Comparison:
     """What a comparison needs of the command line and the source; `train_file` and `held_out` are temporary files."""
 
     source: Source
-    common: list[str]
+    common: dict[str, Any]
     direction: str
     tokens: int | None
     folder: Path
@@ -162,8 +161,8 @@ def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens = None
     if arguments.train_file is not None:
         tokens = parse_tokens(arguments.tokens) if arguments.tokens is not None else DEFAULT_TOKENS
-    flags = [f"--{name}" for name in ("trust_remote_code", "allow_pickle") if getattr(arguments, name)]
-    common = ["--model_name_or_path", arguments.model_name_or_path, *flags]
+    names_of_common = ("model_name_or_path", "trust_remote_code", "allow_pickle")
+    common = {name: getattr(arguments, name) for name in names_of_common}
     with tempfile.TemporaryDirectory(prefix="hf-linear-attention-compare-") as name:
         files = _text_files(arguments.train_file, tokens, Path(name))
         comparison = Comparison(source, common, direction, tokens, Path(name), *files)
@@ -219,13 +218,13 @@ def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
         "refused": None,
         "preset": preset_for(mechanism, comparison.direction),
     }
-    attention = [*comparison.common, "--attention", mechanism]
-    preset = [*attention, "--preset", row["preset"], "--train_file", str(comparison.train_file)]
+    attention = {**comparison.common, "attention": mechanism}
+    preset = {**attention, "preset": row["preset"], "train_file": comparison.train_file}
     try:
-        conversion, row["not_trained"] = prepare(parse([*preset, "--dry_run"])), None
+        conversion, row["not_trained"] = prepare(request_of({**preset, "dry_run": True})), None
     except UsageError as error:
         try:
-            conversion, row["not_trained"] = prepare(parse([*attention, "--dry_run"])), str(error)
+            conversion, row["not_trained"] = prepare(request_of({**attention, "dry_run": True})), str(error)
         except UsageError as refusal:
             return {"mechanism": mechanism, "refused": str(refusal)}
     logger.info("measuring %s", mechanism)
@@ -237,8 +236,8 @@ def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
     row |= distance(model, teacher, batches) if batches else {"measure": None, "before": None}
     row |= _costs(conversion, model)
     if row["not_trained"] is None:
-        words = [*preset, "--no_verify", "--output_dir", str(comparison.folder / mechanism)]
-        row |= _trained(comparison, words, teacher, batches)
+        options = {**preset, "no_verify": True, "output_dir": comparison.folder / mechanism}
+        row |= _trained(comparison, options, teacher, batches)
     return row
 
 
@@ -304,13 +303,16 @@ def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _trained(
-    comparison: Comparison, words: list[str], teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
+    comparison: Comparison,
+    options: dict[str, Any],
+    teacher: PreTrainedModel,
+    batches: Sequence[dict[str, torch.Tensor]],
 ) -> dict[str, Any]:
     """The distance `after` the training, if tokens were asked for, and the `minutes` that the whole preset would take.
 
     Args:
         comparison: what is compared.
-        words: the options of a conversion with a preset.
+        options: those of a conversion with a preset.
         teacher: the original.
         batches: the inputs on which the distance is measured.
     """
@@ -318,13 +320,13 @@ def _trained(
         return {}
     after, stages = None, []
     if comparison.tokens is not None:
-        conversion = prepare(parse([*words, "--tokens", str(comparison.tokens)]))
+        conversion = prepare(request_of({**options, "tokens": comparison.tokens}))
         stages = _run(conversion)
         if batches:
             model: Any = conversion.plan.linear_class.from_pretrained(conversion.output_dir)
             after = distance(model, teacher, batches)["before"]
     if not stages or min(len(curve.get("points", ())) for _, curve in stages) < TIMED_STEPS:
-        conversion = prepare(parse([*words, "--overwrite"]))
+        conversion = prepare(request_of({**options, "overwrite": True}))
         stages = _run(conversion, max_train_steps=TIMED_STEPS)
     tokens = conversion.training.preset.tokens if conversion.training is not None else 0
     seconds = [tokens * share / curve["per_second"] for share, curve in stages if curve.get("per_second")]

@@ -27,8 +27,8 @@ from hf_linear_attention._common.special_tokens import special_tokens
 from hf_linear_attention.attention.softmax_heads import keep_softmax_heads
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
+from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan, make_plan
-from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.layer_ranges import with_softmax_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -101,7 +101,7 @@ def plan_with_heads(plan: Plan, source: Source, arguments: ConversionArguments, 
         settings = with_softmax_heads(plan.settings, heads)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    options = arguments.model_class, arguments.trust_remote_code, arguments.dtype, arguments.positions
+    options = arguments.trust_remote_code, arguments.dtype, arguments.positions
     return make_plan(source, settings, *options)
 
 

@@ -12,12 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import without_needs
+from hf_linear_attention._common.options import facts_of, without_needs
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
-from hf_linear_attention.conversion.option_values import parse_tokens
+from hf_linear_attention.conversion.options import (
+    CONVERSION_FACTS,
+    ConversionArguments,
+    MeasuringArguments,
+    changed_options,
+    parse_tokens,
+)
 from hf_linear_attention.conversion.plan import Plan, stock_config
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension
@@ -80,13 +85,14 @@ def check_training_options(arguments: ConversionArguments) -> None:
         raise UsageError(*problems)
 
 
-def check_task_options(arguments: ConversionArguments, task: str) -> None:
+def check_task_options(arguments: MeasuringArguments, task: str) -> None:
     """Refuse options that have no effect for a model of this task.
 
     Raises:
         UsageError: naming all of them.
     """
-    tasks = {name: CONVERSION_FACTS[name].tasks for name in sorted(changed_options(arguments))}
+    facts = facts_of(type(arguments))
+    tasks = {name: facts[name].tasks for name in sorted(changed_options(arguments))}
     problems = [
         f"`--{name}` is only for {', '.join(able)}, but the task of this model is {task}; leave it out"
         for name, able in tasks.items()
@@ -96,7 +102,7 @@ def check_task_options(arguments: ConversionArguments, task: str) -> None:
         raise UsageError(*problems)
 
 
-def check_embedding_options(arguments: ConversionArguments, folder: Path, config: Mapping[str, Any]) -> None:
+def check_embedding_options(arguments: MeasuringArguments, folder: Path, config: Mapping[str, Any]) -> None:
     """Check the options that a damaged or other model or file could contradict, before any work.
 
     Args:

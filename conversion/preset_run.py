@@ -26,12 +26,12 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.export import share_permissions
+from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import MEASURED_TASKS, describe_quality, held_out, measure, record
 from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import describe_result
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
 from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.presets import STAGES, stages_of
@@ -229,6 +229,6 @@ def _describe(conversion: Conversion, training: Training) -> str:
     elif conversion.request.arguments.validation_file is None:
         lines.append(
             f"There are no figures after training; give a `--validation_file` of held-out {HELD_OUT[unit]}"
-            + (", here or with `--evaluate`." if task in MEASURED_TASKS else ".")
+            + (", here or with `hf-linear-attention evaluate`." if task in MEASURED_TASKS else ".")
         )
     return describe_result(plan, conversion.source, str(training.output_dir), report, lines)

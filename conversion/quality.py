@@ -30,9 +30,9 @@ from hf_linear_attention.conversion.earlier_figures import EARLIER, with_earlier
 from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
+from hf_linear_attention.conversion.options import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.training.data.packing import PackedBlocks
@@ -63,7 +63,7 @@ class HeldOut:
     of_embeddings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def held_out(arguments: ConversionArguments) -> HeldOut | None:
+def held_out(arguments: ConversionArguments | EvaluationArguments) -> HeldOut | None:
     """The held-out data that the options name, or None without `--validation_file`."""
     if arguments.validation_file is None:
         return None
@@ -79,36 +79,28 @@ def held_out(arguments: ConversionArguments) -> HeldOut | None:
     )
 
 
-def evaluate(request: Request) -> str:
-    """`--evaluate`: measure the model in `--output_dir`; returns the text to print.
+def evaluate(arguments: EvaluationArguments) -> str:
+    """Measure a converted model, and write the figures into its folder; returns the text to print.
 
     Raises:
         UsageError: if there is no converted model that could be measured.
     """
-    arguments = request.arguments
-    known = {name for name, fact in CONVERSION_FACTS.items() if fact.for_evaluation}
-    # of the settings given, `mechanism` is the option `attention`
-    if unused := sorted((changed_options(arguments) | set(request.given)) - known - {"mechanism"}):
-        raise UsageError(
-            "`--evaluate` measures the model in `--output_dir` as it is; leave out "
-            + ", ".join(f"`--{name}`" for name in unused)
-        )
     data = held_out(arguments)
-    if data is None or arguments.output_dir is None:
-        raise UsageError("`--evaluate` needs the converted model in `--output_dir`, and a `--validation_file`")
+    if data is None:
+        raise UsageError("`--validation_file` is missing; name a file of held-out text")
     check_text_file("validation_file", data.path, instead=MESSAGES)
     if data.pairs is not None:
         check_pairs_file(data.pairs)
     if data.train_file is not None:
         check_text_file("train_file", data.train_file, instead=MESSAGES)
     if data.controls == "healed":
-        raise UsageError("`--controls healed` trains a window as `--preset` does; `--evaluate` trains nothing")
-    folder = Path(arguments.output_dir).expanduser().resolve()
+        raise UsageError("`--controls healed` trains a window as `convert --preset` does; this command trains nothing")
+    folder = Path(arguments.model_name_or_path).expanduser().resolve()
     task = _task_of(folder)
     if data.pairs is not None and task != "embedding":
         raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
     check_task_options(arguments, task)
-    source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
+    source = open_source(str(arguments.teacher_name_or_path), arguments.allow_pickle, "teacher_name_or_path")
     _check_original(source, folder, task)
     if task == "embedding":
         check_embedding_options(arguments, folder, read_json(folder / "config.json"))
@@ -128,18 +120,18 @@ def _task_of(folder: Path) -> str:
         check_checkpoint(folder)
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "linear_attention" not in config:
-        raise UsageError(f"`--output_dir` = {str(folder)!r} holds no converted model; convert first, then `--evaluate`")
+        raise UsageError(f"`--model_name_or_path` = {str(folder)!r} holds no converted model; convert first")
     name = (config.get("architectures") or [""])[0]
     task = head_of_config(config).task
     if task not in MEASURED_TASKS:
-        raise UsageError(f"`--evaluate` has figures for {', '.join(MEASURED_TASKS)}, and {name} is none of these")
+        raise UsageError(f"There are figures for {', '.join(MEASURED_TASKS)}, and {name} is none of these")
     return str(task)
 
 
 def _check_original(source: Source, folder: Path, task: str) -> None:
     original, ours = read_json(source.config_file), read_json(folder / "config.json")
     kind, own = original.get("model_type"), str(ours.get("model_type")).removeprefix(PREFIX)
-    given = f"`--model_name_or_path` = {source.name!r}"
+    given = f"`--teacher_name_or_path` = {source.name!r}"
     if "linear_attention" in original:
         raise UsageError(f"{given} is converted itself; give the original, with softmax attention")
     if task == "causal_lm" and kind != own:  # an embedding model may be compared with another one

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
+from hf_linear_attention._common.options import option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
 from hf_linear_attention.conversion.diagnosis import describe_diagnosis
 from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_heads
@@ -45,14 +46,15 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
     }
 
 
-def published_words(words: Sequence[str]) -> list[str]:
-    """The words of a command for the report: of an absolute path only the name, since a folder may be published."""
-    shown = []
-    for word in words:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        path = Path(value).expanduser()
-        shown.append(option + equals + (path.name if path.is_absolute() and value else value))
-    return shown
+def published_words(options: Mapping[str, Any]) -> list[str]:
+    """The options as one types them, for the report: of an absolute path only the name, as they may be published."""
+    words = []
+    for name, value in options.items():
+        text = option_text(value)
+        path = Path(text).expanduser()
+        shown = path.name if path.is_absolute() else text
+        words += [f"--{name}"] if value is True else [f"--{name}", shown]
+    return words
 
 
 def _calibration(facts: Mapping[str, Any] | None) -> str | None:

@@ -34,8 +34,8 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention.configuration_linear_attention import entries_of, parse_layers
 from hf_linear_attention.conversion.calibration_data import RealInputs
+from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan, make_plan
-from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch
@@ -117,7 +117,7 @@ def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, lay
     """The plan in which `layers` stay softmax."""
     left = [layer.layer for layer in plan.layers if layer.layer not in layers]
     settings = _for_layers(plan.settings, left)
-    options = arguments.model_class, arguments.trust_remote_code, arguments.dtype, arguments.positions
+    options = arguments.trust_remote_code, arguments.dtype, arguments.positions
     return make_plan(source, settings, *options)
 
 
@@ -142,7 +142,7 @@ def rank(
 ) -> dict[str, Any]:
     """The choice for the report: `layers`, `ranking` (the largest gain first), `inputs` and `tokens`."""
     logger.info("ranking the layers on %s", inputs.name)
-    batches = inputs.batches(arguments.calibration_tokens or RANKING_TOKENS)
+    batches = inputs.batches(RANKING_TOKENS)
     models: list[Any] = [part for part in (model, teacher) if part is not None]
     device = computing_device()
     for part in models:

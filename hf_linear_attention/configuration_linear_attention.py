@@ -307,7 +307,8 @@ def taken_elsewhere(name: str, value: object) -> str:
     able = [
         key for key, kind in MECHANISM_OPTIONS.items() if name in kind.options and not kind.options[name].problem(value)
     ]
-    return f"; for it, set `mechanism` to `{'linear' if 'linear' in able else able[0]}`" if able else ""
+    other = "linear" if "linear" in able or not able else able[0]
+    return f"; for it, set `mechanism` to `{other}` (`--attention {other}`)" if able else ""
 
 
 def own_code(config: PreTrainedConfig) -> dict[str, str]:

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import (
     BELOW_ONE,
     COUNT,
@@ -24,6 +22,7 @@ from hf_linear_attention._common.options import (
     SEED,
     SIZE,
     Bounds,
+    Gone,
     OnResume,
     facts_of,
     option,
@@ -568,35 +567,12 @@ FACTS = facts_of(*GROUPS)
 DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(group) if entry.default is not MISSING}
 
 
-# Options that are gone: what they did by default, which an old file may still say, and what takes their place.
-REMOVED = {
-    "layer_patience": ((), "leave it out: `--max_train_tokens` limits attention transfer"),
-    "lora_dropout": (("0", "0.0"), "leave it out: adapters are trained without dropout"),
-    "use_dora": (("false", "False"), "leave it out: LoRA takes its place"),
-    "warmup_steps": (("0",), "give `--warmup_ratio`, the share of the steps"),
+GONE = {
+    "layer_patience": Gone("leave it out: `--max_train_tokens` limits attention transfer"),
+    "lora_dropout": Gone("leave it out: adapters are trained without dropout", (0,)),
+    "use_dora": Gone("leave it out: LoRA takes its place", (False,)),
+    "warmup_steps": Gone("give `--warmup_ratio`, the fraction of the steps", (0,)),
 }
-_HINTS = {name: hint for group in GROUPS for name, hint in get_type_hints(group).items()}
-
-
-def typed(name: str, value: Any) -> Any:
-    """The value of an option in the type of its field: in YAML, 5e-5 is a text, and 1 may stand for 1.0.
-
-    Raises:
-        UsageError: if it has another type.
-    """
-    hint = _HINTS[name]
-    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
-        if get_origin(kind) is Literal:
-            if value in get_args(kind):
-                return value
-        elif kind is str and not isinstance(value, (Mapping, list, tuple, NoneType)):
-            return str(value)
-        elif kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            with suppress(ValueError):
-                return float(value)
-        elif type(value) is kind:
-            return value
-    raise UsageError(f"`{name}` is {value!r}, which is no value of the option `--{name}`")
 
 
 def parse_layer_numbers(text: str) -> list[int]:

@@ -4,7 +4,6 @@ combination of options. One `UsageError` names every problem.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import re
@@ -14,22 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_linear_attention._common.checkpoint_files import check_checkpoint
-from hf_linear_attention._common.command_line import (
-    CONFIG_HELP,
-    Parser,
-    as_typed,
-    given_names,
-    typed_name,
-    value_of,
-    words_of,
-)
+from hf_linear_attention._common.command_line import Parser, given_options, typed_name
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import (
     COUNT,
+    built,
     facts_of,
+    kinds_of,
     option,
     out_of_bounds,
+    typed_options,
     without_needs,
     without_task,
 )
@@ -54,15 +48,14 @@ from hf_linear_attention.training.presets import (
 )
 from hf_linear_attention.training.recipe import (
     FACTS,
+    GONE,
     GROUPS,
-    REMOVED,
     TEACHER_WEIGHTS,
     TRANSFER_WEIGHTS,
     Recipe,
     parse_dims,
     parse_layer_numbers,
     parse_rates,
-    typed,
 )
 from hf_linear_attention.training.tasks import RETRIEVAL
 from hf_linear_attention.training.tracking import tracker_problems
@@ -373,7 +366,6 @@ def _modes(recipe: Recipe) -> Iterator[str]:
         yield f"`--teacher_name_or_path` is not used if `--task {recipe.model.task}` is only evaluated; drop it"
 
 
-OPTIONS = tuple(FACTS)
 # `--config` may name these files without their path.
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -393,68 +385,51 @@ class PresetArguments:
 
 
 def build_parser(description: str | None = None) -> Parser:
-    """The parser of every option of `training/finetune.py`; `description` is printed by `--help` as it is."""
-    groups = [*GROUPS, PresetArguments]
-    parser = Parser(
-        list[Any](groups),
-        headings={name: _heading(group) for group in groups for name in group.__dataclass_fields__},
-        prog=typed_name("finetune.py"),
+    """The parser of every option of `training/finetune.py`; `description` is printed by `--help`."""
+    return Parser(
+        [*GROUPS, PresetArguments],
+        prog=typed_name("python training/finetune.py"),
         usage="%(prog)s --task TASK --model_name_or_path MODEL --output_dir OUT [options]",
-        description=as_typed(description),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=description,
+        gone=GONE,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
-    return parser
 
 
-def _heading(group: type) -> str:
-    """`DataArguments` -> `data`."""
-    return group.__name__.removesuffix("Arguments").lower()
+def parse_options(argv: Sequence[str], description: str | None = None) -> Recipe | tuple[Preset, dict[str, Any]]:
+    """What `argv` describes: one recipe, or a preset and the options given with it.
+
+    Raises:
+        UsageError: if the options cannot work; it names all problems (of the first stage that has any).
+    """
+    parser, groups = build_parser(description), [*GROUPS, PresetArguments]
+    words = vars(parser.parse_args(list(argv)))
+    name, config = words.get("preset"), words.get("config")
+    if config is not None and stages_file(config) is not None:
+        if name is not None:
+            raise UsageError(f"`--preset {name}` and the stages of `--config {config}` exclude each other; give one")
+        del words["config"]
+        given = typed_options(words | {"preset": config}, kinds_of(*groups))
+    else:
+        given = given_options(parser, groups, argv, CONFIGS)
+    if (name := given.pop("preset", None)) is not None:
+        preset = load_preset(name)
+        check_stages(preset, given)
+        return preset, given
+    if BLOCK_SIZE in given:
+        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
+    return make_recipe(given)
 
 
 def parse(argv: Sequence[str]) -> Recipe:
     """The recipe of one run that `argv` describes.
 
     Raises:
-        UsageError: if the options cannot work; it names all problems.
+        UsageError: as in `parse_options`, and for a preset.
     """
-    return make_recipe(given_options(argv)[1])
-
-
-def given_options(argv: Sequence[str], description: str | None = None) -> tuple[Preset | None, dict[str, Any]]:
-    """The preset that `argv` names, or None, and the options that are given, in the types of their fields.
-
-    Raises:
-        UsageError: for options that there are not, or whose values have another type or are out of bounds.
-    """
-    name, config = value_of("preset", argv), value_of("config", argv)
-    if config is not None and stages_file(config) is not None:
-        if name is not None:
-            raise UsageError(f"`--preset {name}` and the stages of `--config {config}` exclude each other; give one")
-        name, words = config, list(argv)
-    else:
-        words = words_of(argv, (*OPTIONS, *REMOVED), only_in_argv=("preset", BLOCK_SIZE), named=CONFIGS)
-    words = _without_removed(words)
-    preset = None if name is None else load_preset(name)
-    values = vars(build_parser(description).parse_args(words))
-    if problems := list(out_of_bounds(facts_of(PresetArguments), values)):
-        raise UsageError(*problems)
-    if preset is None and values[BLOCK_SIZE] is not None:
-        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
-    return preset, {entry: values[entry] for entry in given_names(words) if entry in (*OPTIONS, BLOCK_SIZE)}
-
-
-def _without_removed(words: Sequence[str]) -> list[str]:
-    """The words without removed options that ask for what is done anyway, as an old file may.
-
-    Raises:
-        UsageError: naming the replacement of every other removed option.
-    """
-    gone = {word: REMOVED[name] for word in words for name in given_names([word]) if name in REMOVED}
-    wrong = {word: instead for word, (before, instead) in gone.items() if word.partition("=")[2] not in before}
-    if wrong:
-        raise UsageError(*(f"`{word}` is not an option any more; {instead}" for word, instead in wrong.items()))
-    return [word for word in words if word not in gone]
+    recipe = parse_options(argv)
+    if not isinstance(recipe, Recipe):
+        raise UsageError("a preset has several stages; leave it out")
+    return recipe
 
 
 def make_recipe(options: Mapping[str, Any]) -> Recipe:
@@ -463,9 +438,8 @@ def make_recipe(options: Mapping[str, Any]) -> Recipe:
     Raises:
         UsageError: if the options cannot work; it names all problems.
     """
-    values = {name: typed(name, value) for name, value in options.items()}
-    groups = ({name: values[name] for name in group.__dataclass_fields__ if name in values} for group in GROUPS)
-    recipe = Recipe(*[group(**own) for group, own in zip(GROUPS, groups, strict=True)])
+    values = typed_options(options, kinds_of(*GROUPS), gone=GONE)
+    recipe = Recipe(*built(GROUPS, values))
     recipe.given = frozenset(values)
     fill_defaults(recipe)
     if problems := find_problems(recipe):
@@ -473,12 +447,20 @@ def make_recipe(options: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def check_stages(preset: Preset, given: Mapping[str, Any]) -> None:
+def check_stages(preset: Preset, given: dict[str, Any]) -> None:
     """Check the options of every stage before any work.
+
+    Args:
+        preset: the preset.
+        given: options for all stages, which become values of their types in place.
 
     Raises:
         UsageError: if the options cannot work; it names all problems of the first stage that has any.
     """
+    given |= typed_options(given, kinds_of(*GROUPS, PresetArguments), gone=GONE)
+    built(GROUPS, given)  # refuses what is missing
+    if problems := list(out_of_bounds(facts_of(PresetArguments), {"preset": None, BLOCK_SIZE: None, **given})):
+        raise UsageError(*problems)
     runs = stage_runs(preset, given)
     if unused := _unused(given, runs):
         place = f"has no effect in any stage of `--preset {preset.name}`; drop it"

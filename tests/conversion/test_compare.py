@@ -105,10 +105,10 @@ def test_the_minutes_are_of_the_preset_at_the_speed_of_ten_steps_or_more(llama, 
         return [(0.25, curve(100.0 * scale, 60)), (0.75, curve(50.0 * scale, max(10, steps) if changes else steps))]
 
     monkeypatch.setattr(compare, "_run", run)
-    comparison = compare.Comparison(None, [], "causal", 1000, tmp_path, tmp_path / "text.jsonl", None)
+    comparison = compare.Comparison(None, {}, "causal", 1000, tmp_path, tmp_path / "text.jsonl", None)
     comparison.train_file.write_text('{"text": "A text."}\n')
-    words = ["--model_name_or_path", str(llama), "--preset", "default", "--train_file", str(comparison.train_file)]
-    row = compare._trained(comparison, [*words, "--output_dir", str(tmp_path / "out")], None, [])
+    options = {"model_name_or_path": llama, "preset": "default", "train_file": comparison.train_file}
+    row = compare._trained(comparison, {**options, "output_dir": tmp_path / "out"}, None, [])
     assert calls == asked
     assert row["minutes"] == pytest.approx((500_000 / 100 + 1_500_000 / 50) / 60)
     assert row["preset_tokens"] == 2_000_000

@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attention
 from hf_linear_attention import convert, convert_and_heal
-from hf_linear_attention._common.command_line import option_words
 from hf_linear_attention._common.errors import TerminatedError, UsageError
+from hf_linear_attention.conversion.options import request_of
 from hf_linear_attention.conversion.recipe_file import RECIPE
-from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
 from hf_linear_attention.training.presets import load_preset
@@ -147,11 +146,10 @@ def test_five_lines_of_python(llama, text, tmp_path):
 
 def test_values_by_layer_and_lists_in_python():
     given = {"window_size": {"0-1": 64, 2: 16}, "layers": [0, 2], "projection_size": (8, 6), "decay": None}
-    words = option_words({"model_name_or_path": "x", **given})
-    assert words[1:] == ["--window_size=0-1:64,2:16", "--layers=0,2", "--projection_size=8,6"]
-    assert parse(words).given["window_size"] == {"0-1": 64, "2": 16}
-    with pytest.raises(UsageError, match=r"`softmax_heads` is .* has lists in it"):
-        option_words({"softmax_heads": [[0, 1]]})
+    found = request_of({"model_name_or_path": "x", **given}).given
+    assert found == {"window_size": {"0-1": 64, "2": 16}, "layers": [0, 2], "projection_size": [8, 6]}
+    with pytest.raises(UsageError, match=r"softmax_heads .* has lists in it"):
+        request_of({"model_name_or_path": "x", "softmax_heads": [[0, 1]]})
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import assert_nothing_written, assert_refused, change_json, convert, copy_of, finetune
+from faults import assert_nothing_written, assert_refused, change_json, command, convert, copy_of, finetune
 
 from hf_linear_attention._common import folders
 from hf_linear_attention._common.errors import RunError
@@ -302,8 +302,8 @@ def test_a_damaged_request_of_an_unfinished_run(llama, files, tmp_path, content)
 def test_a_damaged_model_is_not_evaluated(llama, linear_llama, files, tmp_path, name, content):
     out = copy_of(linear_llama, tmp_path / "out")
     (out / name).write_bytes(content)
-    words = ["--model_name_or_path", llama, "--output_dir", out, "--evaluate"]
-    assert_refused(convert(*words, "--validation_file", files / "good.txt"), name)
+    words = ["evaluate", "--teacher_name_or_path", llama, "--model_name_or_path", out]
+    assert_refused(command(*words, "--validation_file", files / "good.txt"), name)
 
 
 def test_what_does_not_fit_into_memory_is_said(linear_llama, files, tmp_path, monkeypatch):

@@ -17,13 +17,8 @@ import yaml
 from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.training.recipe import (
-    FACTS,
-    MECHANISM,
-    TEACHER_WEIGHTS,
-    TRANSFER_WEIGHTS,
-    typed,
-)
+from hf_linear_attention._common.options import kinds_of, typed_options
+from hf_linear_attention.training.recipe import FACTS, GONE, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.tasks import TASKS
 
 
@@ -97,12 +92,8 @@ def stages_file(path: str | Path) -> dict[str, Any] | None:
 
 
 def _stage(stage: str, share: float, **options: Any) -> Stage:
-    if unknown := sorted(options.keys() - FACTS.keys()):
-        raise UsageError(*(f"`{name}` of the stage {stage} is not an option" for name in unknown))
-    for name, value in options.items():
-        if value is not None:
-            typed(name, value)  # an unfinished run has recorded the values as the file has them
-    return Stage(stage, share, options)
+    typed_options(options, kinds_of(*GROUPS), f" of the stage {stage}", GONE)
+    return Stage(stage, share, options)  # an unfinished run has recorded the values as the file has them
 
 
 def stages_of(preset: Preset, task: str) -> list[Stage]:

@@ -22,7 +22,7 @@ from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.training import presets
 from hf_linear_attention.training.loop import RunContext
 from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_options
-from hf_linear_attention.training.recipe_parser import check_stages, given_options
+from hf_linear_attention.training.recipe_parser import parse_options
 from hf_linear_attention.training.run import run_stages
 
 
@@ -32,13 +32,6 @@ CLASSES = {
     "embedding": BertModel,
     "sequence_classification": BertForSequenceClassification,
 }
-
-
-def parse_preset(words: list[str]) -> tuple[presets.Preset, dict[str, Any]]:
-    preset, given = given_options(words)
-    assert preset is not None
-    check_stages(preset, given)
-    return preset, given
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ def test_a_preset_is_whole(name: str) -> None:
 def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task: Path, tmp_path: Path) -> None:
     for task in load_preset(name).stages:
         words = [f"--preset={name}", f"--task={task}", "--model_name_or_path=m", "--teacher_name_or_path=t"]
-        assert parse_preset([*words, f"--train_file={any_task}", f"--output_dir={tmp_path / 'o'}"])
+        assert parse_options([*words, f"--train_file={any_task}", f"--output_dir={tmp_path / 'o'}"])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,7 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
         folder.mkdir(parents=True)
         (folder / "training_report.json").write_text('{"runs": [{"metrics": {}}]}')
     words = ["--preset=default", *converted, *data, f"--output_dir={out}"]
-    preset, given = parse_preset([*words, "--overwrite_output_dir=true"])
+    preset, given = parse_options([*words, "--overwrite_output_dir=true"])
 
     def killed(recipe, known):
         raise KeyboardInterrupt
@@ -240,7 +233,7 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
 )
 def test_refusals(options: list[str], words: list[str], converted, data, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
-        parse_preset([*converted, *data, "--output_dir", str(tmp_path / "o"), *options])
+        parse_options([*converted, *data, "--output_dir", str(tmp_path / "o"), *options])
     for word in words:
         assert word in str(error.value)
 
@@ -251,7 +244,7 @@ def test_a_task_without_stages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     monkeypatch.setattr(presets, "FOLDER", tmp_path)
     with pytest.raises(UsageError, match=r"no stages for `--task masked_lm`.*causal_lm"):
-        parse_preset(["--preset=small", "--task=masked_lm", "--model_name_or_path=m", "--output_dir=o"])
+        parse_options(["--preset=small", "--task=masked_lm", "--model_name_or_path=m", "--output_dir=o"])
 
 
 def test_the_command_line_wins_over_the_stages() -> None:
@@ -285,5 +278,5 @@ def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], t
     words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
     for option in ("layers_per_block", "transfer_layers"):
         with pytest.raises(UsageError, match=f"`--{option}` has no effect in any stage of `--preset default`"):
-            parse_preset([*words, f"--{option}=1"])
-    assert parse_preset(words) is not None
+            parse_options([*words, f"--{option}=1"])
+    assert isinstance(parse_options(words), tuple)
