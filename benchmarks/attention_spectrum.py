@@ -24,7 +24,7 @@ from benchmarks.common import argument_parser, save_results, table, write
 from benchmarks.real_attention import add_text_argument, minilm_folder, read_text, windows
 from hf_linear_attention import convert
 from hf_linear_attention._common.logs import quiet_transformers
-from hf_linear_attention.conversion.diagnosis import diagnose
+from hf_linear_attention.conversion.head_figures import diagnose
 
 
 RANKS = (16, 32, 64, 128, 256)

@@ -43,20 +43,21 @@ from benchmarks.common import argument_parser, save_results, table, write
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
-from hf_linear_attention.conversion.controls import SameBytes, model_state_bytes
 from hf_linear_attention.conversion.data_recipes import data_recipe
-from hf_linear_attention.conversion.figure_tables import COLUMNS, comparison
-from hf_linear_attention.conversion.healed_control import save_window
-from hf_linear_attention.conversion.language_figures import (
+from hf_linear_attention.conversion.figures import (
     Cached,
     Controls,
     HeldOutText,
+    SameBytes,
     better_window,
     language_figures,
+    model_state_bytes,
     possible_controls,
+    save_window,
 )
 from hf_linear_attention.conversion.quality import HeldOut, finite, read_text
 from hf_linear_attention.conversion.quality import measure as measure_folder
+from hf_linear_attention.conversion.report import COLUMNS, comparison
 from hf_linear_attention.conversion.request import SIZES
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.conversion.state_budget import with_budget

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import argument_parser, save_results, table, write
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.head_ranking import (
+from hf_linear_attention.conversion.softmax_choice import (
     rank_heads,
     repeated_tokens,
     set_softmax_heads,

@@ -20,11 +20,11 @@ from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_token
-from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.samples import pixel_samples, sound_samples, text_samples
 from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.training.parameters import MECHANISM
 
 
@@ -96,7 +96,7 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     if not all(torch.isfinite(output).all() for output in student):
         raise ConversionError("the outputs of the converted model on the built-in samples are not finite")
     figures = {"hidden_state_error": _relative_error(student, teacher)}
-    if is_text and not _is_causal(model):
+    if is_text and direction_of(model.config) != "causal":
         means = zip(student, teacher)
         cosines = [F.cosine_similarity(a.mean(1), b.mean(1)).item() for a, b in means]
         figures["mean_embedding_cosine"] = sum(cosines) / len(cosines)
@@ -165,7 +165,8 @@ def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alo
     test anything, because causal attention does not see it.
     """
     pad = special_token(model.config, "pad_token_id")
-    left = _is_causal(model) and "position_ids" in inspect.signature(model.base_model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    left = takes_positions and direction_of(model.config) == "causal"
     width = max(sample.shape[1] for sample in samples)
     ids = torch.full((len(samples), width), pad)
     mask = torch.zeros_like(ids)
@@ -178,7 +179,3 @@ def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alo
     positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if left else {}
     output = model.base_model(input_ids=ids, attention_mask=mask, **positions).last_hidden_state.float()
     return _relative_error([output[row : row + 1, place] for row, place in enumerate(places)], alone)
-
-
-def _is_causal(model: PreTrainedModel) -> bool:
-    return is_causal_config(model.config, model.config.stock_model_type)

@@ -12,7 +12,7 @@ from checkpoints import save_twin
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.head_ranking import set_softmax_heads
+from hf_linear_attention.conversion.softmax_choice import set_softmax_heads
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from checkpoints import convert_folder, files, run, save_twin
 from matrix import stock_model
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.diagnosis import cumulative_shares, diagnose
+from hf_linear_attention.conversion.head_figures import cumulative_shares, diagnose
 
 
 def inputs(length: int = 40) -> list[dict[str, torch.Tensor]]:

@@ -13,8 +13,8 @@ from checkpoints import tiny_tokenizer
 from matrix import stock_model
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.head_figures import _one_input, head_figures
-from hf_linear_attention.conversion.shown_samples import shown_continuations, shown_neighbours
+from hf_linear_attention.conversion.figures import continuations, nearest_neighbours
+from hf_linear_attention.conversion.head_figures import head_figures, one_input
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -41,7 +41,7 @@ def test_the_error_of_a_head_is_that_of_its_definition():
         seen["query"], seen["key"], seen["value"] = inputs[:3]
         seen["mine"] = output[0]
 
-    ids, _ = _one_input(model, tiny_tokenizer())
+    ids, _ = one_input(model, tiny_tokenizer())
     with torch.no_grad(), module.linear_attention.register_forward_hook(keep):
         model.base_model(input_ids=ids)
     query, key, value, mine = (seen[name].double() for name in ("query", "key", "value", "mine"))
@@ -73,7 +73,7 @@ def test_families_that_cannot_be_observed_or_have_two_stacks():
 def test_continuations_end_where_the_first_token_differs():
     teacher, tokenizer = stock_model("llama"), tiny_tokenizer()
     stream = np.arange(60) % 50 + 5
-    same = shown_continuations(teacher, teacher, stream, 1, tokenizer, 48)
+    same = continuations(teacher, teacher, stream, 1, tokenizer, 48)
     assert len(same) == 3
     assert len({sample["prompt"] for sample in same}) == 3
     for sample in same:
@@ -83,10 +83,10 @@ def test_continuations_end_where_the_first_token_differs():
     other = stock_model("llama")
     with torch.no_grad():
         other.lm_head.weight.neg_()
-    for sample in shown_continuations(teacher, other, stream, 1, tokenizer, 48):
+    for sample in continuations(teacher, other, stream, 1, tokenizer, 48):
         assert sample["same"] == ""
         assert sample["original"]["first"] != sample["student"]["first"]
-    assert shown_continuations(teacher, teacher, stream[:4], 1, tokenizer, 48) == []
+    assert continuations(teacher, teacher, stream[:4], 1, tokenizer, 48) == []
 
 
 def test_neighbours_are_the_nearest_other_texts():
@@ -97,10 +97,10 @@ def test_neighbours_are_the_nearest_other_texts():
     angle = torch.tensor([0.0, 0.1, 1.0, 1.2, 2.0, 2.1])
     yours = torch.stack((angle.cos(), angle.sin()), 1)
     mine = F.normalize(yours.flip(0), dim=-1)
-    found = shown_neighbours(mine, yours, batches, tokenizer)
+    found = nearest_neighbours(mine, yours, batches, tokenizer)
     assert [entry["text"] for entry in found] == [texts[0], texts[2], texts[4]]
     assert [entry["original"] for entry in found] == [texts[1], texts[3], texts[5]]
     assert [entry["student"] for entry in found] == [texts[1], texts[3], texts[5]]
     mine = yours[[0, 3, 5, 2, 1, 4]]
-    assert shown_neighbours(mine, yours, batches, tokenizer)[0]["student"] == texts[4]
-    assert shown_neighbours(mine[:2], yours[:2], batches, tokenizer) == []
+    assert nearest_neighbours(mine, yours, batches, tokenizer)[0]["student"] == texts[4]
+    assert nearest_neighbours(mine[:2], yours[:2], batches, tokenizer) == []

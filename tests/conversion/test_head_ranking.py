@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import observe_attention
-from hf_linear_attention.conversion.controls import model_state_bytes
-from hf_linear_attention.conversion.head_ranking import rank_heads, repeated_tokens, set_softmax_heads
+from hf_linear_attention.conversion.figures import model_state_bytes
+from hf_linear_attention.conversion.softmax_choice import rank_heads, repeated_tokens, set_softmax_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.softmax_layers import rank_layers, with_softmax_layers
+from hf_linear_attention.conversion.softmax_choice import rank_layers, with_softmax_layers
 
 
 def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from checkpoints import run
 from transformers import AutoModelForCausalLM
 
-from hf_linear_attention.conversion.softmax_layers import rank_layers
+from hf_linear_attention.conversion.softmax_choice import rank_layers
 
 
 @pytest.fixture(scope="module")
