@@ -49,7 +49,7 @@ from hf_linear_attention.conversion.plan import stock_config
 from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verification import LOGITS
+from hf_linear_attention.conversion.verification import LOGITS, divergence
 from hf_linear_attention.mechanisms import MECHANISMS
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets.preset import load_preset, preset_names, stages_of
@@ -279,16 +279,15 @@ def distance(
     """
     student, total, count, measure = student.float().eval(), 0.0, 0, "cosine"
     for batch in progress(batches, "measuring"):
-        mine, yours = (model(**batch) for model in (student, teacher))
-        name = next((name for name in LOGITS if yours.get(name) is not None), None)
+        student_output, teacher_output = (model(**batch) for model in (student, teacher))
+        name = next((name for name in LOGITS if teacher_output.get(name) is not None), None)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         if name is None:
-            a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in (mine, yours))
-            found = F.cosine_similarity(a, b, dim=-1)
+            hidden = (output.last_hidden_state.float() for output in (student_output, teacher_output))
+            found = F.cosine_similarity(*(mean_pooled(states, mask) for states in hidden), dim=-1)
         else:
             measure = "kl"
-            p, q = (output[name].float().log_softmax(-1) for output in (yours, mine))
-            found = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+            found = divergence(student_output[name], teacher_output[name])
             found = found[mask.bool()] if found.shape == mask.shape else found
         total, count = total + found.double().sum().item(), count + found.numel()
     return {"measure": measure, "before": total / max(count, 1)}

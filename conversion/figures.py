@@ -301,9 +301,9 @@ def _against_controls(inside: TokenFigures) -> dict[str, Any]:
     """Of the whole text what the buckets of positions have too, and `closed`: the student's share of the way from the
     window of the same bytes to the teacher, None where there is no gap."""
     found: dict[str, Any] = {"targets": len(inside.column("student"))}
-    for mine, other in PAIRS:
+    for model, other in PAIRS:
         if other in inside:
-            found[f"{mine}_minus_{other}"] = paired_difference(inside.column(mine), inside.column(other))
+            found[f"{model}_minus_{other}"] = paired_difference(inside.column(model), inside.column(other))
     if "same_bytes" in inside:
         control, student, teacher = (inside.column(name).mean().item() for name in ("same_bytes", "student", "teacher"))
         found["closed"] = (control - student) / (control - teacher) if control - teacher > SMALLEST_GAP else None
@@ -505,7 +505,7 @@ def nearest_neighbours(
         (x[chosen] @ x.T).scatter(1, chosen[:, None], -math.inf).argmax(-1).tolist() for x in (of_teacher, of_student)
     )
     texts = [
-        tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)[:MOST_CHARACTERS]
+        str(tokenizer.decode(ids[mask.bool()], skip_special_tokens=True))[:MOST_CHARACTERS]
         for batch in batches
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]

@@ -23,7 +23,7 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
-from hf_linear_attention.conversion.samples import built_in_text, pixel_samples, sound_samples, text_samples
+from hf_linear_attention.conversion.samples import built_in_text, samples_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.positions import LearnedDecay
 from hf_linear_attention.training.losses.attention_transfer import relative_head_error
@@ -80,14 +80,12 @@ def _errors(seen: ObservedAttention) -> torch.Tensor:
 
 def one_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[torch.Tensor, str]:
     """One input without padding, and its name: all built-in sentences together, so that it is longer than a window."""
-    config = model.config
-    if model.main_input_name == "pixel_values":
-        return pixel_samples(config)[0].to(model.dtype), "a random image"
+    samples = samples_of(model, tokenizer)
     if model.main_input_name != "input_ids":
-        return sound_samples(config, model.main_input_name)[0].to(model.dtype), "random sound"
-    ids = torch.cat(text_samples(config, tokenizer), dim=1)
-    ids = ids[:, : min(MOST_TOKENS, (max_length_of(config) or MOST_TOKENS) * 3 // 4)]
-    name = "random tokens" if built_in_text(config, tokenizer) is None else "the built-in sentences"
+        name = "a random image" if model.main_input_name == "pixel_values" else "random sound"
+        return samples[0].to(model.dtype), name
+    ids = torch.cat(samples, dim=1)[:, : min(MOST_TOKENS, (max_length_of(model.config) or MOST_TOKENS) * 3 // 4)]
+    name = "random tokens" if built_in_text(model.config, tokenizer) is None else "the built-in sentences"
     return ids, f"{name} ({ids.shape[1]} tokens)"
 
 

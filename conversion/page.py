@@ -147,8 +147,7 @@ def verdict(quality: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _verdict_on_language(quality: Mapping[str, Any]) -> tuple[str, str]:
-    gap = (quality["student"] - quality["teacher"]) / quality["teacher"]
-    word = GOOD if gap <= GOOD_GAP else USABLE if gap <= USABLE_GAP else NOT_YET
+    word = _word((quality["student"] - quality["teacher"]) / quality["teacher"], GOOD_GAP, USABLE_GAP)
     text = f"{NEARNESS[word]} the original"
     if (control := quality.get("same_bytes")) is None:
         return word, text
@@ -168,9 +167,12 @@ def _verdict_on_embeddings(quality: Mapping[str, Any]) -> str:
         if quality.get(name) is not None and quality.get(f"{name}_teacher") is not None
     ]
     if lost:  # what the embeddings are for counts for more than their likeness
-        return GOOD if max(lost) <= GOOD_LOSS else USABLE if max(lost) <= USABLE_LOSS else NOT_YET
-    cosine = quality["cosine"]
-    return GOOD if cosine >= GOOD_COSINE else USABLE if cosine >= USABLE_COSINE else NOT_YET
+        return _word(max(lost), GOOD_LOSS, USABLE_LOSS)
+    return _word(-quality["cosine"], -GOOD_COSINE, -USABLE_COSINE)
+
+
+def _word(distance: float, good: float, usable: float) -> str:
+    return GOOD if distance <= good else USABLE if distance <= usable else NOT_YET
 
 
 def headline(report: Report, runs: Runs = ()) -> str:
@@ -186,12 +188,14 @@ def headline(report: Report, runs: Runs = ()) -> str:
         figures = [f"{name} {format_value(value)}" for name, value in metrics.items()]
         return f"Trained: {', '.join(figures[:MOST_FIGURES])}" if figures else "Trained, and not measured"
     if "top1_agreement" in outputs:
-        return f"Converted, not trained: {percent(outputs['top1_agreement'])} of token choices kept on short samples"
-    if "mean_embedding_cosine" in outputs:
-        return f"Converted, not trained: embeddings have a cosine of {outputs['mean_embedding_cosine']:.3f} on samples"
-    if "hidden_state_error" in outputs:
-        return f"Converted, not trained: hidden states err by {percent(outputs['hidden_state_error'])} on samples"
-    return "Converted, and not measured"
+        kept = f"{percent(outputs['top1_agreement'])} of token choices kept on short samples"
+    elif "mean_embedding_cosine" in outputs:
+        kept = f"embeddings have a cosine of {outputs['mean_embedding_cosine']:.3f} to the original's on short samples"
+    elif "hidden_state_error" in outputs:
+        kept = f"hidden states differ from the original's by {percent(outputs['hidden_state_error'])} on short samples"
+    else:
+        return "Converted, and not measured"
+    return f"Converted, not trained: {kept}"
 
 
 def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
@@ -374,7 +378,7 @@ def _difference_chart(buckets: Sequence[Mapping[str, Any]]) -> Chart:
     rivals = [part[name] for part in parts for name in LINES[1:] if part.get(name) is not None]
     return _bucket_chart(
         parts,
-        "Nats per token more than this model",
+        "Difference to this model, in nats per token",
         "Nats per token of the others minus those of this model, by position; above 0 this model is better.",
         "position of the token",
         max(rivals + sorted(inside)[: len(inside) // 2 + 1]) + MARGIN,
@@ -394,8 +398,8 @@ def recall_section(quality: Mapping[str, Any]) -> Section | None:
         _highest_drawn(buckets),
     )
     text = (
-        "Nats per token where a rare sequence of words is repeated: the lower, the better the model has kept what "
-        "stood so many tokens before. It rises where a model has forgotten."
+        "Nats per token where the text repeats a rare sequence of words. The lower they are, the better the model "
+        "remembers what it read that many tokens ago; they rise where a model has forgotten it."
     )
     return Section("Recall", [text], [chart])
 
@@ -439,7 +443,7 @@ def sample_sections(quality: Mapping[str, Any]) -> list[Section]:
             "token. What they have in common is shaded, and the first different token is marked; after it they "
             "continue different texts."
         )
-        shown = [
+        displayed = [
             {
                 "prompt": f"… {sample['prompt']}",
                 "sides": [
@@ -449,15 +453,15 @@ def sample_sections(quality: Mapping[str, Any]) -> list[Section]:
             }
             for sample in samples
         ]
-        found.append(Section("What it writes", [text], samples=shown))
+        found.append(Section("What it writes", [text], samples=displayed))
     if neighbours := quality.get("neighbours"):
         text = "The nearest other text in the validation file, of three texts spread evenly over it."
-        shown = []
+        displayed = []
         for entry in neighbours:
             which = "the same" if entry["original"] == entry["student"] else "another"
             sides = [("nearest, original", entry["original"]), (f"nearest, this model ({which})", entry["student"])]
-            shown.append({"prompt": entry["text"], "sides": sides})
-        found.append(Section("Nearest neighbours", [text], samples=shown))
+            displayed.append({"prompt": entry["text"], "sides": sides})
+        found.append(Section("Nearest neighbours", [text], samples=displayed))
     return found
 
 
@@ -536,8 +540,8 @@ def loss_section(runs: Runs, quality: Mapping[str, Any]) -> Section | None:
         labels = ("tokens", "nats per token")
         figures.insert(0, line_chart(held_out, f"{held_out} during the training.", lines, labels))
     text = (
-        "Each step has other texts, some harder than others, so the loss goes up and down. A stage with little left to "
-        "learn shows nothing else; what counts then are the figures of held-out text."
+        "Each step reads other texts, and some are harder than others, so the loss goes up and down. Where a stage has "
+        "little left to learn, the curve shows nothing else, and the figures on held-out text are what counts."
     )
     return Section("Training", [text], figures) if figures else None
 

@@ -412,8 +412,8 @@ def _notes(quality: Mapping[str, Any]) -> list[str]:
         return notes
     counted = f" ({quality['train_file']})" if quality.get("train_file") else ""
     notes.append(
-        f"Recall is measured on targets that end a 4-gram which the training text{counted} has 20 times at most, and "
-        "which the context has too."
+        f"Recall is measured on tokens that end a sequence of four which the context already had, and which the "
+        f"training text{counted} has 20 times at most."
     )
     if recall.get("validation_file"):  # of an earlier evaluation
         notes.append(f"Recall was measured on {recall['validation_file']}.")
@@ -487,7 +487,7 @@ def _filled(now: Any, before: Any) -> Any:
             filled["dims"] = sorted({*(now.get("dims") or ()), *(before.get("dims") or ())})
         return filled
     if _edges(now) and _edges(now) == _edges(before):
-        return [_filled(mine, other) for mine, other in zip(now, before, strict=True)]
+        return [_filled(*parts) for parts in zip(now, before, strict=True)]
     return before if now is None else now
 
 

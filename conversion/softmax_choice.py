@@ -42,6 +42,7 @@ from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.request import ConversionArguments
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.conversion.verification import divergence
 from hf_linear_attention.layer_ranges import with_softmax_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.softmax_heads import keep_softmax_heads
@@ -198,7 +199,7 @@ def choose_in(
 
 def describe_ranking(choice: Mapping[str, Any]) -> list[str]:
     """The ranking of the layers for the terminal, one line per layer."""
-    lines = [f"Softmax restored in one layer at a time, on {choice['tokens']:,} tokens ({choice['inputs']}):"]
+    lines = [f"Each layer in turn computed softmax again, on {choice['tokens']:,} tokens ({choice['inputs']}):"]
     for entry in choice["ranking"]:
         stays = "  stays softmax" if entry["layer"] in choice["layers"] else ""
         lines.append(
@@ -259,10 +260,8 @@ def _divergence(student: Any, teacher: Any, mask: Tensor) -> Tensor:
         s, t = student.last_hidden_state.float()[mask], teacher.last_hidden_state.float()[mask]
         return ((s - t).square().sum(-1) / t.square().sum(-1).clamp(min=1e-12)).sum()
     if student.logits.ndim == 2:  # classes of a whole text, weighted by its number of tokens
-        log_q, log_p = (x.logits.float().log_softmax(-1) for x in (student, teacher))
-        return (F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1) * mask.sum(-1)).sum()
-    log_q, log_p = (x.logits[mask].float().log_softmax(-1) for x in (student, teacher))
-    return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+        return (divergence(student.logits, teacher.logits) * mask.sum(-1)).sum()
+    return divergence(student.logits[mask], teacher.logits[mask]).sum()
 
 
 def with_softmax_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTrainedModel:
@@ -476,7 +475,7 @@ def describe_heads(choice: Mapping[str, Any]) -> list[str]:
     """The ranking of the heads for the terminal: those that keep softmax, and some of the others."""
     kept = [tuple(pair) for pair in choice["heads"]]
     where = "repeated random tokens" + (f" and {choice['inputs']}" if choice["inputs"] else "")
-    lines = [f"The mechanism in one head at a time, rise of the loss in nats per token on {where}:"]
+    lines = [f"How much the loss rises if one head at a time computes the mechanism, in nats per token on {where}:"]
     for entry in choice["ranking"][: max(len(kept), MAX_LISTED_HEADS)]:
         stays = "  stays softmax" if (entry["layer"], entry["head"]) in kept else ""
         text = "" if entry["text"] is None else f", text {entry['text']:.4g}"
