@@ -283,8 +283,9 @@ def distance(
         name = next((name for name in LOGITS if teacher_output.get(name) is not None), None)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         if name is None:
-            hidden = (output.last_hidden_state.float() for output in (student_output, teacher_output))
-            found = F.cosine_similarity(*(mean_pooled(states, mask) for states in hidden), dim=-1)
+            outputs = (student_output, teacher_output)
+            a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in outputs)
+            found = F.cosine_similarity(a, b, dim=-1)
         else:
             measure = "kl"
             found = divergence(student_output[name], teacher_output[name])
