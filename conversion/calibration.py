@@ -12,10 +12,9 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
-from hf_linear_attention.conversion.head_ranking import chooses_heads
 from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.softmax_layers import is_automatic
+from hf_linear_attention.conversion.softmax_choice import chooses_heads, is_automatic
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 

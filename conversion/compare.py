@@ -20,7 +20,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,17 @@ from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import unusable_texts
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
 from hf_linear_attention.conversion.calibration_data import check_text_file, real_inputs, texts_of
-from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
 from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.export import check_output
 from hf_linear_attention.conversion.layer_speed import model_speed
 from hf_linear_attention.conversion.options import parse_tokens, request_of
-from hf_linear_attention.conversion.page import PAGE
+from hf_linear_attention.conversion.page import PAGE, Section, memory_chart, rendered, speed_chart, speed_conditions
+from hf_linear_attention.conversion.page_plots import bytes_text
 from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
 from hf_linear_attention.conversion.plan import stock_config
 from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verification import LOGITS
+from hf_linear_attention.conversion.verification import LOGITS, divergence
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets import load_preset, preset_names, stages_of
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 
 COMPARISON = "comparison.json"
+HEADER = ["mechanism", "untrained", "trained", "faster here from", "state", "whole preset"]
+MEASURES = {"kl": "KL to the original, in nats per token (0 is equal)", "cosine": "cosine to the original's embeddings"}
 DEFAULT_TOKENS = 50_000
 # What is compared where nothing is named; those that a model does not support are left out.
 COMPARED = {
@@ -276,16 +278,16 @@ def distance(
     """
     student, total, count, measure = student.float().eval(), 0.0, 0, "cosine"
     for batch in progress(batches, "measuring"):
-        mine, yours = (model(**batch) for model in (student, teacher))
-        name = next((name for name in LOGITS if yours.get(name) is not None), None)
+        student_output, teacher_output = (model(**batch) for model in (student, teacher))
+        name = next((name for name in LOGITS if teacher_output.get(name) is not None), None)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         if name is None:
-            a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in (mine, yours))
+            outputs = (student_output, teacher_output)
+            a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in outputs)
             found = F.cosine_similarity(a, b, dim=-1)
         else:
             measure = "kl"
-            p, q = (output[name].float().log_softmax(-1) for output in (yours, mine))
-            found = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+            found = divergence(student_output[name], teacher_output[name])
             found = found[mask.bool()] if found.shape == mask.shape else found
         total, count = total + found.double().sum().item(), count + found.numel()
     return {"measure": measure, "before": total / max(count, 1)}
@@ -344,6 +346,109 @@ def _run(conversion: Conversion, **changes: Any) -> list[tuple[float, dict[str, 
     runs = json.loads((training.output_dir / HISTORY).read_text(encoding="utf-8"))["runs"]
     stages = stages_of(training.preset, training.given["task"])
     return [(stage.share, run["loss"]) for stage, run in zip(stages, runs, strict=True)]
+
+
+# ---- The table, the recommendation and the page
+
+
+def supported(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of the mechanisms that the model supports."""
+    return [row for row in content["mechanisms"] if row["refused"] is None]
+
+
+def table_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The `header` and `rows` of the mechanisms that the model supports."""
+    rows = []
+    for row in supported(content):
+        minutes, figures = row.get("minutes"), (row["before"], row.get("after"))
+        cells = [
+            *("-" if figure is None else f"{figure:.4f}" for figure in figures),
+            speed_text(row, content["max_length"]),
+            "-" if row["state_bytes"] is None else bytes_text(row["state_bytes"]),
+            "-" if minutes is None else f"{minutes:,.1f} min for {row['preset_tokens']:,} tokens",
+        ]
+        rows.append([row["mechanism"], *cells])
+    return {"header": HEADER, "rows": rows}
+
+
+def speed_text(row: Mapping[str, Any], max_length: int | None) -> str:
+    """From which length the mechanism is faster here, against the longest input of the model."""
+    faster, curve = row["faster_from"], row["curve"]
+    if not curve:
+        return "-"
+    if faster is None:
+        longest = curve[-1]["length"]
+        if max_length is not None and max_length <= longest:
+            return f"never within its {max_length:,} positions"
+        return f"not up to {longest:,} tokens"
+    if max_length is not None and faster > max_length:
+        return f"never within its {max_length:,} positions ({faster:,} tokens)"
+    return f"{faster:,} tokens"
+
+
+def recommendation(content: Mapping[str, Any]) -> str:
+    """One sentence: the mechanism nearest to the original, after the training if there was one, and what it costs."""
+    rows = supported(content)
+    when = "after" if any(row.get("after") is not None for row in rows) else "before"
+    known = [row for row in rows if row.get(when) is not None]
+    if not known:
+        return "There is nothing to recommend: no mechanism could be measured on text."
+    ranked = sorted(known, key=lambda row: row[when] if row["measure"] == "kl" else -row[when])
+    best = ranked[0]
+    name = "KL" if best["measure"] == "kl" else "cosine"
+    trained = f"after {content['tokens']:,} tokens" if when == "after" else "without training"
+    others = "".join(f", `{row['mechanism']}` {row[when]:.3g}" for row in ranked[1:3])
+    faster = speed_text(best, content["max_length"])
+    speed = "it is faster than softmax here from " + faster if faster[0].isdigit() else f"faster here {faster}"
+    cost = best.get("minutes")
+    minutes = "" if cost is None else f"; its whole preset takes about {cost:,.1f} minutes here"
+    found = f"{name} {best[when]:.3g}{others}"
+    return f"Take `{best['mechanism']}`: {trained} it is nearest to the original ({found}); {speed}{minutes}."
+
+
+def describe_comparison(content: Mapping[str, Any]) -> str:
+    """The comparison for the terminal."""
+    table = table_of(content)
+    cells = [table["header"], *table["rows"]]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+    return "\n".join([*_notes(content), "", *lines, "", *_refusals(content), content["recommendation"]])
+
+
+def _notes(content: Mapping[str, Any]) -> list[str]:
+    """What was measured, and on what."""
+    rows, name = supported(content), Path(content["base_model"]).name
+    if not rows:
+        return [name]
+    measure = next((MEASURES[row["measure"]] for row in rows if row["measure"]), "no text could be read")
+    file = content["train_file"]
+    text = "the built-in sentences as one text" if file is None else f"the last tenth of {file}"
+    tokens = "" if content["tokens"] is None else f", trained on {content['tokens']:,} tokens"
+    return [
+        f"{name}: {measure}, on {text}{tokens}.",
+        f"Speed: {speed_conditions({**rows[0], 'threads': content['threads']})}, measured now.",
+    ]
+
+
+def _refusals(content: Mapping[str, Any]) -> list[str]:
+    refused = [f"`{row['mechanism']}` is refused: {row['refused']}" for row in content["mechanisms"] if row["refused"]]
+    rows = [row for row in supported(content) if row["not_trained"]]
+    return [*refused, *(f"`{row['mechanism']}` is not trained: {row['not_trained']}" for row in rows)]
+
+
+def comparison_page(content: Mapping[str, Any]) -> str:
+    """report.html of a comparison."""
+    rows, notes = supported(content), [*_notes(content), *_refusals(content)]
+    parts = [Section("One row per mechanism", tables=[table_of(content)], notes=notes)] if rows else []
+    if (chart := speed_chart({row["mechanism"]: row["curve"] for row in rows}, content["max_length"])) is not None:
+        parts.append(Section("Speed here", figures=[chart]))
+    if kept := [row for row in rows if row["state_bytes"]]:
+        states = {row["mechanism"]: (row["state_bytes"], 0) if row["state_bytes"] else None for row in rows}
+        parts.append(Section("Memory", figures=[memory_chart(kept[0]["cache_bytes_per_token"], states)]))
+    footer = [f"All figures are in {COMPARISON}; this page loads nothing and runs no script."]
+    title, _, reason = content["recommendation"].replace("`", "").partition(": ")
+    lead = [f"{reason[:1].upper()}{reason[1:]}", *([] if rows else notes)]
+    return rendered(Path(content["base_model"]).name, title, lead, [], parts, footer)
 
 
 if __name__ == "__main__":

@@ -142,11 +142,11 @@ def _default_lines(conversion: Conversion) -> list[str]:
 
 def _preview(conversion: Conversion) -> list[str]:
     """What would be done, and what `--spectrum` finds, in lines."""
-    from hf_linear_attention.conversion.diagnosis import describe_diagnosis
+    from hf_linear_attention.conversion.head_figures import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted
     from hf_linear_attention.conversion.preset_plan import describe_stages
     from hf_linear_attention.conversion.report import describe, describe_tensors
-    from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
+    from hf_linear_attention.conversion.softmax_choice import count_of, is_automatic
 
     arguments = conversion.request.arguments
     lines = [describe(conversion.plan, conversion.source)]

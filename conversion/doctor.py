@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
+from transformers import AutoConfig
 
 import hf_linear_attention
+from hf_linear_attention import convert_config, modeling_linear_attention
 from hf_linear_attention._common.checkpoint_files import check_checkpoint
 from hf_linear_attention._common.command_line import Parser, run_command
 from hf_linear_attention._common.errors import RunError, UsageError
@@ -29,6 +32,7 @@ from hf_linear_attention.checkpoint_code import checkpoint_code
 from hf_linear_attention.configuration_linear_attention import CODE_FILES, code_in, max_length_of, mechanisms_of
 from hf_linear_attention.conversion.layer_speed import layer_times
 from hf_linear_attention.conversion.source import open_source
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -82,17 +86,15 @@ def _doctor(argv: Sequence[str] | None) -> None:
         raise UsageError("`--trust_remote_code` runs the code in a folder; name the folder of a converted model")
     broken = 0
     with quiet_transformers():
-        for finding in [*environment_findings(), *_folder_findings(arguments)]:
+        findings = list(environment_findings())
+        if arguments.folder is not None:
+            findings += folder_findings(Path(arguments.folder).expanduser(), arguments.trust_remote_code)
+        for finding in findings:
             sys.stdout.write(f"{finding.kind:<7} {finding.topic:<13} {finding.text}\n")
             broken += finding.kind == BROKEN
     if broken:
         raise RunError(f"{broken} thing{'s are' if broken > 1 else ' is'} broken; see the lines `{BROKEN}` above")
     sys.stdout.write("Nothing is broken.\n")
-
-
-def _folder_findings(arguments: argparse.Namespace) -> Iterator[Finding]:
-    if arguments.folder is not None:
-        yield from folder_findings(Path(arguments.folder).expanduser(), arguments.trust_remote_code)
 
 
 def environment_findings() -> Iterator[Finding]:
@@ -136,9 +138,10 @@ def _kernels() -> Finding:
     if backend.name == "c":
         return Finding(OK, "kernels", f"C kernels ({backend.instruction_set}): {backend.reason}")
     compiler = next((name for name in COMPILERS if shutil.which(name)), None)
-    text = f"torch computes, which is slower: {backend.reason}"
+    text = f"torch computes in place of the C kernels, which is slower: {backend.reason}"
     if "`torch`" not in backend.reason:  # the variable, which whoever set it knows
-        text += f" A compiler is here ({compiler})." if compiler else " There is no C compiler here (cc, gcc, clang)."
+        has = f"a C compiler ({compiler})" if compiler else "no C compiler (cc, gcc, clang)"
+        text += f" This machine has {has}."
     return Finding(NOTE, "kernels", text)
 
 
@@ -153,8 +156,6 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _caches() -> Finding:
-    from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
-
     folder = Path(HF_HOME)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):
@@ -182,10 +183,7 @@ def _speed() -> Finding:
 
 def _timed_layer() -> Any:
     """An attention layer of a Llama with `linear`, elu1."""
-    from transformers import LlamaConfig, LlamaModel
-
-    from hf_linear_attention import convert_config
-    from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
+    from transformers import LlamaConfig, LlamaModel  # which `--help` does without
 
     size = TIMED_HEADS * HEAD_DIM
     stock = LlamaConfig(
@@ -220,7 +218,7 @@ def folder_findings(folder: Path, runs_its_code: bool = False) -> Iterator[Findi
     try:
         check_checkpoint(folder)
         with reading(path):
-            config = _config(folder)
+            config: Any = AutoConfig.from_pretrained(folder)
     except UsageError as error:
         yield Finding(BROKEN, "files", str(error))
         return
@@ -231,12 +229,6 @@ def folder_findings(folder: Path, runs_its_code: bool = False) -> Iterator[Findi
     if runs_its_code:
         yield _loads_alone(folder, content)
     yield from _companions(folder, config)
-
-
-def _config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder)
 
 
 def _code(folder: Path, config: Any, content: dict[str, Any]) -> Iterator[Finding]:
@@ -283,7 +275,7 @@ def _weights(folder: Path, content: dict[str, Any]) -> Iterator[Finding]:
     """Whether the files of the weights are complete and the model can be loaded from them by this package."""
     try:
         tensors = open_source(str(folder)).tensors
-        model_class = _class_of(content)
+        model_class = getattr(modeling_linear_attention, _class_name(content))
         model, loading = model_class.from_pretrained(folder, output_loading_info=True)
     # Whatever loading raises, a user wants to read it here and not as a traceback.
     except Exception as error:
@@ -299,15 +291,13 @@ def _weights(folder: Path, content: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(OK, "weights", f"{len(tensors)} tensors, all finite; {model_class.__name__} loads from them")
 
 
-def _class_of(content: dict[str, Any]) -> Any:
-    from hf_linear_attention import modeling_linear_attention
-
-    return getattr(modeling_linear_attention, (content.get("architectures") or [""])[0])
+def _class_name(content: dict[str, Any]) -> str:
+    return (content.get("architectures") or [""])[0]
 
 
 def _loads_alone(folder: Path, content: dict[str, Any]) -> Finding:
     """Whether torch and transformers alone load the model, in a process of its own."""
-    name = (content.get("architectures") or [""])[0]
+    name = _class_name(content)
     autos = [auto for auto, target in (content.get("auto_map") or {}).items() if str(target).endswith(f".{name}")]
     command = [sys.executable, "-c", LOAD_ALONE, (autos or ["AutoModel"])[0], str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -328,22 +318,16 @@ def _companions(folder: Path, config: Any) -> Iterator[Finding]:
     try:
         report = read_json(path) if path.is_file() else {}
         with reading(path):
-            known = _measured(report)
+            if positions := (report.get("quality") or {}).get("positions"):
+                length, trained = positions["length"], positions["trained_length"]
+                measured = f"measured up to {length:,} tokens (the trained length is {trained:,})"
+                yield Finding(OK, "length", f"{measured}; {text}")
+                return
     except UsageError as error:
         yield Finding(BROKEN, REPORT, str(error))
         return
-    if known is not None:
-        yield Finding(OK, "length", f"{known}; {text}")
-    else:
-        advice = "`hf-linear-attention evaluate` measures it" if report else f"there is no {REPORT}"
-        yield Finding(NOTE, "length", f"{text}; there are no figures by length: {advice}")
-
-
-def _measured(report: dict[str, Any]) -> str | None:
-    """The lengths in conversion_report.json at which the model was measured, if there are any."""
-    if not (positions := (report.get("quality") or {}).get("positions")):
-        return None
-    return f"measured up to {positions['length']:,} tokens (the trained length is {positions['trained_length']:,})"
+    advice = "`hf-linear-attention evaluate` measures it" if report else f"there is no {REPORT}"
+    yield Finding(NOTE, "length", f"{text}; nothing was measured by length yet: {advice}")
 
 
 if __name__ == "__main__":

@@ -32,17 +32,8 @@ from hf_linear_attention.conversion.companions import (
     save_processors,
     save_tokenizer,
 )
-from hf_linear_attention.conversion.diagnosis import diagnose_on
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
-from hf_linear_attention.conversion.head_ranking import (
-    KEPT_HEADS,
-    check_softmax_heads,
-    choose_heads,
-    chooses_heads,
-    listed_heads,
-    num_heads_to_keep,
-    plan_with_heads,
-)
+from hf_linear_attention.conversion.head_figures import diagnose_on
 from hf_linear_attention.conversion.hub import check_hub_name
 from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.page import write_page
@@ -56,11 +47,18 @@ from hf_linear_attention.conversion.preset_plan import (
 )
 from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import build_report, published_words
-from hf_linear_attention.conversion.softmax_layers import (
+from hf_linear_attention.conversion.softmax_choice import (
     CHOICE,
+    KEPT_HEADS,
+    check_softmax_heads,
     check_softmax_layers,
+    choose_heads,
+    chooses_heads,
     is_automatic,
+    listed_heads,
     listed_layers,
+    num_heads_to_keep,
+    plan_with_heads,
     plan_without,
     rank,
     ranking_file,

@@ -29,10 +29,10 @@ from hf_linear_attention.conversion.export import share_permissions
 from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
-from hf_linear_attention.conversion.quality import MEASURED_TASKS, describe_quality, held_out, measure, record
+from hf_linear_attention.conversion.quality import MEASURED_TASKS, held_out, measure, record
 from hf_linear_attention.conversion.recipe_file import write_recipe
-from hf_linear_attention.conversion.report import describe_result
-from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
+from hf_linear_attention.conversion.report import describe_quality, describe_result
+from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, is_automatic, plan_without
 from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
@@ -164,7 +164,7 @@ def _train(conversion: Conversion, training: Training) -> None:
         run_stages(training.preset, training.given, run_and_tidy)
         data = held_out(conversion.request.arguments)
         if training.heals_control and data is not None:
-            from hf_linear_attention.conversion.healed_control import heal_control
+            from hf_linear_attention.conversion.figures import heal_control
 
             heal_control(conversion.source, training, data, run_and_tidy)
 

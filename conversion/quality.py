@@ -26,13 +26,12 @@ from hf_linear_attention._common.model_card import (
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
 from hf_linear_attention.conversion.data_recipes import data_recipe
-from hf_linear_attention.conversion.earlier_figures import EARLIER, with_earlier
-from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
 from hf_linear_attention.conversion.options import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
+from hf_linear_attention.conversion.report import EARLIER, comparison, describe_quality, quality_rows, with_earlier
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.training.data.packing import PackedBlocks
@@ -157,8 +156,7 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut, healed: Path
 
 def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path | None) -> dict[str, Any]:
     # Here and not at the top: it imports `datasets`, which most conversions do without.
-    from hf_linear_attention.conversion.language_figures import Controls, language_figures, possible_controls
-    from hf_linear_attention.conversion.shown_samples import shown_continuations
+    from hf_linear_attention.conversion.figures import Controls, continuations, language_figures, possible_controls
     from hf_linear_attention.training.evaluation.retention import most_positions, running_text
 
     recipe, text = held_out_text(folder, source, data)
@@ -173,7 +171,7 @@ def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path 
         figures["control"]["healed_tokens"] = sum(run["training"]["tokens"] for run in training_history(str(healed)))
     tokenizer, longest = load_tokenizer(recipe), most_positions(teacher) or text.max_length
     stream = running_text(text.examples)
-    samples = shown_continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
+    samples = continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
     return {**figures, "samples": samples, **_costs_and_heads(student, teacher, tokenizer, writes=True)}
 
 
@@ -186,7 +184,7 @@ def held_out_text(folder: Path, source: Source, data: HeldOut) -> tuple[Any, Any
 
 def read_text(recipe: Any, max_eval_length: int) -> Any:
     """The validation and training files of a recipe, as `language_figures` takes them."""
-    from hf_linear_attention.conversion.language_figures import HeldOutText
+    from hf_linear_attention.conversion.figures import HeldOutText
     from hf_linear_attention.training.data.processors import load_config, sequence_length
     from hf_linear_attention.training.data.splits import load_data
 
@@ -215,7 +213,7 @@ def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str, Any]:
-    from hf_linear_attention.conversion.embedding_figures import embedding_figures
+    from hf_linear_attention.conversion.figures import embedding_figures
 
     texts = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
     pairs = None if data.pairs is None else {"validation_file": data.pairs, **PAIR_COLUMNS}

@@ -40,7 +40,7 @@ _LAZY = {
     "save_prompt_state": "state.prompt_state",
     "softmax_attention": "modeling_linear_attention",
     "supported_model_types": "tested_architectures",
-    "write_conversion_files": "conversion.python_report",
+    "write_conversion_files": "conversion.report",
 }
 __all__ = [
     "LinearAttentionSettings",

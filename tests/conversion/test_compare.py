@@ -19,8 +19,15 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Bert
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion import compare, layer_speed
-from hf_linear_attention.conversion.compare import distance, main, preset_for
-from hf_linear_attention.conversion.compare_tables import comparison_page, recommendation, speed_text, table_of
+from hf_linear_attention.conversion.compare import (
+    comparison_page,
+    distance,
+    main,
+    preset_for,
+    recommendation,
+    speed_text,
+    table_of,
+)
 from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 

@@ -14,16 +14,17 @@ from page_reports import QUALITY
 
 from hf_linear_attention import convert
 from hf_linear_attention._common import logs
-from hf_linear_attention.conversion.controls import model_state_bytes, windows_of_same_bytes
-from hf_linear_attention.conversion.figure_tables import comparison, describe_quality
-from hf_linear_attention.conversion.language_figures import (
+from hf_linear_attention.conversion.figures import (
     Controls,
     HeldOutText,
     better_window,
     language_figures,
+    model_state_bytes,
     possible_controls,
+    windows_of_same_bytes,
 )
 from hf_linear_attention.conversion.quality import finite
+from hf_linear_attention.conversion.report import comparison, describe_quality
 from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.evaluation.retention import nats_of
 

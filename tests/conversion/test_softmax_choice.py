@@ -1,4 +1,4 @@
-"""`--softmax_heads`: listed, or chosen by ablation; the score is that of a model built for the purpose."""
+"""`--softmax_layers` and `--softmax_heads`: listed, or chosen; the ranking is that of models built for the purpose."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ import torch
 import torch.nn.functional as F
 from checkpoints import run
 from matrix import stock_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import observe_attention
-from hf_linear_attention.conversion.controls import model_state_bytes
-from hf_linear_attention.conversion.head_ranking import rank_heads, repeated_tokens, set_softmax_heads
+from hf_linear_attention.conversion.figures import model_state_bytes
+from hf_linear_attention.conversion.softmax_choice import (
+    rank_heads,
+    rank_layers,
+    repeated_tokens,
+    set_softmax_heads,
+    with_softmax_layers,
+)
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 LINEAR = ("--attention", "linear", "--feature_map", "elu1")
 EVERY = [[layer, head] for layer in range(3) for head in range(4)]
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +38,138 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def teacher() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 300, (count, 2, 24), generator=generator)
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, 15:] = 0
+    return [{"input_ids": part, "attention_mask": mask} for part in ids]
+
+
 def report_of(folder):
     return json.loads((folder / "conversion_report.json").read_text())
+
+
+def converted_layers(folder):
+    return json.loads((folder / "config.json").read_text())["linear_attention"]["layers"]
+
+
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_the_layer_that_is_worst_for_the_whole_comes_first(teacher, spoilt: int) -> None:
+    """One layer's window is over everything, which is softmax; giving it back can gain nothing."""
+    student = convert(teacher, mechanism="hybrid", window_size=64, num_features=8)
+    student.model.layers[spoilt].self_attn.linear_attention.window_size = 1
+    student.model.layers[spoilt].self_attn.linear_attention.num_sinks = 0
+    first, second = rank_layers(student, teacher, batches())
+    assert first.layer == spoilt
+    assert first.divergence == pytest.approx(0, abs=1e-6)
+    assert first.gain > 100 * abs(second.gain)
+    assert second.gain == pytest.approx(0, abs=1e-6)
+
+
+def test_the_figures_are_those_of_models_converted_that_way(teacher) -> None:
+    """Padding is in none; an independent form converts the other layer alone."""
+    student = convert(teacher, mechanism="linear", feature_map="elu1")
+    ranking = {entry.layer: entry for entry in rank_layers(student, teacher, batches())}
+    for own in rank_layers(student, None, batches()):  # its own softmax attention is the teacher
+        assert own.divergence == pytest.approx(ranking[own.layer].divergence, rel=1e-4)  # float32
+    for layer in (0, 1):
+        other = convert(teacher, mechanism="linear", feature_map="elu1", layers=[1 - layer])
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for batch in batches():
+                mask = batch["attention_mask"].bool()
+                p, q = (m(**batch).logits[mask].double().log_softmax(-1) for m in (teacher, other))
+                total += (p.exp() * (p - q)).sum().item()
+                tokens += int(mask.sum())
+        assert ranking[layer].divergence == pytest.approx(total / tokens, rel=1e-4)
+
+
+def test_an_encoder_without_logits_is_ranked_by_its_hidden_states() -> None:
+    torch.manual_seed(1)
+    teacher = BertModel(BertConfig(**SIZES)).eval()
+    student = convert(teacher, mechanism="linear", feature_map="elu1")
+    ranking = rank_layers(student, teacher, batches())
+    assert {entry.layer for entry in ranking} == {0, 1}
+    assert ranking[0].gain >= ranking[1].gain > 0
+
+
+def test_softmax_given_back(teacher) -> None:
+    student = convert(teacher, mechanism="linear", feature_map="t2r")
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter += 0.01
+    model = with_softmax_layers(student, [0])
+    assert model.config.linear_attention["layers"] == [1]
+    state = student.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    assert not any("layers.0.self_attn.linear_attention" in name for name in model.state_dict())
+    with pytest.raises(ValueError, match=r"layers \[0\], which are not converted; choose from \[1\]"):
+        with_softmax_layers(model, [0])
+
+
+def test_listed_layers_stay_softmax(llama, tmp_path):
+    out = tmp_path / "out"
+    assert run("--model_name_or_path", llama, "--output_dir", out, "--softmax_layers", "1")[0] == 0
+    assert converted_layers(out) == [0, 2]
+    assert report_of(out)["figures"]["layers converted"] == "2 of 3"
+
+
+def test_the_untrained_student_is_ranked(llama, text, tmp_path):
+    out = tmp_path / "out"
+    words = ("--model_name_or_path", llama, *LINEAR, "--output_dir", out)
+    code, stdout, _ = run(*words, "--softmax_layers", "auto:1", "--calibration_file", text)
+    assert code == 0
+    choice = report_of(out)["softmax_layers"]
+    first, *others = choice["ranking"]
+    assert choice["layers"] == [first["layer"]]
+    assert all(first["gain"] > other["gain"] for other in others)
+    assert converted_layers(out) == sorted(other["layer"] for other in others)
+    assert re.search(rf"layer {first['layer']} .*{first['gain']:.4g}  stays softmax\n", stdout)
+    assert "2 of 3" in stdout
+
+
+def test_with_a_preset_the_layers_are_chosen_before_the_last_stage(llama, text, tmp_path):
+    out = tmp_path / "out"
+    code, stdout, stderr = run(
+        *("--model_name_or_path", llama, "--output_dir", out, "--preset", "default", "--train_file", text),
+        *("--tokens", "2k", "--window_size", 4, "--num_features", 8, "--softmax_layers", "auto:1"),
+    )
+    assert code == 0, stderr
+    assert stderr.index("stage 2 of 2") < stderr.index("ranking the layers")
+    left = sorted({0, 1, 2} - set(report_of(out)["softmax_layers"]["layers"]))
+    assert converted_layers(out) == left
+    assert report_of(out)["figures"]["layers converted"] == "2 of 3"
+    assert "stays softmax" in stdout
+    assert "2 of 3" in stdout
+    names = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert {name.split(".")[2] for name in names if "linear_attention" in name} == {str(layer) for layer in left}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["auto:1"], ["`--calibration_file`"]),
+        (["auto:3", "--calibration_file", "TEXT"], ["auto:3", "K must be from 1 to 2"]),
+        (["auto:x", "--calibration_file", "TEXT"], ["auto:x", "K must be from 1 to 2"]),
+        (["0,7"], ["[7]", "[0, 1, 2]"]),
+        (["all"], ["`--softmax_layers all`", "auto:K"]),
+        (["last"], ["`--softmax_layers last`", "auto:K"]),
+    ],
+)
+def test_layers_that_cannot_be_chosen(llama, text, tmp_path, options, words):
+    options = [text if word == "TEXT" else word for word in options]
+    code, _, stderr = run("--model_name_or_path", llama, "--output_dir", tmp_path / "o", "--softmax_layers", *options)
+    assert code == 2
+    for word in words:
+        assert word in stderr
 
 
 def test_listed_heads_are_kept_and_their_bytes_are_reported(llama, tmp_path):
@@ -160,7 +298,7 @@ def test_heads_are_kept_through_healing(llama, text, tmp_path):
         (["0.1", "--attention", "0:linear,1:hybrid", "--layers", "0,1", "--softmax_layers", "0"], ["layer 0"]),
     ],
 )
-def test_refusals(llama, tmp_path, words, said):
+def test_heads_that_cannot_be_chosen(llama, tmp_path, words, said):
     code, _, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "o", "--softmax_heads", *words)
     assert code == 2
     assert err.count("\n") == 1
