@@ -65,23 +65,6 @@ def test_nothing_is_left_behind():
     assert module.config._attn_implementation == implementation
 
 
-def test_converting_draws_the_same_random_numbers_as_before_it_was_observed():
-    states = []
-    for _ in range(2):  # the second time everything is known
-        torch.manual_seed(0)
-        convert(tiny_model("llama", "AutoModelForCausalLM"), rope="none")
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-
-
-def test_a_module_that_hands_on_to_another_makes_no_call_itself():
-    model = tiny_model("bert", "AutoModel")
-    outer = model.encoder.layer[0].attention
-    outer.config = model.config
-    assert attention_call(outer, type(outer)) is None
-    assert attention_call(outer.self, type(outer.self)) is not None
-
-
 def test_who_cannot_be_observed_is_named_and_left_alone(caplog):
     class OddAttention(torch.nn.Module):
         def __init__(self, config):

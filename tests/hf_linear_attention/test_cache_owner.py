@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from matrix import MECHANISM_ROWS, rows, stock_model
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.cache import LinearAttentionStateLayer, state_layer
@@ -70,26 +70,6 @@ def test_other_rows_are_refused_before_anything_changes(name, rows, new):
     torch.testing.assert_close(read(model, IDS[:cached, 5:], cache).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_prompt_and_several_questions(name):
-    model = build(name)
-    cache = read(model, IDS[:1, :5]).past_key_values
-    questions = torch.cat((IDS[:1, :5].expand(3, -1), IDS[:, 5:]), dim=1)
-    with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        model.generate(questions, past_key_values=copy.deepcopy(cache), max_new_tokens=3)
-    with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        model.generate(
-            questions[:1],
-            past_key_values=copy.deepcopy(cache),
-            max_new_tokens=3,
-            do_sample=True,
-            num_return_sequences=3,
-        )
-    cache.batch_repeat_interleave(3)
-    actual = model.generate(questions, past_key_values=cache, max_new_tokens=3, do_sample=False)
-    assert torch.equal(actual, model.generate(questions, max_new_tokens=3, do_sample=False))
-
-
 @pytest.mark.parametrize("name", ["linear", "softmax-first"])
 def test_tokens_that_stayed_after_a_rollback(name):
     model = build(name)
@@ -121,15 +101,6 @@ def test_an_emptied_cache_takes_any_rows():
     torch.testing.assert_close(read(model, IDS[:2], cache).logits, read(model, IDS[:2]).logits)
 
 
-def test_a_static_cache():
-    model = build("linear")
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    read(model, IDS[:1, :5], cache)
-    with pytest.raises(ValueError, match="a cache of 1 row and an input of 3"):
-        read(model, IDS[:, 5:], cache)
-    assert cache.get_seq_length() == 5
-
-
 def build_bart(**settings):
     config = transformers.BartConfig(
         vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -138,16 +109,6 @@ def build_bart(**settings):
     )  # fmt: skip
     torch.manual_seed(0)
     return convert(transformers.BartForConditionalGeneration(config).eval(), num_features=16, **settings)
-
-
-@torch.no_grad()
-def test_softmax_attention_refuses_the_state_of_an_encoder():
-    """Also where the decoder's own attention was not converted: stock code would see no key at all."""
-    model = build_bart(layers="none", cross_attention=True)
-    encoded = model.get_encoder()(IDS)
-    cache = model(encoder_outputs=encoded, decoder_input_ids=IDS[:, :4], use_cache=True).past_key_values
-    with softmax_attention(model), pytest.raises(ValueError, match="a cache of linear attention in a layer that comp"):
-        model(encoder_outputs=encoded, decoder_input_ids=IDS[:, 4:6], past_key_values=cache)
 
 
 @pytest.mark.parametrize("cross", [True, False])

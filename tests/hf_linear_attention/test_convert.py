@@ -61,13 +61,6 @@ def test_buffers_outside_checkpoints_keep_dtype_and_value(family):
     assert_same(convert(stock), stock)
 
 
-def test_a_dtype_of_its_own_for_one_weight():
-    stock = stock_model("llama").to(torch.bfloat16)
-    stock.lm_head.to(torch.float32)
-    assert_same(convert(stock), stock)
-    assert convert(stock).dtype == torch.bfloat16
-
-
 def test_weights_without_a_place_are_refused():
     stock = stock_model("llama")
     stock.score = nn.Linear(32, 2, bias=False)

@@ -175,48 +175,6 @@ def test_attention_transfer_trains_them(no_grad):
     assert_close(seen[0].output.flatten(2), kept[0])
 
 
-def test_softmax_attention_computes_none(monkeypatch):
-    model, stock = build(), stock_model("llama")
-
-    def refuse(*_):
-        raise AssertionError("the gates were computed")
-
-    monkeypatch.setattr(GatedDeltaAttention, "gates", refuse)
-    with softmax_attention(model), torch.no_grad():
-        assert torch.equal(model(IDS).logits, stock(IDS).logits)
-    with pytest.raises(AssertionError, match="gates were computed"):
-        model(IDS)
-
-
-@torch.no_grad()
-def test_under_autocast_they_are_computed_in_float32(monkeypatch):
-    model, found = build(), []
-    gates = GatedDeltaAttention.gates
-
-    def spy(self, hidden_states):
-        found.append((self, hidden_states, gates(self, hidden_states)))
-        return found[-1][2]
-
-    monkeypatch.setattr(GatedDeltaAttention, "gates", spy)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(IDS)
-    for mechanism, hidden, values in found:
-        assert values.dtype == torch.float32
-        assert torch.equal(values, gates(mechanism, hidden.float()))
-
-
-def test_gradient_checkpointing_gives_the_same_gradients():
-    results = []
-    for checkpoints in (False, True):
-        model = build("channel").train()
-        if checkpoints:
-            model.gradient_checkpointing_enable()
-        model(IDS, attention_mask=MASK, labels=IDS, use_cache=False).loss.backward()
-        results.append({name: p.grad for name, p in model.named_parameters()})
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-    assert results[0]["model.layers.0.self_attn.linear_attention.rule.forget.rate"].abs().max() > 0
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 @torch.no_grad()
 def test_a_compiled_model_decodes_in_one_graph(name):
@@ -227,18 +185,6 @@ def test_a_compiled_model_decodes_in_one_graph(name):
     logits = [compiled(IDS[:, n : n + 1], past_key_values=cache).logits for n in range(5, 13)]
     assert counter.frame_count == 1
     assert_close(torch.cat(logits, dim=1), model(IDS[:, :13], use_cache=False).logits[:, 5:])
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_compiled_training_of_packed_sequences(name):
-    model = build(name)
-    positions = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
-    compiled, results = torch.compile(model, fullgraph=True, backend="aot_eager"), []
-    for function in (compiled, model):
-        model.zero_grad()
-        function(IDS, position_ids=positions, use_cache=False, labels=IDS).loss.backward()
-        results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
 def test_calibration_gets_them(monkeypatch):

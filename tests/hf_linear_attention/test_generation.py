@@ -241,24 +241,6 @@ def test_batch_operations_move_the_state(name):
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prompt_state_can_be_used_twice():
-    model = build("llama", "linear", "all")
-    ids = torch.randint(3, 64, (1, 12))
-    with torch.no_grad():
-        cache = model(ids[:, :8], use_cache=True).past_key_values
-        kept = copy.deepcopy(cache)
-        first = model(ids[:, 8:], past_key_values=cache).logits
-        assert torch.equal(model(ids[:, 8:], past_key_values=kept).logits, first)
-
-
-def test_a_cache_that_holds_softmax_keys_is_refused():
-    stock = stock_model("llama")
-    model = build("llama", "linear", "all")
-    cache = stock(PROMPT, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="already holds 9 tokens of softmax keys"):
-        model(PROMPT, past_key_values=cache)
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_static_cache_keeps_its_addresses_and_compiles(name):

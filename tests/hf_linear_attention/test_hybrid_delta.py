@@ -78,19 +78,6 @@ def test_the_delta_rule_sees_fewer_rotary_frequencies_than_the_window(rope):
         torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-6, atol=1e-6)  # angles are float32
 
 
-@pytest.mark.parametrize(("far", "num_parts"), [("linear", 8), ("gated_delta", 7), ("both", 9)])
-@torch.no_grad()
-def test_only_keys_that_leave_for_a_feature_map_keep_their_positions(far, num_parts):
-    mechanism = build(far=far, rope="none", num_features=6)
-    query, key, value, positions = sample(12)
-    gates = mechanism.gates(hidden_states_of(key)) if mechanism.needs_gates else None
-    _, state = run(mechanism, query, key, value, positions, gates=gates)
-    assert len(state) == num_parts
-    sums = {"linear": [(2, 2, 6, 10)], "gated_delta": [(2, 2, 6, 8)], "both": [(2, 2, 6, 8), (2, 2, 6, 10)]}[far]
-    assert [tuple(x.shape) for x in state[: len(sums)]] == sums
-    assert (state[-1].dtype == torch.int32) == (far != "gated_delta")
-
-
 @torch.no_grad()
 def test_the_window_alone_can_be_measured():
     model = convert(stock_model("llama"), mechanism="hybrid", far="both", window_size=4, num_sinks=1)

@@ -130,13 +130,3 @@ def test_a_head_per_sequence_reads_joined_hidden_states(divided):
     with torch.no_grad():
         assert_close(model(IDS, attention_mask=PADDED).logits, exact)
     assert len(divided) == 1  # that of its base model
-
-
-def test_inputs_of_more_than_8192_tokens_are_divided(monkeypatch):
-    lengths, divide = [], long_inputs._divided
-    monkeypatch.setattr(long_inputs, "_divided", lambda *given: (lengths.append(given[-1]), divide(*given))[1])
-    model = model_of(auto_class="AutoModel")
-    with torch.no_grad():
-        for length in (8192, 8193):
-            assert model(IDS[:1, :1].expand(1, length)).last_hidden_state.shape[1] == length
-    assert lengths == [8193]

@@ -171,11 +171,6 @@ def test_a_tensor_that_is_missing(model, path, name):
     refuses(model, path, damage(f"in layer {name[0]}, the tensors are .*; this model makes"))
 
 
-def test_a_layer_that_is_missing(model, path):
-    rewrite(path, drop=[name for name in content(path)[1] if name.startswith("2.")])
-    refuses(model, path, damage("in layer 2, the tensors are none; this model makes state.0"))
-
-
 @pytest.mark.parametrize("row", [row for row in rows(state=True) if "alibi" not in row])
 def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
     model, path = convert(stock_model("llama"), **MECHANISM_ROWS[row]), tmp_path / "prompt.safetensors"
@@ -217,29 +212,6 @@ def test_layers_with_different_mechanisms(model, path, tmp_path):
     assert torch.equal(*outputs)
     refuses(mixed, path, r"another model in .*`linear_attention` is \{.*\}, the model's is \[\{'mechanism'")
     refuses(model, mixed_path, r"another model in .*`linear_attention` is \[\{.*\}\], the model's is \{'mechanism'")
-
-
-def test_a_model_in_training_reads_it_and_stays_so(model, path):
-    expected = load_prompt_state(model, path)
-    model.train()
-    try:
-        modes = [module.training for module in model.modules()]
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        cache = load_prompt_state(model, path)
-        assert [module.training for module in model.modules()] == modes
-    finally:
-        model.eval()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    for ours, theirs in zip(cache.layers[0].state, expected.layers[0].state):
-        assert torch.equal(ours, theirs)
-
-
-def test_what_was_loaded_belongs_to_its_mechanism_too(model, path):
-    cache = load_prompt_state(model, path)
-    with pytest.raises(ValueError, match="a cache of 2 rows and an input of 1"), torch.no_grad():
-        model(IDS[:1, :1], past_key_values=cache)
-    with pytest.raises(ValueError, match="computes softmax attention"), torch.no_grad():
-        stock_model("llama")(IDS[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("fault", ["write", "rename"])
