@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from matrix import MECHANISM_ROWS, rows, stock_model
+from matrix import MECHANISM_ROWS, stock_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
@@ -62,7 +62,7 @@ def damage(match):
     return rf"a damaged prompt state in .*{match}.*\. Let the model read the prompt again\.$"
 
 
-@pytest.mark.parametrize("where", [3, 7, 9, 400, -1, -100, -1000])
+@pytest.mark.parametrize("where", [7, 400, -1])
 def test_a_truncated_file(model, path, where):
     whole = path.read_bytes()
     path.write_bytes(whole[:where])
@@ -81,14 +81,14 @@ def test_a_flipped_bit_anywhere(model, path):
     refuses(model, path, damage("its checksum"))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "7", "null", '"a"', "NaN"], ids=lambda text: text[:3])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "7"], ids=lambda text: text[:3])
 def test_metadata_that_is_nonsense(model, path, text):
     save_file(content(path)[1], path, metadata={"prompt_state": text})
     refuses(model, path, "a damaged prompt state in .*its metadata is not (JSON|a JSON object)")
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_tokens"])
-@pytest.mark.parametrize("value", [None, "12", 12.0, True, -1, 0, [], 10**30], ids=str)
+@pytest.mark.parametrize("value", [None, True, -1, 10**30], ids=str)
 def test_numbers_that_are_none(model, path, name, value):
     rewrite(path, {name: value})
     problem = f"`{name}` is {value!r}".replace("[", r"\[")
@@ -153,15 +153,12 @@ def changed_tensors():
 
 
 @pytest.mark.parametrize("case", changed_tensors())
-@pytest.mark.parametrize("version", [1, 3])
-def test_tensors_that_this_model_does_not_make(model, path, case, version):
+def test_tensors_that_this_model_does_not_make(model, path, case):
+    """In a file of the first version, which has no checksum, so that only this protects."""
     change, match = changed_tensors()[case]
     tensors = {name: x.contiguous() for name, x in change(content(path)[1]).items()}
-    if version == 1:  # has no checksum, so that only this protects
-        weights = {"weights": prompt_state.identity_of(model, 1)["weights"]}
-        rewrite(path, weights, tensors=tensors, drop=["sha256", "format_version"], signed=False)
-    else:
-        rewrite(path, tensors=tensors)
+    weights = {"weights": prompt_state.identity_of(model, 1)["weights"]}
+    rewrite(path, weights, tensors=tensors, drop=["sha256", "format_version"], signed=False)
     refuses(model, path, damage(match))
 
 
@@ -171,7 +168,7 @@ def test_a_tensor_that_is_missing(model, path, name):
     refuses(model, path, damage(f"in layer {name[0]}, the tensors are .*; this model makes"))
 
 
-@pytest.mark.parametrize("row", [row for row in rows(state=True) if "alibi" not in row])
+@pytest.mark.parametrize("row", ["aft-conv", "linear-gated", "hybrid", "gated_delta-conv"])
 def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
     model, path = convert(stock_model("llama"), **MECHANISM_ROWS[row]), tmp_path / "prompt.safetensors"
     cache = DynamicCache(config=model.config)
