@@ -61,6 +61,15 @@ def test_one_tower_with_a_bias_says_nothing_of_the_other():
     assert all(("position_bias" in found) == name.startswith("audio_model") for name, found in features.items())
 
 
+@torch.no_grad()
+def test_a_decoder_that_leaves_causality_to_the_mask_is_causal():
+    (attention, *_) = linear_attention_modules(convert(stock_model("llama"))).values()
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    expected, _ = attention.attend(query, key, key, None)
+    assert torch.equal(attention.attend(query, key, key, mask, is_causal=False)[0], expected)
+
+
 @pytest.mark.skipif("iquestcoder" not in CONFIG_MAPPING, reason="newer than this version of transformers")
 def test_an_alias_of_another_family_is_refused():
     with pytest.raises(ValueError, match="`iquestcoder` has no model classes of its own and uses those of `llama`"):

@@ -61,6 +61,12 @@ def test_buffers_outside_checkpoints_keep_dtype_and_value(family):
     assert_same(convert(stock), stock)
 
 
+def test_generation_settings_are_kept():
+    stock = stock_model("llama")
+    stock.generation_config.update(eos_token_id=[2, 7], temperature=0.5, do_sample=True)
+    assert convert(stock).generation_config.to_diff_dict() == stock.generation_config.to_diff_dict()
+
+
 def test_weights_without_a_place_are_refused():
     stock = stock_model("llama")
     stock.score = nn.Linear(32, 2, bias=False)

@@ -125,6 +125,7 @@ def test_global_tokens_of_an_encoder_see_and_are_seen_exactly():
 def test_two_denominators_mix_two_averages():
     """At share 1/2 of the far part: the plain mean of what the window says and of what everything behind it says."""
     mechanism = build(window_size=4, num_sinks=0, normalization="separate")
+    torch.testing.assert_close(mechanism.mix.far_weight.sigmoid(), torch.full((4,), 0.1))  # at the start
     with torch.no_grad():
         for parameter in mechanism.parameters():
             parameter.zero_()

@@ -160,7 +160,12 @@ def test_masks_of_an_encoder_that_a_converted_decoder_attends_to():
     stock = transformers.BartForConditionalGeneration(config).eval()
     model, ids = convert(stock, cross_attention=True), torch.randint(3, 64, (3, 6))
     encoded = model.get_encoder()(ids)
-    assert model(encoder_outputs=encoded, attention_mask=PADDING, decoder_input_ids=ids[:, :4]).logits.isfinite().all()
+    with torch.no_grad():
+        logits = model(encoder_outputs=encoded, attention_mask=PADDING, decoder_input_ids=ids[:, :4]).logits
+        for row, real in enumerate(PADDING):  # as without the padding
+            one = type(encoded)(last_hidden_state=encoded.last_hidden_state[row : row + 1, real])
+            alone = model(encoder_outputs=one, decoder_input_ids=ids[row : row + 1, :4]).logits
+            torch.testing.assert_close(logits[row : row + 1], alone, rtol=1e-4, atol=1e-5)
     for wrong in (PADDING[:, :5], PADDING[:2], PADDING[:1]):
         with pytest.raises(ValueError, match=r"mask of \d rows and \d columns for 3 rows of 6"):
             model(encoder_outputs=encoded, attention_mask=wrong, decoder_input_ids=ids[:, :4])

@@ -13,6 +13,7 @@ from oracles import ORACLES
 from hf_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import FEATURE_MAPS
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES
+from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms import bidirectional_window
 from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -140,8 +141,8 @@ def test_chunks_of_an_encoder_equal_the_oracle(row, monkeypatch):
 
 
 @pytest.mark.parametrize(("row", "is_causal"), MODES)
-def test_gradients_equal_those_of_the_oracle(row, is_causal):
-    """In float64, where torch computes, and in float32, where C does."""
+def test_gradients_equal_those_of_the_oracle(row, is_causal, monkeypatch):
+    """In float64, and in float32 by C and by torch."""
     mechanism, std = build_mechanism(row), min(2.0, MAX_STD.get(row, 2.0))
     mask, direction = padding("left", 70), torch.randn(2, 70, 4, 8, dtype=torch.float64)
 
@@ -158,9 +159,11 @@ def test_gradients_equal_those_of_the_oracle(row, is_causal):
     most = max(e.norm() for e in expected)
     for a, e in zip(gradients(torch.float64, ours), expected):
         torch.testing.assert_close(a, e, rtol=1e-8, atol=1e-9)
-    for a, e in zip(gradients(torch.float32, ours), expected):
-        # float32 rounds exponents and sums of both signs, most for a number that a whole head shares
-        assert (a - e).norm() <= 1e-4 * e.norm() + 1e-5 * most
+    for library in (kernels_cpu.library(), None):
+        monkeypatch.setattr(kernels_cpu, "library", lambda library=library: library)
+        for a, e in zip(gradients(torch.float32, ours), expected):
+            # float32 rounds exponents and sums of both signs, most for a number that a whole head shares
+            assert (a - e).norm() <= 1e-4 * e.norm() + 1e-5 * most
 
 
 @pytest.mark.parametrize("row", rows(state=True))
