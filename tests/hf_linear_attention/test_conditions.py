@@ -121,23 +121,6 @@ def test_the_default_dtype_and_device_change_no_model(name):
         assert model.to("meta")(ids.to("meta")).logits.shape == expected.shape
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_converted_under_another_default_dtype_has_the_same_settings(dtype, tmp_path, caplog):
-    stock = stock_model("llama", num_hidden_layers=1)
-    expected = convert(stock, **MODELS["default"])
-    ids = torch.randint(3, 64, (2, 19))
-    with default_dtype(dtype), torch.no_grad():
-        model = convert(stock, **MODELS["default"])
-        assert model.config.linear_attention == expected.config.linear_attention
-        assert model.dtype == torch.float32
-        agree(model(ids).logits, expected(ids).logits, 1e-4)  # new parameters are made in the default dtype, as the old
-        model.save_pretrained(tmp_path)
-        assert torch.equal(type(model).from_pretrained(tmp_path)(ids).logits, model(ids).logits)
-        low = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-        agree(low(ids).logits, expected(ids).logits, 0.05)  # bfloat16 has 8 bits
-    assert "before_map" not in caplog.text
-
-
 @pytest.mark.parametrize("heads", [{}, {"softmax_heads": [[0, 1]]}], ids=["", "softmax_heads"])
 @pytest.mark.parametrize("row", ["linear-decay", "performer", "hybrid", "gated_delta-channel", "window"])
 def test_autocast_does_not_reach_the_mechanism(row, heads):

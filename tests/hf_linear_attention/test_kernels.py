@@ -316,7 +316,8 @@ def parts(monkeypatch):
 @pytest.mark.parametrize("function", [ELU_PLUS_ONE, EXP])
 def test_parts_agree_with_the_whole(parts, function, is_causal, with_state, padded, with_decay):
     query, key, value = torch.randn(1, 3, 101, 8) * 3, torch.randn(1, 1, 101, 8) * 3, torch.randn(1, 1, 101, 6)
-    affine = Affine(torch.randn(1, 8, 12)) if function == EXP else None
+    key[:, :, 60:] *= 4  # by their norm, these weigh less than float32 can hold beside the others
+    affine, norm = (Affine(torch.randn(1, 8, 12)), torch.ones(1, 1, 1)) if function == EXP else (None, None)
     features = 12 if function == EXP else 8
     options = {"is_causal": is_causal, "key_mask": None, "state": None, "log_decay": None}
     if padded:
@@ -326,7 +327,7 @@ def test_parts_agree_with_the_whole(parts, function, is_causal, with_state, padd
         options["state"] = torch.rand(1, 1, features, 7 + (function == EXP))
     if with_decay:
         options["log_decay"] = torch.tensor([-0.05])
-    feature_map = KernelMap(function, affine, affine)
+    feature_map = KernelMap(function, affine, affine and affine._replace(norm=norm))
     actual = map_attention(feature_map, query, key, value, **options)
     assert parts == [4]
     torch.set_num_threads(1)

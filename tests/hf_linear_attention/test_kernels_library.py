@@ -71,12 +71,6 @@ def test_another_interface_is_not_called(folder, place):
     assert str(kernels_cpu.ABI) in backend.reason
 
 
-def test_an_interface_with_more_numbers_writes_over_nothing(folder):
-    numbers = [*kernels_cpu.ABI, 7, 7, 7, 7]
-    compiled(folder / f"_kernels_base{kernels_cpu.SUFFIX}", library_with(numbers))
-    assert "interface" in kernels_cpu.kernel_backend().reason
-
-
 def test_another_library_is_not_called(folder):
     compiled(folder / f"_kernels_base{kernels_cpu.SUFFIX}", "int nothing(void) { return 0; }")
     assert "is not a library of hf_linear_attention" in kernels_cpu.kernel_backend().reason
@@ -117,11 +111,6 @@ def test_a_missing_library_is_said_once(folder, caplog):
     assert str(folder) in record.message
 
 
-def test_a_package_that_is_not_installed(folder, monkeypatch):
-    monkeypatch.setattr(kernels_cpu, "package_folder", lambda: None)
-    assert "not installed" in kernels_cpu.kernel_backend().reason
-
-
 def test_torch_can_be_asked_for():
     result = backend_in_a_process(HF_LINEAR_ATTENTION_BACKEND="torch")
     assert result.stdout == "torch `HF_LINEAR_ATTENTION_BACKEND` is `torch`.\n", result.stderr
@@ -133,11 +122,6 @@ def test_an_impossible_backend_is_refused(value, folder, monkeypatch):
     said = f"`HF_LINEAR_ATTENTION_BACKEND` = {value!r} is not one of auto, torch; set one of them."
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         kernels_cpu.kernel_backend()
-
-
-def test_auto_is_what_nobody_asked_for():
-    named = backend_in_a_process(HF_LINEAR_ATTENTION_BACKEND="auto")
-    assert named.stdout.split()[0] == kernels_cpu.kernel_backend().name, named.stderr
 
 
 def test_nothing_is_compiled_or_written_at_run_time(tmp_path):

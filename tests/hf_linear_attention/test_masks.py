@@ -171,15 +171,6 @@ def test_masks_of_an_encoder_that_a_converted_decoder_attends_to():
             model(encoder_outputs=encoded, attention_mask=wrong, decoder_input_ids=ids[:, :4])
 
 
-def test_no_tokens_and_no_rows():
-    assert linear_attention_mask(3, 0, 4, q_offset=4, attention_mask=PADDING[:, :4]) is None
-    assert linear_attention_mask(0, 6, 6, attention_mask=PADDING[:0]) is None
-    for mask in (PADDING[:, :4], PADDING[:, None, None, :4], square(PADDING)[:, :, :0, :4]):
-        assert read_mask(mask, 0, 4, True, batch_size=3) == (None, None)
-    assert read_mask(PADDING[:0], 6, 0, True, batch_size=0)[0].shape == (0, 6)
-    assert read_mask(square(PADDING[:0]), 6, 0, True, batch_size=0) == (None, None)
-
-
 def test_packed_attention_is_linear_in_memory_and_exact():
     lengths = (1, 3, 8, 9, 20)
     segments = torch.cat([torch.full((n,), i + 1) for i, n in enumerate(lengths)])[None].repeat(2, 1)

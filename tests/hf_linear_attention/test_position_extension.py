@@ -115,17 +115,6 @@ def test_tokens_before_the_input_count():
             model(input_ids=tokens(1), past_key_values=cache)
 
 
-@pytest.mark.parametrize("family", ["roberta", "opt"])
-def test_padding_that_uses_no_position_is_not_counted(family):
-    """Such models number the real tokens, so a wide batch of short texts has always been possible."""
-    model, stock = convert(twin(family)), twin(family)
-    ids = torch.cat((tokens(60), torch.ones(2, 20, dtype=torch.long)), dim=1)
-    mask = (torch.arange(80) < 60).long().expand(2, -1)
-    for other in (stock, model):
-        with torch.no_grad():
-            other.base_model(input_ids=ids, attention_mask=mask)
-
-
 def test_the_settings_follow():
     """Mechanisms get the new length, but the length that the model was trained on remains."""
     stock = twin("bert")

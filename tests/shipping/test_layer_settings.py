@@ -7,7 +7,6 @@ import torch
 from matrix import sample_inputs, stock_config, stock_model
 
 from hf_linear_attention import calibrate, convert
-from hf_linear_attention._common.model_card import write_model_card
 from hf_linear_attention.conversion.softmax_layers import with_softmax_layers
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -50,15 +49,6 @@ def test_it_computes_what_the_layers_compute_in_models_of_their_own(model):
         assert torch.equal(*outputs)
 
 
-def test_the_card_names_both(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    write_model_card(tmp_path, {"base_model": "original", "settings": model.config.linear_attention})
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "| hybrid in layers 0.window_size | 4 |" in card
-    assert "| performer in layers 2.features | favor++ |" in card
-    assert "- hybrid\n- performer\n" in card
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -77,8 +67,3 @@ def test_what_no_list_can_mean_is_refused(settings, said):
     with pytest.raises(ValueError, match="Invalid `linear_attention` settings") as caught:
         convert_config(stock_config("llama"), settings)
     assert said in str(caught.value)
-
-
-def test_settings_come_whole_or_one_by_one():
-    with pytest.raises(TypeError, match="Got `settings` and also `window_size`"):
-        convert_config(stock_config("llama"), [HYBRID], window_size=3)
