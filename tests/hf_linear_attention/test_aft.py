@@ -98,16 +98,6 @@ def test_more_positions_than_were_learned_are_refused_also_while_decoding():
     attend(build(variant="conv", window_size=3), *sample(90), is_causal=True)
 
 
-def test_a_state_of_constant_size_holds_sums_and_a_window():
-    shapes = []
-    for length in (5, 30):
-        _, state = attend(build(variant="conv", window_size=3), *sample(length), is_causal=True)
-        shapes.append([tuple(tensor.shape) for tensor in state])
-    assert shapes[0] == shapes[1] == [(1, 8, 1, 3), (1, 2, 3, 4), (1, 2, 3, 4), (1, 3), (1, 1)]
-    _, (state,) = attend(build(), *sample(), is_causal=True)
-    assert state.shape == (1, 8, 1, 3)  # 3 numbers a channel
-
-
 def test_what_is_impossible_is_refused_by_name():
     with pytest.raises(ValueError, match=r"`variant` = `full`.* has no causal form, which `llama` needs"):
         convert_config(stock_config("llama"), mechanism="aft", variant="full")
@@ -118,22 +108,3 @@ def test_what_is_impossible_is_refused_by_name():
         model(**sample_inputs("bert"), output_attentions=True)
     with pytest.raises(NotImplementedError, match="no matrix of weights per head"):
         build().attention_weights(*sample()[:2], attention_mask=None, scaling=1.0, is_causal=False)
-
-
-@pytest.mark.parametrize(
-    ("variant", "ignored"),
-    [
-        ("simple", {"window_size": 3, "position_rank": 4, "max_length": 20, "seed": 1}),
-        ("conv", {"position_rank": 4, "max_length": 20, "seed": 1}),
-        ("local", {"position_rank": 4, "seed": 1}),
-        ("full", {"window_size": 3}),
-    ],
-)
-def test_what_a_variant_ignores_is_refused_and_all_else_is_not(variant, ignored):
-    with pytest.raises(ValueError, match="Invalid `linear_attention` settings") as error:
-        build(variant=variant, **ignored)
-    reason = f"has no effect with `variant` = `{variant}`; leave it out"
-    expected = [f"  - `{name}` = `{value}` {reason}" for name, value in ignored.items()]
-    assert str(error.value).splitlines()[1:] == expected
-    every = {"window_size": 3, "position_rank": 4, "max_length": 20, "seed": 1}
-    build(variant=variant, **{name: value for name, value in every.items() if name not in ignored})

@@ -216,19 +216,3 @@ def test_gradient_checkpointing_recomputes_with_the_projection_of_its_forward():
         assert mechanism.num_forwards == 3
     for plain, recomputed in zip(gradients[:3], gradients[3:]):
         assert torch.equal(plain, recomputed)
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_uniform_mixing_is_a_share_of_the_mean_of_visible_values(is_causal):
-    mask = torch.ones(2, 6, dtype=torch.bool)
-    mask[0, :2] = False
-    plain, mixed = performer(num_features=16), performer(num_features=16, uniform_mixing=0.3)
-    weights = []
-    for mechanism in (plain, mixed):
-        torch.manual_seed(0)
-        query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-        weights.append(mechanism.attention_weights(query, key, attention_mask=mask, scaling=0.25, is_causal=is_causal))
-    visible = mask[:, None, None, :].expand(2, 4, 6, 6).double()
-    visible = visible.tril() if is_causal else visible
-    uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1)
-    torch.testing.assert_close(weights[1].double(), 0.7 * weights[0].double() + 0.3 * uniform, rtol=0, atol=1e-6)

@@ -11,7 +11,7 @@ from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.state_budget import state_bytes
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.torch_kernels.delta import gated_delta
@@ -71,23 +71,6 @@ def test_the_start_does_not_depend_on_the_hidden_states(decay):
     torch.testing.assert_close(gates[..., :2], torch.full((3, 7, 2), 0.5))
     torch.testing.assert_close(gates[..., 2:], torch.full((3, 7, width), -1 / 20))  # whatever the trained length is
     assert torch.equal(mechanism.rule.features.key_projection, torch.eye(8).expand(2, -1, -1))
-
-
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_frequencies_that_the_features_must_not_see_are_taken_back(is_interleaved):
-    rotary = Rotary((1.0, 0.3, 0.09, 0.01), is_interleaved)
-    positions = torch.stack((torch.arange(30), torch.arange(30) + 7)).int()
-    query, key, value = sample(30)
-    everything, partial = build(rotary=rotary, rope="none"), build(rotary=rotary, rope="partial", rope_frequencies=2)
-    gates = everything.gates(torch.randn(2, 30, HIDDEN))
-    rotated = [everything.shift(x, positions) for x in (query, key)]
-    *moved, place = everything.prepare(*rotated, positions)
-    assert place is None  # the state needs no positions
-    assert everything.needs_positions
-    torch.testing.assert_close(run(everything, *moved, value, gates), run(everything, query, key, value, gates))
-    fast = Rotary((1.0, 0.3, 0.0, 0.0), is_interleaved)
-    expected = [build(rotary=fast, rope="none").shift(x, positions) for x in (query, key)]
-    torch.testing.assert_close(partial.prepare(*rotated, positions)[:2], tuple(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_the_convolution_starts_as_the_identity_and_sees_only_its_tokens():

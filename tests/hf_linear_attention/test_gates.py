@@ -9,7 +9,7 @@ from matrix import stock_model
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
 
-from hf_linear_attention import calibrate, convert, softmax_attention
+from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
 from hf_linear_attention.attention.cache import state_layer
 from hf_linear_attention.attention_observation import observe_attention
@@ -154,19 +154,6 @@ def test_a_compiled_model_decodes_in_one_graph():
     logits = [compiled(IDS[:, n : n + 1], past_key_values=cache).logits for n in range(5, 13)]
     assert counter.frame_count == 1
     assert_close(torch.cat(logits, dim=1), model(IDS[:, :13], use_cache=False).logits[:, 5:])
-
-
-def test_calibration_gets_them(monkeypatch):
-    model, given = build(), []
-
-    def keep(self, query, key, *, attention_mask, scaling, gates):
-        given.append((key.shape[2], gates))
-
-    monkeypatch.setattr(GatedDeltaAttention, "needs_calibration", classmethod(lambda cls, settings: True))
-    monkeypatch.setattr(GatedDeltaAttention, "calibrate", keep)
-    calibrate(model, [{"input_ids": IDS, "attention_mask": MASK}, {"input_ids": IDS[:1]}])
-    tokens = 60 - 2  # without padding
-    assert [(length, tuple(gates.shape)) for length, gates in given] == [(tokens, (1, tokens, 4))] * 3
 
 
 def test_layers_without_hidden_states_are_refused():

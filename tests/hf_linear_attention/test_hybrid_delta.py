@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import hidden_states_of, stock_config, stock_model
+from matrix import hidden_states_of, stock_config
 
-from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.base import LayerShape, Rotary
 from hf_linear_attention.mechanisms.registry import MECHANISMS
-from hf_linear_attention.training.evaluation.retention import without_far
 
 
 ROTARY = Rotary((1.0, 0.3, 0.09, 0.01))
@@ -76,17 +74,6 @@ def test_the_delta_rule_sees_fewer_rotary_frequencies_than_the_window(rope):
             output, state = run(mechanism, q, k, v, p, state, g)
             outputs.append(output)
         torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-6, atol=1e-6)  # angles are float32
-
-
-@torch.no_grad()
-def test_the_window_alone_can_be_measured():
-    model = convert(stock_model("llama"), mechanism="hybrid", far="both", window_size=4, num_sinks=1)
-    window = convert(stock_model("llama"), mechanism="window", window_size=4, num_sinks=1)
-    ids = torch.randint(3, 64, (2, 20))
-    expected = window(ids).logits
-    assert not torch.allclose(model(ids).logits, expected)
-    with without_far(model):
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_cannot_do_is_refused():

@@ -90,19 +90,6 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_a_state_keeps_no_more_keys_alive_than_it_holds(is_padded):
-    mechanism, length = hybrid({"window_size": 3, "num_sinks": 2, "rope": "partial", "rope_frequencies": 1}), 40
-    query, key, value = (torch.randn(2, length, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    mask = torch.arange(length).expand(2, -1) > 4 if is_padded else None
-    options = {"attention_mask": mask, "scaling": 0.25, "is_causal": True, **at(mechanism, 0, length)}
-    _, state = mechanism(query, key, value, state=None, **options)
-    _, later = mechanism(query, key, value, state=state, **options)
-    for tensor in (*state[:6], *later[:6]):
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-@torch.no_grad()
 @pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
 def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
     mechanism, layer = hybrid({"window_size": 3, "num_sinks": 2}), LinearAttentionStateLayer(64, static=True)
@@ -178,15 +165,3 @@ def test_a_compiled_step_writes_a_static_cache_without_a_copy():
     torch.testing.assert_close(layers[0].state, layers[1].state)
     assert ".hybrid_step_.default(" in code
     assert "copy__" not in code  # what the compiler calls its copies into the tensors of a cache
-
-
-@torch.no_grad()
-@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
-def test_a_number_that_is_none_is_not_hidden():
-    mechanism = hybrid({"window_size": 3, "num_sinks": 0})
-    query, key, value = (torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    key[:, :, LENGTH // 2] = torch.nan
-    output, _ = decoded(mechanism, query, key, value)
-    first = LENGTH // 2 - 2
-    assert torch.isfinite(output[:, :first]).all()
-    assert output[:, first:].isnan().all()

@@ -201,6 +201,20 @@ def test_queries_before_the_first_key_of_a_block_see_what_was_carried(backend):
     agree([actual], [exact], 1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("function", [PLAIN, EXP])
+def test_what_a_mask_hides_may_be_anything(function, is_causal, backend):
+    query, key, value = sample(35, False)
+    mask = torch.rand(2, 35) > 0.4
+    hidden, options = ~mask[:, None, :, None], {"is_causal": is_causal, "key_mask": mask}
+    expected = map_attention(KernelMap(function), query, key, value, **options)
+    leaves = [x.requires_grad_() for x in (query, *(x.masked_fill(hidden, torch.nan) for x in (key, value)))]
+    actual = map_attention(KernelMap(function), *leaves, **options)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[3], expected[3])
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(actual[0].sum(), leaves))
+
+
 def test_the_kernel_map_keeps_relative_accuracy_where_features_are_tiny():
     x = torch.linspace(-80, 0, 4 * 5 * 16).view(1, 4, 5, 16)
     torch.testing.assert_close(elu_plus_one(x), x.double().exp().float(), rtol=1e-6, atol=0)

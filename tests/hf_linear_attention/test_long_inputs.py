@@ -6,7 +6,7 @@ import pytest
 import torch
 from matrix import stock_model
 
-from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention import convert
 from hf_linear_attention.attention import long_inputs
 
 
@@ -71,15 +71,6 @@ def test_the_cache_goes_on(name, divided):
     assert len(divided) == 2
 
 
-def test_positions_and_embeddings_are_divided_too(divided):
-    model = model_of("hybrid")
-    embeddings, positions = model.get_input_embeddings()(IDS).detach(), torch.arange(3, 32).expand(2, -1)
-    exact = undivided(model, inputs_embeds=embeddings, position_ids=positions).logits
-    with torch.no_grad():
-        assert_close(model(inputs_embeds=embeddings, position_ids=positions).logits, exact)
-    assert divided
-
-
 def test_a_base_model_gives_its_hidden_states(divided):
     model = model_of(auto_class="AutoModel")
     exact = undivided(model, IDS).last_hidden_state
@@ -114,13 +105,6 @@ def test_what_needs_all_tokens_gets_them(name, divided):
     with torch.no_grad():
         actual = model(IDS, **WHOLE[name])
     torch.testing.assert_close(actual.logits, exact.logits.detach())
-    assert not divided
-
-
-def test_softmax_is_left_alone(divided):
-    model = model_of()
-    with torch.no_grad(), softmax_attention(model):
-        model(IDS)
     assert not divided
 
 

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from hf_linear_attention.attention.masks import attend_packed
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import half_squared_norm
 from hf_linear_attention.kernels import cpu as kernels_cpu
@@ -172,36 +171,6 @@ def test_padding_moves_nothing(backend, settings):
         real = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
         expected = oracle(mechanism, *real, positions[row : row + 1, mask[row]]).transpose(1, 2)
         torch.testing.assert_close(whole[row : row + 1, mask[row]].double(), expected, **TOLERANCE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_packed_sequences_are_apart(settings):
-    """In one call, as inside a graph, and sequence by sequence; the state goes on with the last one."""
-    mechanism = build(settings)
-    lengths = (23, 3, 14)
-    positions = torch.cat([torch.arange(n) for n in lengths]).int().expand(2, -1)
-    numbers = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(lengths)).expand(2, -1)
-    query, key, value = sample(40)
-    queries, keys = (rotated(x, positions).float() for x in (query, key))
-    packed, state = run(mechanism, queries, keys, value, positions, mask=numbers)
-
-    def attend(q, k, v, mask, positions=None):
-        options = {} if positions is None else {"positions": positions}
-        return mechanism(q, k, v, attention_mask=mask, scaling=SCALING, is_causal=True, state=None, **options)[0]
-
-    q, k, p = mechanism.prepare(queries, keys, positions)
-    apart = attend_packed(attend, q, k, value, None, numbers, p)
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    for start, end in zip([0, *ends], ends):
-        parts = [x[:, :, start:end] for x in (query, key, value)]
-        expected = oracle(mechanism, *parts, positions[:, start:end]).transpose(1, 2)
-        for actual in (packed, apart):
-            torch.testing.assert_close(actual[:, start:end].double(), expected, **TOLERANCE)
-    _, expected_state = run(mechanism, *(x[:, :, ends[1] :] for x in (queries, keys, value)), positions[:, ends[1] :])
-    token = sample(1)
-    after = [run(mechanism, *token, torch.full((2, 1), 14).int(), state=s)[0] for s in (state, expected_state)]
-    torch.testing.assert_close(*after, **TOLERANCE)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import torch
 from matrix import build_mechanism, hidden_states_of
 from oracles import ORACLES
 
-from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
 
@@ -68,9 +67,3 @@ def test_gates_start_as_a_constant_decay():
     weight, forget = mechanism.gate.split(gates, None)
     assert weight.abs().max() == 0
     torch.testing.assert_close(forget, torch.full_like(forget, -INITIAL_SLOPE))
-
-
-@pytest.mark.parametrize("settings", [{"decay": "gated"}, {"input_gate": True}])
-def test_a_feature_map_without_exponents_is_refused(settings):
-    with pytest.raises(ValueError, match=r"impossible with `feature_map` = `elu1`; choose .*`exp`"):
-        LinearAttentionSettings({"mechanism": "linear", "feature_map": "elu1", **settings})
