@@ -179,9 +179,7 @@ class Layer(torch.nn.Module):
         return attention(self.mechanism, self.is_causal, mask)(query, key, value)[0]
 
 
-@pytest.mark.parametrize(
-    "row", ["aft-local", "linear-gated", "performer", "hybrid", "linformer-stretched", "nystrom-conv"]
-)
+@pytest.mark.parametrize("row", ["linear-gated", "hybrid", "linformer-stretched"])
 @torch.no_grad()
 def test_export(row):
     mechanism, std = build_mechanism(row), 4.0

@@ -6,8 +6,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from matrix import stock_model
-from torch._dynamo.testing import CompileCounter
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
@@ -143,17 +142,6 @@ def test_attention_transfer_trains_them(no_grad):
     with torch.no_grad():
         model(IDS)
     assert_close(seen[0].output.flatten(2), kept[0])
-
-
-@torch.no_grad()
-def test_a_compiled_model_decodes_in_one_graph():
-    model, counter = build("hybrid"), CompileCounter()
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    model(IDS[:, :5], past_key_values=cache)
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    logits = [compiled(IDS[:, n : n + 1], past_key_values=cache).logits for n in range(5, 13)]
-    assert counter.frame_count == 1
-    assert_close(torch.cat(logits, dim=1), model(IDS[:, :13], use_cache=False).logits[:, 5:])
 
 
 def test_layers_without_hidden_states_are_refused():

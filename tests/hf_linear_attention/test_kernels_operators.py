@@ -34,7 +34,7 @@ needs_c = pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels
 
 
 HAVE_GRADIENTS = ("attention", "window_attention", "joint_attention", "gated_delta")
-CALLS_EACH = 2
+CALLS_EACH = 1
 
 
 class Recorder(TorchDispatchMode):

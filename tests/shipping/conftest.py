@@ -72,7 +72,7 @@ def results(converted, hub, trainer_checkpoint, tmp_path_factory) -> dict[str, s
 def results_with_the_package(converted, hub, trainer_checkpoint, tmp_path_factory) -> dict[str, str]:
     """The same where the package is installed, though not imported."""
     root = tmp_path_factory.mktemp("installed")
-    jobs = _jobs(root, converted, trainer_checkpoint)
+    jobs = _jobs(root, {name: converted[name] for name in ON_THE_HUB}, trainer_checkpoint)
     return _run_alone(jobs, root, hub, "hf_linear_attention")
 
 
@@ -86,14 +86,16 @@ def run_alone():
 def resaved(results, results_with_the_package, tmp_path_factory) -> dict[str, list[Path]]:
     """`{name: folders}` that alone.py wrote, over the checkpoint of another mechanism."""
     root = tmp_path_factory.getbasetemp()
-    return {name: [root / f"{place}0" / f"again-{name}" for place in ("alone", "installed")] for name in CONVERTED}
+    places = {name: ("alone", "installed") if name in ON_THE_HUB else ("alone",) for name in CONVERTED}
+    return {name: [root / f"{place}0" / f"again-{name}" for place in places[name]] for name in CONVERTED}
 
 
 def _jobs(root: Path, converted: dict[str, Path], trainer_checkpoint: Path) -> dict[str, dict]:
     """Jobs for alone.py, with what this process computes."""
     jobs = {}
-    others = dict(zip(CONVERTED, [*list(CONVERTED)[1:], next(iter(CONVERTED))]))
-    for name, (family, auto_class, _) in CONVERTED.items():
+    others = dict(zip(converted, [*list(converted)[1:], next(iter(converted))]))
+    for name in converted:
+        family, auto_class, _ = CONVERTED[name]
         for auto in (auto_class, "AutoModel") if name in ON_THE_HUB else (auto_class,):
             inputs = root / f"{name}-{auto}.pt"
             _expect(converted[name], family, auto, inputs)

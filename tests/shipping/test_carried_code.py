@@ -91,8 +91,8 @@ def test_the_config_needs_no_models(converted):
 @pytest.mark.parametrize("name", CONVERTED)
 def test_conversion(converted, resaved, name):
     check(converted[name])
-    # By its own code, and where the package is installed by that, over the checkpoint of another mechanism.
-    assert len(resaved[name]) == 2
+    # By its own code, and some by the package where it is installed, over the checkpoint of another mechanism.
+    assert resaved[name]
     for folder in resaved[name]:
         check(folder)
 
