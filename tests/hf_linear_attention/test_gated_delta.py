@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import convert_folder, save_twin
 from matrix import stock_config, stock_model
-from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_linear_attention import convert
@@ -117,13 +115,3 @@ def test_what_it_cannot_do_is_refused():
         GatedDeltaAttention(LinearAttentionSettings({"mechanism": "gated_delta"}), LayerShape(4, 2, 8, 0))
     with pytest.raises(ValueError, match="needs `gates`; compute them with the method of that name"):
         run(build(), *sample(3), None)
-
-
-def test_a_conversion_counts_the_state_in_the_dtype_of_the_checkpoint(tmp_path):
-    save_twin(tmp_path / "source", "llama", dtype=torch.bfloat16)
-    words = ("--attention", "gated_delta", "--conv_size", 3, "--no_verify")
-    report = convert_folder(tmp_path / "source", tmp_path / "linear", *words)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "linear")
-    with torch.no_grad():
-        cache = model(torch.randint(3, 60, (1, 20)), use_cache=True).past_key_values
-    assert report["state_bytes"] == sum(layer.state_bytes() for layer in cache.layers)
