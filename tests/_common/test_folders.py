@@ -35,39 +35,6 @@ def test_only_what_was_made_is_removed(tmp_path):
     assert files(tmp_path) == before
 
 
-def test_two_at_once_do_not_meet(tmp_path):
-    """Two processes of equal number, such as in two containers, write to one disk: the last one wins, whole."""
-    out = tmp_path / "out"
-    with staging(out) as first:
-        (first / "a").write_text("1")
-        with pytest.raises(KeyboardInterrupt), staging(out) as second:  # noqa: PT012
-            (second / "b").write_text("2")
-            assert files(first) == ["a"]
-            raise KeyboardInterrupt
-    assert files(tmp_path) == ["out/a"]
-
-
-def test_a_parent_that_somebody_else_made_meanwhile_stays(tmp_path, monkeypatch):
-    mkdir = Path.mkdir
-
-    def raced(self, *args, **kwargs):
-        if self == tmp_path / "a":
-            mkdir(self)
-        return mkdir(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "mkdir", raced)
-    with pytest.raises(RuntimeError, match="midway"), staging(tmp_path / "a" / "b" / "out"):
-        raise RuntimeError("midway")
-    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
-
-
-def test_the_result_is_as_open_as_any_new_folder(tmp_path):
-    (tmp_path / "usual").mkdir()
-    with staging(tmp_path / "out"):
-        pass
-    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
 @pytest.fixture
 def on_disk(monkeypatch) -> list[Path]:
     """What has been forced to the disk, and the renames between."""

@@ -40,21 +40,6 @@ def test_the_card_of_a_conversion(linear_llama):
     assert "faster than" not in text.replace("builds faster", "")
 
 
-def test_the_card_says_what_computes_attention(linear_llama, tmp_path):
-    """For who has torch and transformers alone, and how to get the kernels without an index that has the package."""
-    _, text = read_card(linear_llama)
-    paragraph = next(" ".join(part.split()) for part in text.split("\n\n") if "plain torch" in part)
-    assert paragraph == (
-        "With `torch` and `transformers` alone, plain torch operations compute the linear attention. The package "
-        "`hf-linear-attention` has faster C kernels, which are used automatically on a CPU once it is installed: with "
-        "`pip install .` in a checkout of its source, or `pip install hf_linear_attention-*.whl` with a wheel built "
-        "from it."
-    )
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    write_model_card(tmp_path, {"base_model": "someone/model"})
-    assert "pip install" not in read_card(tmp_path)[1]  # a stock model has no attention of ours
-
-
 def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_llama, tmp_path):
     folder = tmp_path / "healed"
     shutil.copytree(linear_llama, folder)
@@ -145,24 +130,6 @@ def test_the_card_says_of_other_weights_only_what_is_so(linear_llama, tmp_path):
     text = read_card(tmp_path / "healed")[1]
     assert untouched not in text
     assert "those of the base model, but for its table of learned positions, which is longer." in " ".join(text.split())
-
-
-@pytest.mark.parametrize(
-    ("architecture", "is_sentence_model", "tag"),
-    [
-        ("LinearBertModel", True, "sentence-similarity"),
-        ("LinearBertForSequenceClassification", False, "text-classification"),
-        ("LinearBertForTokenClassification", False, "token-classification"),
-    ],
-)
-def test_a_classifier_is_no_sentence_model(architecture, is_sentence_model, tag, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    (tmp_path / "modules.json").write_text("[]")
-    write_model_card(tmp_path, {"base_model": "someone/model", "settings": {"mechanism": "linear"}})
-    metadata, text = read_card(tmp_path)
-    assert metadata["pipeline_tag"] == tag
-    assert ("sentence-transformers" in metadata["tags"]) == is_sentence_model
-    assert ("SentenceTransformer" in text) == is_sentence_model
 
 
 def test_the_hub_can_read_base_model_data_and_results(linear_llama, tmp_path):

@@ -62,21 +62,6 @@ class Spy(TorchDispatchMode):
         return result
 
 
-def test_the_table_knows_what_is_missing():
-    assert runs_on_mps("cumsum")
-    assert runs_on_mps("_cummax_helper")
-    assert not runs_on_mps("_cdist_forward_of_no_torch")
-    assert not runs_on_mps(OF_THE_CPU)
-
-
-def test_the_c_kernels_take_tensors_of_a_cpu_alone(monkeypatch):
-    """A tensor on the meta device stands for one on an Apple GPU, whose address C could not read either."""
-    monkeypatch.setattr(kernels_cpu, "library", lambda: "a library")
-    here = torch.ones(1, 2, 3, 4)
-    assert kernels_cpu.takes(here, None)
-    assert not kernels_cpu.takes(here, torch.ones(1, 2, 3, 4, device="meta"))
-
-
 @pytest.mark.parametrize(("family", "row"), [*(("llama", x) for x in DECODERS), *(("bert", x) for x in ENCODERS)])
 def test_every_operator_has_a_kernel_for_mps(family, row, monkeypatch):
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)

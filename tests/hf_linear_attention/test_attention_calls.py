@@ -9,10 +9,8 @@ from matrix import default_dtype
 from transformers import AutoModel
 from transformers.initialization import no_init_weights
 
-from hf_linear_attention import convert
 from hf_linear_attention.attention.architectures import attention_modules
 from hf_linear_attention.attention.calls import KEYWORDS, NotObservedError, attention_call, interface_keywords
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.rotary_positions import PAIRINGS, RotaryPairing, rotary_pairing
 
 
@@ -65,23 +63,6 @@ def test_nothing_is_left_behind():
     assert module.config._attn_implementation == implementation
 
 
-def test_converting_draws_the_same_random_numbers_as_before_it_was_observed():
-    states = []
-    for _ in range(2):  # the second time everything is known
-        torch.manual_seed(0)
-        convert(tiny_model("llama", "AutoModelForCausalLM"), rope="none")
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-
-
-def test_a_module_that_hands_on_to_another_makes_no_call_itself():
-    model = tiny_model("bert", "AutoModel")
-    outer = model.encoder.layer[0].attention
-    outer.config = model.config
-    assert attention_call(outer, type(outer)) is None
-    assert attention_call(outer.self, type(outer.self)) is not None
-
-
 def test_who_cannot_be_observed_is_named_and_left_alone(caplog):
     class OddAttention(torch.nn.Module):
         def __init__(self, config):
@@ -95,11 +76,3 @@ def test_who_cannot_be_observed_is_named_and_left_alone(caplog):
     with pytest.raises(NotObservedError, match="OddAttention could not be observed: no such kernel"):
         attention_call(module, OddAttention)
     assert attention_modules(torch.nn.ModuleList([module])) == {}
-
-
-def test_what_a_converted_module_passes_is_still_what_its_stock_class_does():
-    model = convert(tiny_model("gemma2", "AutoModelForCausalLM"), drop=["softcap"])
-    KEYWORDS.clear()  # as in a process that has unpickled the model
-    module = next(iter(linear_attention_modules(model).values()))
-    assert "softcap" in interface_keywords(module, type(module).stock_class)
-    assert module.linear_attention_enabled

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 import transformers
-from matrix import MECHANISM_ROWS, rows, stock_model
-from transformers import DynamicCache, StaticCache
+from matrix import MECHANISM_ROWS, stock_model
+from transformers import DynamicCache
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.cache import LinearAttentionStateLayer, state_layer
@@ -54,9 +54,8 @@ def assert_unchanged(cache, before):
         assert all(torch.equal(*pair) for pair in zip(now, then))
 
 
-@pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rows", [(1, 3), (2, 3), (3, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(("rows", "new"), [((1, 3), 1), ((3, 2), 4)], ids=str)
 def test_other_rows_are_refused_before_anything_changes(name, rows, new):
     model, (cached, given) = build(name), rows
     cache = read(model, IDS[:cached, :5]).past_key_values
@@ -68,26 +67,6 @@ def test_other_rows_are_refused_before_anything_changes(name, rows, new):
     # and it still goes on as if nothing had been
     expected = read(model, IDS[:cached]).logits[:, 5:]
     torch.testing.assert_close(read(model, IDS[:cached, 5:], cache).logits, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_prompt_and_several_questions(name):
-    model = build(name)
-    cache = read(model, IDS[:1, :5]).past_key_values
-    questions = torch.cat((IDS[:1, :5].expand(3, -1), IDS[:, 5:]), dim=1)
-    with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        model.generate(questions, past_key_values=copy.deepcopy(cache), max_new_tokens=3)
-    with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        model.generate(
-            questions[:1],
-            past_key_values=copy.deepcopy(cache),
-            max_new_tokens=3,
-            do_sample=True,
-            num_return_sequences=3,
-        )
-    cache.batch_repeat_interleave(3)
-    actual = model.generate(questions, past_key_values=cache, max_new_tokens=3, do_sample=False)
-    assert torch.equal(actual, model.generate(questions, max_new_tokens=3, do_sample=False))
 
 
 @pytest.mark.parametrize("name", ["linear", "softmax-first"])
@@ -121,15 +100,6 @@ def test_an_emptied_cache_takes_any_rows():
     torch.testing.assert_close(read(model, IDS[:2], cache).logits, read(model, IDS[:2]).logits)
 
 
-def test_a_static_cache():
-    model = build("linear")
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    read(model, IDS[:1, :5], cache)
-    with pytest.raises(ValueError, match="a cache of 1 row and an input of 3"):
-        read(model, IDS[:, 5:], cache)
-    assert cache.get_seq_length() == 5
-
-
 def build_bart(**settings):
     config = transformers.BartConfig(
         vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -138,16 +108,6 @@ def build_bart(**settings):
     )  # fmt: skip
     torch.manual_seed(0)
     return convert(transformers.BartForConditionalGeneration(config).eval(), num_features=16, **settings)
-
-
-@torch.no_grad()
-def test_softmax_attention_refuses_the_state_of_an_encoder():
-    """Also where the decoder's own attention was not converted: stock code would see no key at all."""
-    model = build_bart(layers="none", cross_attention=True)
-    encoded = model.get_encoder()(IDS)
-    cache = model(encoder_outputs=encoded, decoder_input_ids=IDS[:, :4], use_cache=True).past_key_values
-    with softmax_attention(model), pytest.raises(ValueError, match="a cache of linear attention in a layer that comp"):
-        model(encoder_outputs=encoded, decoder_input_ids=IDS[:, 4:6], past_key_values=cache)
 
 
 @pytest.mark.parametrize("cross", [True, False])
@@ -226,7 +186,7 @@ def test_a_softmax_cache_is_refused():
         read(model, IDS[:, 5:], cache)
 
 
-@pytest.mark.parametrize("row", [row for row in rows(causal=True) if "alibi" not in row])
+@pytest.mark.parametrize("row", ["aft-conv", "linear-exp", "hybrid", "gated_delta"])
 @torch.no_grad()
 def test_no_tokens_change_nothing(row):
     """Stock layers cannot reshape them, but those that come from elsewhere may reach the attention function."""

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from matrix import ALIBI_ROWS, MECHANISM_ROWS, build_mechanism, default_dtype, stock_model, supports
+from matrix import MECHANISM_ROWS, build_mechanism, default_dtype, stock_model, supports
 from oracles import ORACLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +21,7 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 
 
 SCALING, LENGTH = 8**-0.5, 21
-# One row of each kind of state and of features, where a row takes seconds.
+# One row of each kind of state and of features.
 KINDS = (
     *("aft-local", "aft-full-factorised", "linear-elu1", "linear-taylor", "linear-decay", "linear-gated", "performer"),
     *("performer-cosh", "performer-trig", "performer-mixing", "hybrid", "hybrid-both", "gated_delta-channel", "window"),
@@ -83,16 +83,15 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("row", MECHANISM_ROWS)
+@pytest.mark.parametrize("row", KINDS)
 def test_the_default_dtype_and_device_change_nothing(row):
     mechanism, inputs, mask = build_mechanism(row), sample(), padding()
     with torch.device("meta"):
         copy.deepcopy(mechanism).reset_parameters()  # draws its numbers on the CPU
     expected = everything(row, mechanism, inputs, mask)
-    if row in KINDS:  # as such a pass takes a second
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            output, _ = attention(mechanism, forms(row)[0], mode.from_tensor(mask))(*map(mode.from_tensor, inputs))
-        assert (output.shape, output.dtype, output.device) == (expected[0].shape, torch.float32, expected[0].device)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        output, _ = attention(mechanism, forms(row)[0], mode.from_tensor(mask))(*map(mode.from_tensor, inputs))
+    assert (output.shape, output.dtype, output.device) == (expected[0].shape, torch.float32, expected[0].device)
     for name, context in AROUND.items():
         with context():
             actual = everything(row, mechanism, inputs, mask)
@@ -122,32 +121,10 @@ def test_the_default_dtype_and_device_change_no_model(name):
         assert model.to("meta")(ids.to("meta")).logits.shape == expected.shape
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_converted_under_another_default_dtype_has_the_same_settings(dtype, tmp_path, caplog):
+@pytest.mark.parametrize("heads", [{}, {"softmax_heads": [[0, 1]]}], ids=["", "softmax_heads"])
+@pytest.mark.parametrize("row", ["linear-decay", "performer", "hybrid", "gated_delta-channel", "window"])
+def test_autocast_does_not_reach_the_mechanism(row, heads):
     stock = stock_model("llama", num_hidden_layers=1)
-    expected = convert(stock, **MODELS["default"])
-    ids = torch.randint(3, 64, (2, 19))
-    with default_dtype(dtype), torch.no_grad():
-        model = convert(stock, **MODELS["default"])
-        assert model.config.linear_attention == expected.config.linear_attention
-        assert model.dtype == torch.float32
-        agree(model(ids).logits, expected(ids).logits, 1e-4)  # new parameters are made in the default dtype, as the old
-        model.save_pretrained(tmp_path)
-        assert torch.equal(type(model).from_pretrained(tmp_path)(ids).logits, model(ids).logits)
-        low = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-        agree(low(ids).logits, expected(ids).logits, 0.05)  # bfloat16 has 8 bits
-    assert "before_map" not in caplog.text
-
-
-@pytest.mark.parametrize("softmax_heads", [None, [[0, 1]]], ids=["", "softmax_heads"])
-@pytest.mark.parametrize("row", [row for row in KINDS if supports(row, "causal")])
-def test_autocast_does_not_reach_the_mechanism(row, softmax_heads):
-    heads = {} if softmax_heads is None else {"softmax_heads": softmax_heads}
-    stock = stock_model("llama", num_hidden_layers=1)
-    if heads and not supports(row, "softmax_heads"):
-        with pytest.raises(ValueError, match="softmax_heads"):
-            convert(stock, settings={**MECHANISM_ROWS[row], **heads})
-        return
     model, seen = convert(stock, settings={**MECHANISM_ROWS[row], **heads}), []
     (module,) = linear_attention_modules(model).values()
     module.linear_attention.register_forward_hook(
@@ -164,9 +141,8 @@ def test_autocast_does_not_reach_the_mechanism(row, softmax_heads):
     agree(actual, exact, 0.05)  # bfloat16 has 8 bits, and the feed-forward is in it
 
 
-@pytest.mark.parametrize("row", sorted(ALIBI_ROWS))
-def test_alibi_is_refused_in_encoders(row):
-    mechanism = build_mechanism(row)
+def test_alibi_is_refused_in_encoders():
+    mechanism = build_mechanism("hybrid-alibi")
     with pytest.raises((ValueError, NotImplementedError), match=r"causal attention only|no bidirectional form"):
         attention(mechanism, is_causal=False)(*sample())
     with pytest.raises(ValueError, match="XAttention is bidirectional and has ALiBi"):
@@ -182,7 +158,7 @@ def test_loading_draws_no_random_matrix(row, tmp_path, monkeypatch):
         convert(stock_model("bert", num_hidden_layers=1), settings=MECHANISM_ROWS[row])
 
 
-@pytest.mark.parametrize("row", MECHANISM_ROWS)
+@pytest.mark.parametrize("row", KINDS)
 def test_vmap(row):
     mechanism, std = build_mechanism(row), 0.25 if row == "performer-trig" else 4.0
     inputs = [torch.stack(x).detach() for x in zip(sample(std), sample(2 * std), sample(std / 2))]
@@ -203,10 +179,10 @@ class Layer(torch.nn.Module):
         return attention(self.mechanism, self.is_causal, mask)(query, key, value)[0]
 
 
-@pytest.mark.parametrize("row", KINDS)
+@pytest.mark.parametrize("row", ["linear-gated", "hybrid", "linformer-stretched"])
 @torch.no_grad()
 def test_export(row):
-    mechanism, std = build_mechanism(row), 0.5 if row == "performer-trig" else 4.0
+    mechanism, std = build_mechanism(row), 4.0
     is_causal = forms(row)[0]
     program = torch.export.export(Layer(mechanism, is_causal), (*sample(), padding()), strict=False)
     inputs = sample(std)
@@ -214,10 +190,10 @@ def test_export(row):
 
 
 # Softmax with few keys or queries uses torch's fused kernel, which has no second derivatives and says so.
-FUSED = tuple(row for row in MECHANISM_ROWS if row.startswith(("linformer-", "latent", "nystrom")))
+FUSED = tuple(row for row in KINDS if row.startswith(("linformer-", "latent", "nystrom")))
 
 
-@pytest.mark.parametrize("row", MECHANISM_ROWS)
+@pytest.mark.parametrize("row", KINDS)
 def test_second_derivatives(row):
     mechanism, std, mask = build_mechanism(row), 0.5 if row == "performer-trig" else 2.0, padding()
     mask = mask.flip(1)  # every query sees a key, without which the oracles themselves have no derivatives

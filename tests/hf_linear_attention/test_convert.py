@@ -61,11 +61,10 @@ def test_buffers_outside_checkpoints_keep_dtype_and_value(family):
     assert_same(convert(stock), stock)
 
 
-def test_a_dtype_of_its_own_for_one_weight():
-    stock = stock_model("llama").to(torch.bfloat16)
-    stock.lm_head.to(torch.float32)
-    assert_same(convert(stock), stock)
-    assert convert(stock).dtype == torch.bfloat16
+def test_generation_settings_are_kept():
+    stock = stock_model("llama")
+    stock.generation_config.update(eos_token_id=[2, 7], temperature=0.5, do_sample=True)
+    assert convert(stock).generation_config.to_diff_dict() == stock.generation_config.to_diff_dict()
 
 
 def test_weights_without_a_place_are_refused():

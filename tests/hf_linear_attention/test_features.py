@@ -34,14 +34,6 @@ def test_exp_map_with_its_norm_term_is_favor():
     torch.testing.assert_close(feature_map.forward_keys(key, 0.25)[:, 1].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_hedgehog_starts_as_the_identity_with_two_softmaxes():
-    feature_map = build_mechanism("linear-hedgehog").feature_map
-    feature_map.reset_parameters(torch.Generator().manual_seed(0))
-    query = torch.randn(1, 4, 3, 8)
-    expected = torch.cat((query.softmax(-1), (-query).softmax(-1)), dim=-1)
-    torch.testing.assert_close(feature_map.forward_queries(query, 1.0).exp(), expected)
-
-
 def test_taylor_features_have_the_kernel_of_the_series_at_half_the_papers_count():
     feature_map = build_mechanism("linear-taylor").feature_map
     assert feature_map.num_features == 1 + 8 + 36
@@ -67,18 +59,6 @@ def test_t2r_gives_zero_to_a_query_without_features_and_constants_to_the_others(
     )
     assert torch.equal(output[:, :, :2], torch.zeros(1, 5, 2, 8))
     torch.testing.assert_close(output[:, :, 2:], torch.ones(1, 5, 2, 8))
-
-
-def test_t2r_projects_queries_as_the_keys_of_their_group():
-    feature_map = build_mechanism("linear-t2r").feature_map
-    key = torch.randn(1, 2, 5, 8)
-    expected = feature_map.forward_keys(key, 0.5).repeat_interleave(2, dim=1)
-    torch.testing.assert_close(feature_map.forward_queries(key.repeat_interleave(2, dim=1), 0.5), expected)
-
-
-def test_squared_relu_stays_positive():
-    x = torch.tensor([-3.0, 0.0, 2.0])
-    torch.testing.assert_close(FEATURE_MAPS["squared_relu"].function(x), torch.tensor([1e-3, 1e-3, 4.001]))
 
 
 def test_the_options_know_what_each_map_does():

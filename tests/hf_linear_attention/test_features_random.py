@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from matrix import build_mechanism
 from torch.utils.checkpoint import checkpoint
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
@@ -30,15 +29,6 @@ def attend(mechanism, length=6, seed=0, state=None, is_causal=True, heads=(4, 2)
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, h, length, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
     return mechanism(query, key, value, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
-
-
-def test_orthogonal_blocks_are_orthogonal_with_gaussian_norms_and_a_partial_last_block():
-    matrix = orthogonal_random_matrix(20, 8, torch.Generator().manual_seed(0)).double()
-    for block in (matrix[:8], matrix[8:16], matrix[16:]):
-        gram = block @ block.T
-        torch.testing.assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-5)
-    many = orthogonal_random_matrix(8000, 8, torch.Generator().manual_seed(0))
-    assert abs(many.square().sum(1).mean().item() - 8) < 0.2  # E chi^2(8) = 8, standard error 0.045
 
 
 def test_orthogonal_matrices_are_haar():
@@ -65,30 +55,7 @@ def test_all_features_project_on_orthogonal_or_independent_rows(features):
             torch.testing.assert_close(projection.norm(dim=1), torch.full((20,), math.sqrt(8)))
 
 
-def test_independent_rows_are_standard_gaussian():
-    iid = performer(num_features=400, orthogonal=False).feature_map.projection
-    assert abs(iid.mean().item()) < 0.08  # standard error 0.018
-    assert abs(iid.square().mean().item() - 1) < 0.1  # standard error 0.025
-
-
 GENERALIZED = [name for name, features in RANDOM_FEATURES.items() if issubclass(features, GeneralizedRandomFeatureMap)]
-
-
-@pytest.mark.parametrize("features", GENERALIZED)
-def test_generalised_functions_are_not_negative(features):
-    """Whatever f is added: a weight of the other sign would bring denominators near 0."""
-    feature_map = RANDOM_FEATURES[features](1, 1, 8, 64)
-    feature_map.reset_parameters(torch.Generator().manual_seed(0))
-    phi = feature_map.forward_keys(8.0 * torch.randn(1, 1, 200, 8), 1.0)
-    assert phi.isfinite().all()
-    smallest = math.log(1e-3) if feature_map.log_features else 1e-3
-    assert phi.min().item() >= smallest - 1e-6 * abs(smallest)  # the kernel epsilon, as float32 rounds it
-
-
-@pytest.mark.parametrize("function", ["gelu", "tanh", "cos", "identity"])
-def test_functions_with_negative_values_are_not_offered(function):
-    with pytest.raises(ValueError, match=f"`features` = '{function}' must be one of `exp`, .*`relu`, `sigmoid`, `abs`"):
-        performer(features=function)
 
 
 def estimate(features: str, query, key, orthogonal: bool, norm_weight: float = 0.0) -> torch.Tensor:
@@ -139,8 +106,7 @@ def test_regularized_features_estimate_a_lower_bound(orthogonal):
     torch.testing.assert_close(estimate("regularized", query, key, orthogonal), expected, rtol=0.05, atol=0.0)
 
 
-@pytest.mark.parametrize("dim", [8, 16, 64, 128])
-@pytest.mark.parametrize("f", [0.5, 4.0, 16.0, 64.0])
+@pytest.mark.parametrize(("dim", "f"), [(8, 0.5), (16, 64.0), (128, 4.0)])
 def test_the_optimal_norm_weight_minimises_the_variance(dim, f):
     """log E[phi(x)^2 phi(y)^2] as a function of A, from the Gaussian integral, has no smaller value than at ours.
 
@@ -221,29 +187,6 @@ def test_every_layer_and_seed_has_a_projection_of_its_own():
         assert not torch.equal(first.feature_map.projection, second.feature_map.projection)
 
 
-def test_without_an_interval_or_in_evaluation_nothing_is_redrawn():
-    for mechanism in (performer(num_features=16).train(), performer(num_features=16, redraw_interval=1).eval()):
-        before = {name: tensor.clone() for name, tensor in mechanism.state_dict().items()}
-        for _ in range(3):
-            attend(mechanism)
-        assert all(torch.equal(before[name], tensor) for name, tensor in mechanism.state_dict().items())
-
-
-def test_absorbing_keys_anew_is_no_forward():
-    """A rollback to the start absorbs keys that were attended to already; they must meet the same projection."""
-    mechanism = performer(num_features=16, redraw_interval=1).train()
-    attend(mechanism)
-    before = mechanism.feature_map.projection.clone()
-    key, value = torch.randn(2, 2, 2, 5, 8)
-    state = mechanism.absorb(key, value, attention_mask=None, scaling=0.25, state=None)
-    assert mechanism.num_forwards == 1
-    assert torch.equal(mechanism.feature_map.projection, before)
-    expected = mechanism.eval()(
-        torch.randn(2, 4, 5, 8), key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None
-    )[1]
-    assert all(torch.equal(a, b) for a, b in zip(state, expected))
-
-
 def test_a_loaded_checkpoint_computes_as_before_and_goes_on_as_without_the_break():
     mechanism = performer(num_features=16, redraw_interval=3).train()
     for _ in range(4):
@@ -273,35 +216,3 @@ def test_gradient_checkpointing_recomputes_with_the_projection_of_its_forward():
         assert mechanism.num_forwards == 3
     for plain, recomputed in zip(gradients[:3], gradients[3:]):
         assert torch.equal(plain, recomputed)
-
-
-def test_two_forwards_before_a_backward_survive_a_redraw():
-    mechanism = performer(num_features=16, redraw_interval=1).train()
-    query = torch.randn(2, 4, 5, 8, requires_grad=True)
-    key = value = torch.randn(2, 2, 5, 8)
-    outputs = [
-        mechanism(query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None)[0] for _ in range(2)
-    ]
-    assert not torch.equal(*outputs)
-    sum(output.sum() for output in outputs).backward()
-    assert torch.isfinite(query.grad).all()
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_uniform_mixing_is_a_share_of_the_mean_of_visible_values(is_causal):
-    mask = torch.ones(2, 6, dtype=torch.bool)
-    mask[0, :2] = False
-    plain, mixed = performer(num_features=16), performer(num_features=16, uniform_mixing=0.3)
-    weights = []
-    for mechanism in (plain, mixed):
-        torch.manual_seed(0)
-        query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-        weights.append(mechanism.attention_weights(query, key, attention_mask=mask, scaling=0.25, is_causal=is_causal))
-    visible = mask[:, None, None, :].expand(2, 4, 6, 6).double()
-    visible = visible.tril() if is_causal else visible
-    uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1)
-    torch.testing.assert_close(weights[1].double(), 0.7 * weights[0].double() + 0.3 * uniform, rtol=0, atol=1e-6)
-
-
-def test_the_row_of_the_matrix_is_calibrated():
-    assert (build_mechanism("performer-favor++").feature_map.norm_weight < -0.1).all()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import build_mechanism, stock_config, stock_model
+from matrix import stock_config, stock_model
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.state_budget import state_bytes
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.torch_kernels.delta import gated_delta
@@ -73,31 +73,6 @@ def test_the_start_does_not_depend_on_the_hidden_states(decay):
     assert torch.equal(mechanism.rule.features.key_projection, torch.eye(8).expand(2, -1, -1))
 
 
-def test_more_and_fewer_features_than_channels():
-    for num_features in (5, 20):
-        weight = build(num_features=num_features).rule.features.query_projection
-        assert weight.shape == (4, 8, num_features)
-        assert torch.equal(weight[0, :, :8], torch.eye(8, num_features)[:, :8])
-        torch.testing.assert_close(weight[0].norm(dim=0), torch.ones(num_features))
-
-
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_frequencies_that_the_features_must_not_see_are_taken_back(is_interleaved):
-    rotary = Rotary((1.0, 0.3, 0.09, 0.01), is_interleaved)
-    positions = torch.stack((torch.arange(30), torch.arange(30) + 7)).int()
-    query, key, value = sample(30)
-    everything, partial = build(rotary=rotary, rope="none"), build(rotary=rotary, rope="partial", rope_frequencies=2)
-    gates = everything.gates(torch.randn(2, 30, HIDDEN))
-    rotated = [everything.shift(x, positions) for x in (query, key)]
-    *moved, place = everything.prepare(*rotated, positions)
-    assert place is None  # the state needs no positions
-    assert everything.needs_positions
-    torch.testing.assert_close(run(everything, *moved, value, gates), run(everything, query, key, value, gates))
-    fast = Rotary((1.0, 0.3, 0.0, 0.0), is_interleaved)
-    expected = [build(rotary=fast, rope="none").shift(x, positions) for x in (query, key)]
-    torch.testing.assert_close(partial.prepare(*rotated, positions)[:2], tuple(expected), rtol=1e-4, atol=1e-5)
-
-
 def test_the_convolution_starts_as_the_identity_and_sees_only_its_tokens():
     plain, mechanism = build(), build(conv_size=4)
     query, key, value = sample(30)
@@ -140,21 +115,3 @@ def test_what_it_cannot_do_is_refused():
         GatedDeltaAttention(LinearAttentionSettings({"mechanism": "gated_delta"}), LayerShape(4, 2, 8, 0))
     with pytest.raises(ValueError, match="needs `gates`; compute them with the method of that name"):
         run(build(), *sample(3), None)
-
-
-def test_decoding_a_convolution_with_padding_between_and_before_tokens():
-    mechanism, (query, key, value) = build_mechanism("gated_delta-conv", dtype=torch.float64), sample(12)
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[0, :5] = mask[1, 3:6] = mask[1, 7] = False
-    options = {"scaling": 0.3, "is_causal": True}
-    query, key, value = (x.double() for x in (query, key, value))
-    state = None
-    for token in range(12):
-        parts = [x[:, :, token : token + 1] for x in (query, key, value)]
-        output, state = mechanism(*parts, attention_mask=mask[:, token : token + 1], state=state, **options)
-    for row in range(2):
-        parts = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
-        whole, final = mechanism(*parts, attention_mask=None, state=None, **options)
-        torch.testing.assert_close(output[row, 0], whole[0, -1], rtol=1e-10, atol=1e-10)
-        for actual, expected in zip(state, final):
-            torch.testing.assert_close(actual[row], expected[0], rtol=1e-10, atol=1e-10)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from architectures import tiny_model
 from matrix import stock_model
-from torch._dynamo.testing import CompileCounter
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
-from hf_linear_attention import calibrate, convert, softmax_attention
+from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
 from hf_linear_attention.attention.cache import state_layer
 from hf_linear_attention.attention_observation import observe_attention
@@ -94,17 +91,6 @@ def test_packed_sequences_are_as_separate_ones(name):
     assert_close(following, model(torch.cat((IDS[:, 7:], token), dim=1), use_cache=False).logits[:, -1:])
 
 
-def cropped(model):
-    """A cache of which tokens were taken back, and those that are in it."""
-    cache = DynamicCache(config=model.config)
-    for layer in range(3):
-        state_layer(cache, layer)
-    cache.activate_past_recording()
-    step(model, cache, 0, 10)
-    cache.crop(-3)
-    return cache
-
-
 def step(model, cache, start, stop):
     return model(IDS[:, start:stop], attention_mask=MASK[:, :stop], past_key_values=cache).logits
 
@@ -115,9 +101,17 @@ def expected(model, stop):
 
 @pytest.mark.parametrize("name", SETTINGS)
 @torch.no_grad()
-def test_a_rollback_is_exact(name):
+def test_a_rollback_is_exact_and_saved(name, tmp_path):
     model = build(name)
-    cache = cropped(model)
+    cache = DynamicCache(config=model.config)
+    for layer in range(3):
+        state_layer(cache, layer)
+    cache.activate_past_recording()
+    step(model, cache, 0, 10)
+    cache.crop(-3)
+    model.save_prompt_state(cache, tmp_path / "prompt.safetensors")
+    restored = model.load_prompt_state(tmp_path / "prompt.safetensors")
+    assert_close(step(model, restored, 7, 20), expected(model, 20)[:, 7:])
     assert_close(step(model, cache, 7, 12), expected(model, 12)[:, 7:])
     cache.crop(0)
     step(model, cache, 12, 15)
@@ -125,31 +119,6 @@ def test_a_rollback_is_exact(name):
     cache.crop(-2)
     cache.reorder_cache(torch.tensor([0, 1]))
     assert_close(step(model, cache, 12, 20), expected(model, 20)[:, 12:])
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("length", [10, 3])
-@torch.no_grad()
-def test_a_prompt_that_was_rolled_back_is_saved(name, length, tmp_path):
-    """With `length` = 3 no token is in the state yet."""
-    model = build(name)
-    cache = DynamicCache(config=model.config)
-    for layer in range(3):
-        state_layer(cache, layer)
-    if length == 3:
-        cache.activate_past_recording()
-        step(model, cache, 0, 5)
-        cache.crop(-2)
-    else:
-        step(model, cache, 0, 8)
-        cache.activate_past_recording()
-        step(model, cache, 8, 13)
-        cache.crop(-3)
-    model.save_prompt_state(cache, tmp_path / "prompt.safetensors")
-    restored = model.load_prompt_state(tmp_path / "prompt.safetensors")
-    assert restored.get_seq_length() == length
-    assert torch.equal(step(model, copy.deepcopy(restored), length, 20), step(model, cache, length, 20))
-    assert_close(step(model, restored, length, 20), expected(model, 20)[:, length:])
 
 
 @pytest.mark.parametrize("no_grad", [False, True])
@@ -173,85 +142,6 @@ def test_attention_transfer_trains_them(no_grad):
     with torch.no_grad():
         model(IDS)
     assert_close(seen[0].output.flatten(2), kept[0])
-
-
-def test_softmax_attention_computes_none(monkeypatch):
-    model, stock = build(), stock_model("llama")
-
-    def refuse(*_):
-        raise AssertionError("the gates were computed")
-
-    monkeypatch.setattr(GatedDeltaAttention, "gates", refuse)
-    with softmax_attention(model), torch.no_grad():
-        assert torch.equal(model(IDS).logits, stock(IDS).logits)
-    with pytest.raises(AssertionError, match="gates were computed"):
-        model(IDS)
-
-
-@torch.no_grad()
-def test_under_autocast_they_are_computed_in_float32(monkeypatch):
-    model, found = build(), []
-    gates = GatedDeltaAttention.gates
-
-    def spy(self, hidden_states):
-        found.append((self, hidden_states, gates(self, hidden_states)))
-        return found[-1][2]
-
-    monkeypatch.setattr(GatedDeltaAttention, "gates", spy)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(IDS)
-    for mechanism, hidden, values in found:
-        assert values.dtype == torch.float32
-        assert torch.equal(values, gates(mechanism, hidden.float()))
-
-
-def test_gradient_checkpointing_gives_the_same_gradients():
-    results = []
-    for checkpoints in (False, True):
-        model = build("channel").train()
-        if checkpoints:
-            model.gradient_checkpointing_enable()
-        model(IDS, attention_mask=MASK, labels=IDS, use_cache=False).loss.backward()
-        results.append({name: p.grad for name, p in model.named_parameters()})
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-    assert results[0]["model.layers.0.self_attn.linear_attention.rule.forget.rate"].abs().max() > 0
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@torch.no_grad()
-def test_a_compiled_model_decodes_in_one_graph(name):
-    model, counter = build(name), CompileCounter()
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    model(IDS[:, :5], past_key_values=cache)
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    logits = [compiled(IDS[:, n : n + 1], past_key_values=cache).logits for n in range(5, 13)]
-    assert counter.frame_count == 1
-    assert_close(torch.cat(logits, dim=1), model(IDS[:, :13], use_cache=False).logits[:, 5:])
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_compiled_training_of_packed_sequences(name):
-    model = build(name)
-    positions = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
-    compiled, results = torch.compile(model, fullgraph=True, backend="aot_eager"), []
-    for function in (compiled, model):
-        model.zero_grad()
-        function(IDS, position_ids=positions, use_cache=False, labels=IDS).loss.backward()
-        results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
-
-
-def test_calibration_gets_them(monkeypatch):
-    model, given = build(), []
-
-    def keep(self, query, key, *, attention_mask, scaling, gates):
-        given.append((key.shape[2], gates))
-
-    monkeypatch.setattr(GatedDeltaAttention, "needs_calibration", classmethod(lambda cls, settings: True))
-    monkeypatch.setattr(GatedDeltaAttention, "calibrate", keep)
-    calibrate(model, [{"input_ids": IDS, "attention_mask": MASK}, {"input_ids": IDS[:1]}])
-    tokens = 60 - 2  # without padding
-    assert [(length, tuple(gates.shape)) for length, gates in given] == [(tokens, (1, tokens, 4))] * 3
 
 
 def test_layers_without_hidden_states_are_refused():

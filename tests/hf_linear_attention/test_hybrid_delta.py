@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import hidden_states_of, stock_config, stock_model
+from matrix import hidden_states_of, stock_config
 
-from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.base import LayerShape, Rotary
 from hf_linear_attention.mechanisms.registry import MECHANISMS
-from hf_linear_attention.training.evaluation.retention import without_far
 
 
 ROTARY = Rotary((1.0, 0.3, 0.09, 0.01))
@@ -76,30 +74,6 @@ def test_the_delta_rule_sees_fewer_rotary_frequencies_than_the_window(rope):
             output, state = run(mechanism, q, k, v, p, state, g)
             outputs.append(output)
         torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-6, atol=1e-6)  # angles are float32
-
-
-@pytest.mark.parametrize(("far", "num_parts"), [("linear", 8), ("gated_delta", 7), ("both", 9)])
-@torch.no_grad()
-def test_only_keys_that_leave_for_a_feature_map_keep_their_positions(far, num_parts):
-    mechanism = build(far=far, rope="none", num_features=6)
-    query, key, value, positions = sample(12)
-    gates = mechanism.gates(hidden_states_of(key)) if mechanism.needs_gates else None
-    _, state = run(mechanism, query, key, value, positions, gates=gates)
-    assert len(state) == num_parts
-    sums = {"linear": [(2, 2, 6, 10)], "gated_delta": [(2, 2, 6, 8)], "both": [(2, 2, 6, 8), (2, 2, 6, 10)]}[far]
-    assert [tuple(x.shape) for x in state[: len(sums)]] == sums
-    assert (state[-1].dtype == torch.int32) == (far != "gated_delta")
-
-
-@torch.no_grad()
-def test_the_window_alone_can_be_measured():
-    model = convert(stock_model("llama"), mechanism="hybrid", far="both", window_size=4, num_sinks=1)
-    window = convert(stock_model("llama"), mechanism="window", window_size=4, num_sinks=1)
-    ids = torch.randint(3, 64, (2, 20))
-    expected = window(ids).logits
-    assert not torch.allclose(model(ids).logits, expected)
-    with without_far(model):
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_cannot_do_is_refused():

@@ -90,19 +90,6 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_a_state_keeps_no_more_keys_alive_than_it_holds(is_padded):
-    mechanism, length = hybrid({"window_size": 3, "num_sinks": 2, "rope": "partial", "rope_frequencies": 1}), 40
-    query, key, value = (torch.randn(2, length, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    mask = torch.arange(length).expand(2, -1) > 4 if is_padded else None
-    options = {"attention_mask": mask, "scaling": 0.25, "is_causal": True, **at(mechanism, 0, length)}
-    _, state = mechanism(query, key, value, state=None, **options)
-    _, later = mechanism(query, key, value, state=state, **options)
-    for tensor in (*state[:6], *later[:6]):
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-@torch.no_grad()
 @pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
 def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
     mechanism, layer = hybrid({"window_size": 3, "num_sinks": 2}), LinearAttentionStateLayer(64, static=True)
@@ -158,21 +145,6 @@ def test_a_step_in_place_that_is_refused_changes_nothing():
 
 
 @torch.no_grad()
-@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
-@pytest.mark.parametrize("given", [{"function": 0}, {"function": 3}, {"key_weight": torch.zeros(2, 16, 0)}], ids=str)
-def test_a_feature_map_that_does_not_fit_is_refused(monkeypatch, given):
-    mechanism = hybrid({"window_size": 3, "num_sinks": 2})
-    inputs = [torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    state = static_layer(mechanism, *inputs, LENGTH - 1).state
-    kernel_map = mechanism.feature_map.unscaled_map()
-    key = kernel_map.key._replace(weight=given.get("key_weight", kernel_map.key.weight))
-    changed = kernel_map._replace(function=given.get("function", kernel_map.function), key=key)
-    monkeypatch.setattr(mechanism.feature_map, "unscaled_map", lambda: changed)
-    with pytest.raises(ValueError, match="must"):
-        mechanism(*(x[:, :, -1:] for x in inputs), attention_mask=None, scaling=0.25, is_causal=True, state=state)
-
-
-@torch.no_grad()
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
 def test_a_compiled_step_writes_a_static_cache_without_a_copy():
@@ -193,38 +165,3 @@ def test_a_compiled_step_writes_a_static_cache_without_a_copy():
     torch.testing.assert_close(layers[0].state, layers[1].state)
     assert ".hybrid_step_.default(" in code
     assert "copy__" not in code  # what the compiler calls its copies into the tensors of a cache
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
-@pytest.mark.parametrize("settings", SETTINGS[2:6:3], ids=str)
-def test_a_compiled_step_is_one_operator(settings):
-    mechanism, graphs = hybrid(settings), []
-    query, key, value = (torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    options = {"attention_mask": None, "scaling": 0.25, "is_causal": True}
-    first, token = ([x[:, :, part] for x in (query, key, value)] for part in (slice(0, -1), slice(-1, None)))
-    _, state = mechanism(*first, state=None, **options, **at(mechanism, 0, LENGTH - 1))
-
-    def step(*tensors):
-        return mechanism(*tensors, state=state, **options, **at(mechanism, LENGTH - 1, LENGTH))
-
-    def backend(module, example):
-        graphs.append([str(node.target) for node in module.graph.nodes])
-        return module.forward
-
-    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend=backend)(*token), step(*token))
-    (graph,) = graphs
-    assert [name.split(".")[1] for name in graph if name.startswith("hf_linear_attention.")] == ["hybrid_step"]
-
-
-@torch.no_grad()
-@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
-def test_a_number_that_is_none_is_not_hidden():
-    mechanism = hybrid({"window_size": 3, "num_sinks": 0})
-    query, key, value = (torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    key[:, :, LENGTH // 2] = torch.nan
-    output, _ = decoded(mechanism, query, key, value)
-    first = LENGTH // 2 - 2
-    assert torch.isfinite(output[:, :first]).all()
-    assert output[:, first:].isnan().all()

@@ -1,43 +1,56 @@
-"""The kernels beneath the mechanisms: decay, block sizes, and what a block may contain."""
+"""The kernels beneath the mechanisms where numbers are extreme, and on several threads.
+
+tests/native/fuzz.py compares them with float64 at random: every layout, dtype, length, mask and size.
+"""
 
 from __future__ import annotations
+
+import time
+from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
+from operators import OPERATORS
 
-from hf_linear_attention.features.maps import FEATURE_MAPS, elu_plus_one
+from hf_linear_attention.features.maps import elu_plus_one
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.torch_kernels.attention import elementwise_attention, kernel_attention
-from hf_linear_attention.torch_kernels.blocks import BLOCK_SIZES, plain_attention, safe_block_size
+from hf_linear_attention.torch_kernels.attention import kernel_attention, map_attention
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, PLAIN, Affine, KernelMap, plain_attention
 from hf_linear_attention.torch_kernels.causal import CausalAttention
 
 
-def sample(length: int, log_features: bool, std: float = 1.0, dtype=torch.float64):
-    query = torch.randn(2, 4, length, 6, dtype=torch.float64) * std
-    key = torch.randn(2, 2, length, 6, dtype=torch.float64) * std
-    value = torch.randn(2, 2, length, 5, dtype=torch.float64)
+needs_c = pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
+
+
+def sample(length: int, log_features: bool, batch: int = 2, dtype=torch.float32):
+    query, key, value = (torch.randn(batch, heads, length, 6, dtype=torch.float64) for heads in (4, 2, 2))
     if not log_features:
         query, key = query.exp(), key.exp()
     return [tensor.to(dtype) for tensor in (query, key, value)]
 
 
-def oracle(query, key, value, log_features, log_decay, mask):
+def oracle(query, key, value, log_features, log_decay=None, mask=None):
     return reference.kernel_attention(
-        query,
-        key,
-        value,
+        *(x.double() for x in (query, key, value)),
         log_features=log_features,
         key_mask=mask,
         is_causal=True,
-        log_decay=None if log_decay is None else log_decay.repeat_interleave(2),
+        log_decay=None if log_decay is None else log_decay.double().repeat_interleave(2),
     )
+
+
+def agree(actual, exact, tolerance):
+    for a, e in zip(actual, exact, strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - e).norm() <= tolerance * e.norm()
 
 
 @pytest.mark.parametrize("log_features", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_decay_is_exact_in_values_gradients_and_splits(log_features, padded):
-    query, key, value = sample(150, log_features)
+    query, key, value = sample(150, log_features, dtype=torch.float64)
     log_decay = torch.tensor([-0.003, -0.7], dtype=torch.float64, requires_grad=True)
     mask = None
     if padded:
@@ -66,42 +79,24 @@ def test_decay_is_exact_in_values_gradients_and_splits(log_features, padded):
     torch.testing.assert_close(torch.cat(outputs, dim=2).transpose(1, 2)[seen], actual, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("log_features", [True, False])
-def test_a_steep_decay_neither_over_nor_underflows_in_float32(log_features):
-    query, key, value = sample(130, log_features, dtype=torch.float32)
-    log_decay = torch.tensor([-0.5, -30.0])
-    actual, _ = kernel_attention(query, key, value, log_features=log_features, is_causal=True, log_decay=log_decay)
-    expected = oracle(*(x.double() for x in (query, key, value)), log_features, log_decay.double(), None)
-    assert ((actual - expected).norm() / expected.norm()) < 1e-5
-
-
 def loud(length: int, std: float = 80.0):
     """Log features: a large key makes all that were seen before it small."""
     query, key, value = (torch.randn(2, heads, length, 6) for heads in (4, 2, 2))
     return query * std, key * std, value
 
 
-def relative(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm()).item()
-
-
 @pytest.mark.parametrize("decay", [None, [-0.01, -3.0]])
-@pytest.mark.parametrize("form", ["vmap", "export", "pieces"])
+@pytest.mark.parametrize("form", ["vmap", "pieces"])
 def test_loud_log_features_in_plain_operations(form, decay):
     """A maximum over keys that a query does not see would make its own weights underflow."""
     query, key, value = loud(150)
     log_decay, mask = None if decay is None else torch.tensor(decay), torch.ones(2, 150, dtype=torch.bool)
     mask[0, :3] = mask[1, 60:70] = False
     options = {"log_features": True, "is_causal": True, "log_decay": log_decay}
-    expected = oracle(
-        *(x.double() for x in (query, key, value)), True, None if decay is None else log_decay.double(), mask
-    )
+    expected = oracle(query, key, value, True, log_decay, mask)
     if form == "vmap":
         attend = torch.vmap(lambda *given: kernel_attention(*given, key_mask=mask, **options)[0])
         actual = attend(*(x.expand(2, *x.shape) for x in (query, key, value)))[1]
-    elif form == "export":
-        program = torch.export.export(Attention(options), (*loud(150, 1.0), mask), strict=False)
-        actual = program.module()(query, key, value, mask)
     else:
         state, outputs = None, []
         for part in (slice(0, 1), slice(1, 64), slice(64, 150)):
@@ -110,16 +105,7 @@ def test_loud_log_features_in_plain_operations(form, decay):
             outputs.append(output.flatten(1, 2))
         actual = torch.cat(outputs, dim=2)
     seen = mask[:, None, :, None]
-    assert relative(actual * seen, expected * seen) < 5e-5  # float32 rounds an exponent of 300 to 2e-5
-
-
-class Attention(torch.nn.Module):
-    def __init__(self, options):
-        super().__init__()
-        self.options = options
-
-    def forward(self, query, key, value, mask):
-        return kernel_attention(query, key, value, key_mask=mask, **self.options)[0]
+    agree([actual * seen], [expected * seen], 5e-5)  # float32 rounds an exponent of 300 to 2e-5
 
 
 def test_loud_packed_sequences_are_those_of_each_apart():
@@ -128,187 +114,110 @@ def test_loud_packed_sequences_are_those_of_each_apart():
     actual, _ = kernel_attention(query, key, value, log_features=True, is_causal=True, key_mask=numbers)
     for number in (1, 2, 3, 4):
         own = numbers[0] == number
-        expected = oracle(*(x[:, :, own].double() for x in (query, key, value)), True, None, None)
-        assert relative(actual[:, :, own], expected) < 5e-5
+        agree([actual[:, :, own]], [oracle(*(x[:, :, own] for x in (query, key, value)), True)], 5e-5)
 
 
-@pytest.mark.parametrize("decay", [None, [-0.01, -3.0]])
-def test_second_derivatives_of_loud_log_features(decay):
-    log_decay, found = None if decay is None else torch.tensor(decay), []
-    inputs = loud(40)
-    for dtype, attend in ((torch.float64, oracle), (torch.float32, kernel_attention)):
+def test_second_derivatives_of_loud_log_features():
+    log_decay, inputs, found = torch.tensor([-0.01, -3.0]), loud(40), []
+    options = {"log_features": True, "is_causal": True, "log_decay": log_decay}
+    for dtype, attend in (
+        (torch.float64, lambda *given: oracle(*given, True, log_decay)),
+        (torch.float32, lambda *given: kernel_attention(*given, **options)[0]),
+    ):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        fade = None if log_decay is None else log_decay.to(dtype)
-        if attend is oracle:
-            output = oracle(*leaves, True, fade, None)
-        else:
-            output, _ = kernel_attention(*leaves, log_features=True, is_causal=True, log_decay=fade)
-        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        first = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
         found.append([x.detach() for x in (*first, *second)])
-    for expected, actual in zip(*found):
-        assert torch.isfinite(actual).all()
-        assert relative(actual, expected) < 1e-3
-
-
-def test_blocks_shrink_only_where_keys_differ_by_more_than_float32_can_hold():
-    calm = torch.zeros(1, 1, 200, 3)
-    assert safe_block_size(calm, None, None) == BLOCK_SIZES[0]
-    rising = calm.clone()
-    rising[:, :, 100] = 70.0
-    assert safe_block_size(rising, None, None) < BLOCK_SIZES[0]
-    # the same jump at the start of a block, or after as large a carried maximum, hides nothing
-    at_start = calm.clone()
-    at_start[:, :, 0] = 70.0
-    assert safe_block_size(at_start, None, None) == BLOCK_SIZES[0]
-    assert safe_block_size(rising, None, torch.full((1, 1, 3), 70.0)) == BLOCK_SIZES[0]
-
-
-def test_padding_at_the_start_of_a_block_does_not_shrink_it():
-    key = torch.zeros(1, 1, 64, 3)
-    mask = torch.arange(64)[None, None, :, None] >= 30
-    assert safe_block_size(key, mask, None) == BLOCK_SIZES[0]
-
-
-def test_features_that_see_nothing_give_zero():
-    query, key, value = sample(9, True)
-    mask = torch.zeros(2, 9, dtype=torch.bool)
-    for is_causal in (True, False):
-        output, state = kernel_attention(query, key, value, log_features=True, is_causal=is_causal, key_mask=mask)
-        assert torch.equal(output, torch.zeros_like(output))
-        following, _ = kernel_attention(query, key, value, log_features=True, is_causal=True, state=state)
-        torch.testing.assert_close(following, kernel_attention(query, key, value, log_features=True, is_causal=True)[0])
-
-
-def causal_leaves(length: int, features: int, dim: int, with_state: bool, groups: int = 2):
-    query = torch.rand(2, 3, groups, length, features, dtype=torch.float64)
-    # As a model hands them over: heads beside tokens in memory.
-    key = torch.rand(2, length, 3, features, dtype=torch.float64).transpose(1, 2)
-    value = torch.randn(2, length, 3, dim, dtype=torch.float64).transpose(1, 2)
-    state = torch.rand(2, 3, features, dim + 1, dtype=torch.float64) if with_state else None
-    return [query, key, value, state]
-
-
-def values_and_gradients(leaves, directions):
-    leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in leaves]
-    outputs = CausalAttention.apply(*leaves)
-    loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
-    return [*outputs, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])]
-
-
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize(("length", "features", "dim"), [(1, 16, 16), (33, 48, 80), (101, 64, 32)])
-def test_float32_kernel_agrees_with_float64(with_state, length, features, dim):
-    leaves = causal_leaves(length, features, dim, with_state)
-    leaves[1][0, 0, :20] = 0.0  # without a state, the first queries of that head see nothing
-    directions = [torch.randn(2, 3, 2, length, dim) * 10, torch.randn(2, 3, 2, length, 1)]
-    directions.append(torch.randn(2, 3, features, dim + 1))
-    exact = values_and_gradients(leaves, [direction.double() for direction in directions])
-    actual = values_and_gradients([None if x is None else x.float() for x in leaves], directions)
-    for a, e in zip(actual, exact):
-        # float32 rounds at 6e-8, sums of up to 101 terms; with one key alone, terms of about 10 cancel
-        assert (a - e).norm() <= 1e-6 * (e.norm() + 10)
+    agree(*found[::-1], 1e-3)
 
 
 @pytest.mark.parametrize("with_state", [True, False])
 def test_causal_gradients_in_float64(with_state):
-    leaves = [None if x is None else x.requires_grad_() for x in causal_leaves(37, 3, 2, with_state)]
+    query = torch.rand(2, 3, 2, 37, 3, dtype=torch.float64)
+    # As a model hands them over: heads beside tokens in memory.
+    key, value = (torch.rand(2, 37, 3, n, dtype=torch.float64).transpose(1, 2) for n in (3, 2))
+    state = torch.rand(2, 3, 3, 3, dtype=torch.float64) if with_state else None
+    leaves = [None if x is None else x.requires_grad_() for x in (query, key, value, state)]
     assert torch.autograd.gradcheck(CausalAttention.apply, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("name", ["elu1", "relu", "squared_relu"])
-def test_features_made_in_blocks_are_those_made_before(monkeypatch, name, with_state):
-    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-    feature_map = FEATURE_MAPS[name](4, 2, 8)
-    mask = torch.rand(2, 70) > 0.2
-    mask[0, :20] = False
-    shapes = [(2, 70, 4, 8), (2, 70, 2, 8), (2, 70, 2, 5)]
-    leaves = [torch.randn(shape, dtype=torch.float64).mul(3).transpose(1, 2).requires_grad_() for shape in shapes]
-    state = torch.rand(2, 2, 8, 6, dtype=torch.float64).requires_grad_() if with_state else None
-    directions = torch.randn(2, 4, 70, 5, dtype=torch.float64), torch.randn(2, 2, 8, 6, dtype=torch.float64)
-
-    def made_before(query, key, value, state):
-        query, key = feature_map.forward_queries(query, 1.0), feature_map.forward_keys(key, 1.0)
-        return kernel_attention(query, key, value, log_features=False, is_causal=True, key_mask=mask, state=state)
-
-    def made_in_blocks(query, key, value, state):
-        return elementwise_attention(feature_map.elementwise_map(), query, key, value, mask, state)
-
-    results = []
-    for attend in (made_in_blocks, made_before):
-        outputs = attend(*leaves, state)
-        loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
-        results.append([*outputs, *torch.autograd.grad(loss, leaves + ([state] if with_state else []))])
-    for actual, expected in zip(*results):
-        torch.testing.assert_close(actual, expected)  # both in float64
+def gradients(tensors, rate, log_features, direction, mask=None):
+    """The output, and its gradients by inputs and rate, whose decay is -exp(rate)."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*tensors, rate)]
+    options = {"log_features": log_features, "is_causal": True, "log_decay": -leaves[3].exp(), "key_mask": mask}
+    output, _ = kernel_attention(*leaves[:3], **options)
+    return [output, *torch.autograd.grad((output * direction).sum(), leaves)]
 
 
-def test_bfloat16_is_widened_in_blocks(monkeypatch):
-    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-    query, key, value = (torch.randn(1, 2, 70, 8).bfloat16() for _ in range(3))
-    elu1 = FEATURE_MAPS["elu1"](2, 2, 8)
-    wide = elementwise_attention(elu1.elementwise_map(), query.float(), key.float(), value.float(), None, None)
-    for actual, expected in zip(elementwise_attention(elu1.elementwise_map(), query, key, value, None, None), wide):
-        assert torch.equal(actual, expected)
+@pytest.mark.parametrize("log_features", [True, False], ids=["exponents", "features"])
+def test_the_gradient_of_the_rate_keeps_its_digits_in_long_inputs(log_features, backend):
+    tensors, rate = sample(4096, log_features, batch=1), torch.tensor([-7.0, -3.0])
+    direction = torch.randn(1, 4, 4096, 6)
+    actual = gradients(tensors, rate, log_features, direction)[-1]
+    exact = gradients([x.double() for x in tensors], rate.double(), log_features, direction.double())[-1]
+    assert (actual - exact).norm() <= 5e-6 * exact.norm()
 
 
-@pytest.mark.parametrize("log_decay", [None, torch.tensor([0.0, -0.7])], ids=["constant", "decay"])
-@pytest.mark.parametrize("log_features", [False, True], ids=["features", "exponents"])
-def test_native_step_agrees_with_torch(monkeypatch, log_features, log_decay):
-    arguments = (torch.rand(2, 4, 1, 32), torch.rand(2, 2, 1, 32) * 4, torch.randn(2, 2, 1, 48))
-    options = {"log_features": log_features, "log_decay": log_decay, "is_causal": True}
-    options["state"] = torch.rand(2, 2, 32, 50 if log_features else 49)
-    before = options["state"].clone()
-    with torch.no_grad():
-        native = kernel_attention(*arguments, **options)
-        monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-        plain = kernel_attention(*arguments, **options)
-    assert torch.equal(options["state"], before)
-    for a, e in zip(native, plain):
-        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)  # both round at 6e-8
+@pytest.mark.parametrize("log_features", [True, False], ids=["exponents", "features"])
+@pytest.mark.parametrize("hidden", [[32, 33, 34], [0, 1, 32, 64, 65]], ids=str)
+def test_hidden_tokens_at_the_start_of_a_block_with_a_rate_of_89(hidden, log_features, backend):
+    tensors, rate = sample(70, log_features, batch=1), torch.tensor([89.0, 0.5]).log()
+    mask = torch.ones(1, 70, dtype=torch.bool)
+    mask[:, hidden] = False
+    direction = torch.randn(1, 4, 70, 6)
+    leaves = [x.double().requires_grad_() for x in (*tensors, rate)]
+    output = oracle(*leaves[:3], log_features, -leaves[3].exp(), mask)
+    exact = [output, *torch.autograd.grad((output * direction.double()).sum(), leaves)]
+    for a, e in zip(gradients(tensors, rate, log_features, direction, mask), exact):
+        assert torch.isfinite(a).all()
+        assert (a - e).norm() <= 2e-5 * e.norm() + 1e-5  # that of a rate of 89 is about exp(-89)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("log_features", [False, True], ids=["features", "exponents"])
-def test_a_traced_step_computes(log_features):
-    def step(*arguments):
-        query, key, value, state = arguments
-        return kernel_attention(query, key, value, state=state, log_features=log_features, is_causal=True)
+@pytest.mark.parametrize(("dim", "decay", "padding"), [(5, -30.0, 96), (16, -5.0, 640), (5, -59.0, 67)])
+def test_padding_of_many_blocks_on_the_left_changes_no_gradient(dim, decay, padding, backend):
+    tensors = [torch.randn(1, heads, 40, width) for heads, width in ((4, dim), (2, dim), (2, 6))]
+    directions = torch.randn(1, 40, 4, 6), torch.randn(1, 2, 2, 40, 1)
+    found = []
+    for count in (padding, 0):
+        leaves = [x.clone().requires_grad_() for x in (*tensors, torch.tensor([decay, -0.3]))]
+        padded = [F.pad(x, (0, 0, count, 0)) for x in leaves[:3]]
+        options = {"is_causal": True, "key_mask": torch.arange(40 + count)[None] >= count, "log_decay": leaves[3]}
+        output, denominator, *_ = map_attention(KernelMap(ELU_PLUS_ONE), *padded, **options)
+        seen = output[:, count:], denominator[..., count:, :]
+        loss = sum((x * direction).sum() for x, direction in zip(seen, directions))
+        found.append([*seen, *torch.autograd.grad(loss, leaves)])
+    agree(*found, 1e-5)
 
-    def tokens():
-        state = torch.rand(2, 2, 16, 14 if log_features else 13)
-        return torch.rand(2, 4, 1, 16), torch.rand(2, 2, 1, 16), torch.randn(2, 2, 1, 12), state
 
-    traced, other = torch.jit.trace(step, tokens()), tokens()
-    for actual, expected in zip(traced(*other), step(*other)):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # both round at 6e-8
+def test_queries_before_the_first_key_of_a_block_see_what_was_carried(backend):
+    """With exponents: one maximum serves a block, and the first key of this one is far above what was carried."""
+    query, key, tokens = sample(20, True, batch=1)
+    key[:, :, 16] += 89.0
+    mask = torch.arange(20)[None] >= 16
+    state = torch.cat((torch.randn(1, 2, 6, 6), torch.rand(1, 2, 6, 1) + 0.5, torch.randn(1, 2, 6, 1)), dim=-1)
+    options = {"log_features": True, "is_causal": True, "key_mask": mask}
+    actual, _ = kernel_attention(query, key, tokens, state=state, **options)
+    exact, _ = kernel_attention(query.double(), key.double(), tokens.double(), state=state.double(), **options)
+    agree([actual], [exact], 1e-5)
 
 
-@torch.no_grad()
-def test_kernel_map_agrees_with_torch(monkeypatch):
-    x = torch.linspace(-80, 20, 4 * 5 * 15).view(1, 4, 5, 15)
-    x[0, 0, 0, 0], x[0, 0, 0, 1] = float("nan"), float("inf")
-    native = elu_plus_one(x)
-    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-    # the exponential is within 3e-7
-    torch.testing.assert_close(native, elu_plus_one(x), rtol=1e-6, atol=1e-6, equal_nan=True)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("function", [PLAIN, EXP])
+def test_what_a_mask_hides_may_be_anything(function, is_causal, backend):
+    query, key, value = sample(35, False)
+    mask = torch.rand(2, 35) > 0.4
+    hidden, options = ~mask[:, None, :, None], {"is_causal": is_causal, "key_mask": mask}
+    expected = map_attention(KernelMap(function), query, key, value, **options)
+    leaves = [x.requires_grad_() for x in (query, *(x.masked_fill(hidden, torch.nan) for x in (key, value)))]
+    actual = map_attention(KernelMap(function), *leaves, **options)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[3], expected[3])
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(actual[0].sum(), leaves))
 
 
 def test_the_kernel_map_keeps_relative_accuracy_where_features_are_tiny():
     x = torch.linspace(-80, 0, 4 * 5 * 16).view(1, 4, 5, 16)
     torch.testing.assert_close(elu_plus_one(x), x.double().exp().float(), rtol=1e-6, atol=0)
-
-
-def test_what_is_hidden_may_be_nan_where_features_are_made_in_blocks(monkeypatch):
-    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-    query, key, value = sample(40, False)
-    mask = torch.rand(2, 40) > 0.3
-    elu1 = FEATURE_MAPS["elu1"](4, 2, 6).elementwise_map()
-    expected = elementwise_attention(elu1, query, key, value, mask, None)
-    key, value = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (key, value))
-    for actual, wanted in zip(elementwise_attention(elu1, query, key, value, mask, None), expected):
-        assert torch.equal(actual, wanted)
 
 
 def test_no_features_are_refused():
@@ -322,7 +231,7 @@ def test_no_features_are_refused():
             kernel_attention(*one, log_features=log_features, is_causal=True, state=state)
 
 
-@pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
+@needs_c
 @pytest.mark.parametrize(
     "tensor", [torch.ones((1,) * 5, dtype=torch.float64), torch.ones(1), torch.ones(5, device="meta")]
 )
@@ -330,3 +239,150 @@ def test_c_reads_no_tensor_of_another_kind(tensor):
     given = [torch.rand(1, 1, 1, 4, 8)] * 3
     with pytest.raises(TypeError, match="C reads float32, bfloat16 and bool"):
         kernels_cpu.run_attention("attention_forward", (8, 0, True), (*given, tensor))
+
+
+def test_gradients_that_do_not_fit_are_refused(backend):
+    query, key, value = sample(5, False)
+    given = (query, key, value, *[None] * 7, PLAIN, True)
+    output, denominator, _, _ = OPERATORS.attention(*given)
+    needed = [True] * 3 + [False] * 7
+    for wrong in (output[:1], output[:, :4], output.double(), output[..., :4]):
+        with pytest.raises(ValueError, match="grad_output"):
+            OPERATORS.attention_backward(wrong, None, None, *given, output, denominator, needed)
+        with pytest.raises(ValueError, match="`output`"):
+            OPERATORS.attention_backward(output, None, None, *given, wrong, denominator, needed)
+    with pytest.raises(ValueError, match="denominator"):
+        OPERATORS.attention_backward(output, None, None, *given, output, denominator[:1], needed)
+    with pytest.raises(ValueError, match="10 tensors"):
+        OPERATORS.attention_backward(output, None, None, *given, output, denominator, needed[:3])
+
+
+@needs_c
+@pytest.mark.parametrize(("function", "is_causal"), [(ELU_PLUS_ONE, False), (EXP, True)])
+def test_heads_in_turns_are_those_one_after_the_other(function, is_causal):
+    # Heads beside each other in memory take turns, 16 at a time. Exponents of this size end blocks early, and elsewhere
+    # in every head.
+    shapes = ((2, 20, 150, 16), (2, 20, 150, 16), (2, 20, 150, 32))
+    inputs = [torch.randn(shape) * std for shape, std in zip(shapes, (1.0, 30.0, 1.0))]
+    mask, log_decay = torch.rand(2, 150) > 0.3, -torch.rand(20) if is_causal else None
+    direction = torch.randn(2, 150, 20, 32)
+
+    def attend(*leaves):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        options = {"is_causal": is_causal, "key_mask": mask, "log_decay": log_decay}
+        output, denominator, _, state = map_attention(KernelMap(function), *leaves, **options)
+        return [output, denominator, state, *torch.autograd.grad(output, leaves, direction)]
+
+    in_turns = attend(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+    for actual, expected in zip(in_turns, attend(*inputs)):
+        assert torch.isfinite(actual).all()
+        assert torch.equal(actual, expected)
+
+
+@needs_c
+@pytest.mark.parametrize("log_decay", [None, torch.tensor([-0.02, -5.0])], ids=["constant", "decay"])
+@pytest.mark.parametrize("function", [ELU_PLUS_ONE, EXP])
+def test_bfloat16_outputs_stay_means_of_the_values(function, log_decay):
+    # Numerator and denominator see the same rounded weights: 1 is in bfloat16, and its neighbours are 2^-8 away.
+    query, key = (3 * torch.randn(2, heads, 150, 32).bfloat16() for heads in (4, 2))
+    value, kernel_map = torch.ones(2, 2, 150, 16).bfloat16(), KernelMap(function)
+    output, _, _, state = map_attention(kernel_map, query, key, value, is_causal=True, log_decay=log_decay)
+    assert torch.equal(output, torch.ones_like(output))
+    torch.testing.assert_close(state[..., :16], state[..., 16:17].expand(-1, -1, -1, 16), rtol=1e-5, atol=1e-30)
+
+
+@needs_c
+def test_an_error_in_one_thread_waits_for_the_others(monkeypatch):
+    """Else their tensors could be freed while they are written."""
+    ended = []
+
+    def compute(shape, described):
+        if shape[-2] == 0:  # the first heads
+            return 1
+        time.sleep(0.2)
+        ended.append(True)
+        return 0
+
+    monkeypatch.setattr(kernels_cpu, "library", lambda: SimpleNamespace(attention_forward=compute))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    tensors = [torch.zeros(1, 2, 1, 4, 4) for _ in range(3)]
+    with pytest.raises(MemoryError, match="No memory is left"):
+        kernels_cpu.run_attention("attention_forward", (4, 0, True), tensors)
+    assert ended == [True]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """How often attention went in parts, with short ones and four threads."""
+    calls = []
+    states = kernels_cpu._states
+    monkeypatch.setattr(kernels_cpu, "SHORTEST_PART", 20)
+    monkeypatch.setattr(kernels_cpu, "_states", lambda *given: calls.append(len(given[2])) or states(*given))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield calls
+    torch.set_num_threads(threads)
+
+
+@needs_c
+@pytest.mark.parametrize(("with_state", "padded"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("is_causal", "with_decay"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("function", [ELU_PLUS_ONE, EXP])
+def test_parts_agree_with_the_whole(parts, function, is_causal, with_state, padded, with_decay):
+    query, key, value = torch.randn(1, 3, 101, 8) * 3, torch.randn(1, 1, 101, 8) * 3, torch.randn(1, 1, 101, 6)
+    key[:, :, 60:] *= 4  # by their norm, these weigh less than float32 can hold beside the others
+    affine, norm = (Affine(torch.randn(1, 8, 12)), torch.ones(1, 1, 1)) if function == EXP else (None, None)
+    features = 12 if function == EXP else 8
+    options = {"is_causal": is_causal, "key_mask": None, "state": None, "log_decay": None}
+    if padded:
+        options["key_mask"] = torch.rand(1, 101) > 0.3
+        options["key_mask"][:, :40] = False  # a whole part and more
+    if with_state:
+        options["state"] = torch.rand(1, 1, features, 7 + (function == EXP))
+    if with_decay:
+        options["log_decay"] = torch.tensor([-0.05])
+    feature_map = KernelMap(function, affine, affine and affine._replace(norm=norm))
+    actual = map_attention(feature_map, query, key, value, **options)
+    assert parts == [4]
+    torch.set_num_threads(1)
+    expected = map_attention(feature_map, query, key, value, **options)
+    assert parts == [4]
+    sums = [state[..., :7] * state[..., 7:].exp() if function == EXP else state for *_, state in (actual, expected)]
+    for a, e in zip((actual[0], sums[0]), (expected[0], sums[1])):
+        # float32 rounds at 6e-8, and exponents of up to 40 at 2e-6 more
+        assert (a - e).norm() <= 1e-5 * e.norm()
+
+
+@needs_c
+def test_gradients_in_parts_of_the_query_heads_agree_with_the_whole(monkeypatch):
+    calls = []
+    run = kernels_cpu.run_attention
+    monkeypatch.setattr(
+        kernels_cpu, "run_attention", lambda *given, **how: calls.append(len(given) - 2) or run(*given, **how)
+    )
+    query, key, value = torch.randn(1, 6, 70, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 6)
+    query_map, key_map = (
+        Affine(torch.randn(6, 8, 12)),
+        Affine(*(torch.randn(2, n, m) for n, m in ((8, 12), (1, 12), (1, 1)))),
+    )
+    state, log_decay = torch.rand(1, 2, 12, 8), torch.tensor([-0.05, -0.9])
+    leaves = [query, key, value, state, log_decay, *(x for x in (*query_map, *key_map) if x is not None)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    results = []
+    for threads in (5, 1):  # the three query heads of each group fall to two threads
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            options = {"is_causal": True, "state": state, "log_decay": log_decay}
+            output, _, _, new_state = map_attention(KernelMap(EXP, query_map, key_map), query, key, value, **options)
+            torch.manual_seed(1)
+            loss = (output * torch.randn(output.shape)).sum() + new_state[..., :7].square().sum() * 1e-3
+            calls.clear()
+            results.append(torch.autograd.grad(loss, leaves))
+        finally:
+            torch.set_num_threads(before)
+        assert calls == [2 if threads == 5 else 1]
+    for actual, expected in zip(*results):
+        # sums in another order, in float32; of a number that a head shares, over thousands of terms of both signs
+        assert (actual - expected).norm() <= 1e-5 * expected.norm() + (5e-4 if actual.numel() == 2 else 1e-6)

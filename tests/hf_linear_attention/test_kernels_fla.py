@@ -1,7 +1,7 @@
 """The CUDA backend on a CPU: which tensors it takes, and its layout, padding, groups, decay and normalisation.
 
-By default fla-core's functions are stood in for by their formula; with TRITON_INTERPRET=1 the same tests run its real
-recurrent kernel in Triton's interpreter (which cannot run the chunked one), in a process of its own.
+By default fla-core's functions are stood in for by their formulas; with TRITON_INTERPRET=1 the same tests run its real
+recurrent kernels in Triton's interpreter (which cannot run the chunked ones), in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,21 +15,26 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import reference
 import torch
+from delta_calls import assert_close, sample, values_and_gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels import delta_fla as kernels_delta_fla
 from hf_linear_attention.kernels import fla as kernels_fla
 from hf_linear_attention.torch_kernels.attention import kernel_attention
 from hf_linear_attention.torch_kernels.causal import CausalAttention
+from hf_linear_attention.torch_kernels.delta import gated_delta
 from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="no recurrent kernel is called")
 
 
-def formula(q, k, v, g, scale, initial_state, output_final_state):
-    """What both functions of fla compute, `[B, T, H, K]` and `[B, H, K, V]`, the output in the dtype of q."""
+def gla(q, k, v, g, scale, initial_state, output_final_state):
+    """What both functions for linear attention compute, `[B, T, H, K]` and `[B, H, K, V]`, the output as q."""
     assert output_final_state
     assert q.dtype == k.dtype == v.dtype
     assert {q.shape[-1] % 16, v.shape[-1] % 16} == {0}  # in 16 bits odd widths are miscompiled
@@ -44,6 +49,18 @@ def formula(q, k, v, g, scale, initial_state, output_final_state):
     return torch.stack(outputs, dim=1).to(q.dtype), state
 
 
+def delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state):
+    """What the functions for the gated delta rule compute, in the same layout."""
+    assert output_final_state
+    assert q.dtype == k.dtype == v.dtype
+    assert q.shape == k.shape
+    assert {q.shape[-1] % 16, v.shape[-1] % 16} == {0}
+    assert initial_state is None or initial_state.dtype == torch.float32
+    q, k, v, g, beta = (x.transpose(1, 2).float() for x in (q, k, v, g, beta))
+    output, state = reference.gated_delta(q * scale, k, v, g, beta, state=initial_state)
+    return output.transpose(1, 2).to(v.dtype), state.float()
+
+
 class InterpreterDriver:
     """What Triton's autotuner and fla ask of a GPU: every kernel takes as long as any other."""
 
@@ -56,52 +73,51 @@ class InterpreterDriver:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """`causal_attention` over the recurrent kernel; the chunked one has its interface and is stood in for by it."""
-    kernel = formula
+    """The recurrent kernels, and the chunked ones stood in for by them; real ones of the delta rule lack gradients."""
+    kernel, rules = gla, dict.fromkeys((False, True), (delta_rule, delta_rule))
     if INTERPRETED:
         import triton
 
         triton.runtime.driver.set_active(InterpreterDriver())
         kernel, _ = kernels_fla._kernels()
+        rules = {by_feature: kernels_delta_fla._kernels(by_feature) for by_feature in rules}
+        assert None not in rules.values()
     monkeypatch.setattr(kernels_fla, "_kernels", lambda: (kernel, kernel))
+    monkeypatch.setattr(kernels_delta_fla, "_kernels", rules.get)
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # torch on both sides, but for the kernel
 
 
-def leaves_of(length: int, dtype: torch.dtype, with_state: bool) -> list[torch.Tensor | None]:
-    query, key = torch.rand(2, 2, 2, length, 20), torch.rand(2, 2, length, 20)
-    value = torch.randn(2, 2, length, 12).to(dtype)
-    return [query, key, value, torch.rand(2, 2, 20, 13) if with_state else None]
-
-
-def values_and_gradients(function, leaves, directions):
-    leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in leaves]
-    outputs = function(*leaves)
-    loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
-    return [*outputs, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])]
+@pytest.fixture
+def on_cuda(monkeypatch):
+    for module in (kernels_fla, kernels_delta_fla):
+        monkeypatch.setattr(module, "is_on_cuda", lambda tensor: True)
 
 
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "length", "tolerance"),
     [
-        (torch.float32, 1, 2e-6),  # float32 rounds at 6e-8; sums of up to 37 terms that partly cancel
-        (torch.float32, 37, 2e-6),
-        (torch.float16, 37, 1e-3),  # the gradient of the values is float16, which rounds at 5e-4
+        (torch.float32, 37, 2e-6),  # float32 rounds at 6e-8; sums of up to 37 terms that partly cancel
         (torch.bfloat16, 80, 1e-2),  # blocks: queries, keys and sums in bfloat16, which rounds at 4e-3
     ],
 )
 def test_values_and_gradients_are_those_of_torch_in_float64(kernels, dtype, length, tolerance, with_state):
-    leaves = leaves_of(length, dtype, with_state)
+    state = torch.rand(2, 2, 20, 13) if with_state else None
+    given = [torch.rand(2, 2, 2, length, 20), torch.rand(2, 2, length, 20), torch.randn(2, 2, length, 12), state]
+    given[2] = given[2].to(dtype)
     directions = [torch.randn(2, 2, 2, length, 12), torch.randn(2, 2, 2, length, 1), torch.randn(2, 2, 20, 13)]
-    actual = values_and_gradients(kernels_fla.causal_attention, leaves, directions)
-    doubles = [None if leaf is None else leaf.double() for leaf in leaves]
-    expected = values_and_gradients(CausalAttention.apply, doubles, [direction.double() for direction in directions])
-    for a, e in zip(actual, expected):
+    found = []
+    for function, is_wide in ((kernels_fla.causal_attention, False), (CausalAttention.apply, True)):
+        leaves = [x if x is None else (x.double() if is_wide else x.clone()).requires_grad_() for x in given]
+        outputs = function(*leaves)
+        loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
+        found.append([*outputs, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])])
+    for a, e in zip(*found):
         assert a.shape == e.shape
         assert (a - e).norm() <= tolerance * e.norm()
 
 
-@pytest.mark.parametrize("log_features", [True, False])
-@pytest.mark.parametrize("decay", [True, False])
+@pytest.mark.parametrize(("log_features", "decay"), [(True, True), (False, True), (True, False)])
 def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features, decay, monkeypatch):
     length, split = 75, 30
     monkeypatch.setattr(kernels_fla, "LONGEST_RECURRENT", length)
@@ -129,9 +145,7 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
             state = state[..., :-1] * state[..., -1:].exp()
         return [output, state, *torch.autograd.grad((output * direction).sum(), leaves)]
 
-    monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # torch on both sides, but for the kernel
-    expected = run()
-    calls = []
+    expected, calls = run(), []
     monkeypatch.setitem(IMPLEMENTATIONS, "gpu_kernel", lambda value, n: calls.append(n) or kernels_fla.causal_attention)
     for a, e in zip(run(), expected):
         # float32 on both sides, sums of 75 terms in another order; a decay of -0.9 shrinks some by exp(-60)
@@ -139,26 +153,65 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
     assert calls == [split, length - split]
 
 
-def test_float32_goes_to_tensor_cores_only_where_torch_may_use_them(kernels, monkeypatch):
-    monkeypatch.setattr(kernels_fla, "is_on_cuda", lambda tensor: True)
-    values = {dtype: torch.zeros(1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-    assert kernels_fla.gpu_kernel(values[torch.bfloat16], 4096) is kernels_fla.causal_attention
-    assert kernels_fla.gpu_kernel(values[torch.float16], 4096) is not None
-    assert kernels_fla.gpu_kernel(values[torch.float32], 4096) is None
-    assert kernels_fla.gpu_kernel(values[torch.float32], 64) is not None  # token by token, in float32
-    monkeypatch.setattr(kernels_fla, "is_tf32_allowed", lambda: True)
-    assert kernels_fla.gpu_kernel(values[torch.float32], 4096) is not None
-    assert kernels_fla.gpu_kernel(values[torch.float32].double(), 1) is None
-    monkeypatch.setattr(kernels_fla, "requested_backend", lambda: "torch")
-    assert kernels_fla.gpu_kernel(values[torch.bfloat16], 4096) is None
+@pytest.mark.parametrize("per_feature", [False, True])
+@pytest.mark.parametrize("length", [1, 37])
+@torch.no_grad()
+def test_the_recurrent_delta_rule_is_the_oracle(kernels, on_cuda, length, per_feature):
+    tensors, mask = sample(length, per_feature, 50.0), torch.arange(length) // torch.tensor([[7], [40]]) + 1
+    mask = mask * (torch.rand(2, length) > 0.3)
+    for key_mask in (None, mask):
+        actual = gated_delta(**tensors, key_mask=key_mask)
+        # float32 token by token: 6e-8 of each of 37 terms
+        assert_close(actual, reference.gated_delta(**tensors, key_mask=key_mask), [2e-6, 2e-6])
+    del tensors["state"]
+    assert_close(gated_delta(**tensors), reference.gated_delta(**tensors), [2e-6, 2e-6])
 
 
-def test_tensors_without_memory_are_none_of_its_business():
+@not_interpreted
+def test_the_chunked_delta_rule_has_gradients(kernels, on_cuda):
+    tensors = sample(80, True, dtype=torch.bfloat16)
+    actual = values_and_gradients(gated_delta, tensors)
+    # bfloat16 rounds outputs and gradients at 4e-3
+    assert_close(actual, values_and_gradients(reference.gated_delta, tensors), [1e-2] * 8)
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(gated_delta(**leaves)[0].sum(), leaves["query"], create_graph=True)
+
+
+def test_what_goes_to_fla(kernels, on_cuda, monkeypatch):
+    """Float32 goes to tensor cores only where torch may use them; token by token it stays float32."""
+
+    def takes(length, dtype=torch.float32, erases=True, dim=12, gradient=False):
+        tensors = sample(length, False, dim=dim, dtype=dtype).values()
+        return kernels_delta_fla.takes_on_gpu(*(x.requires_grad_(gradient) for x in tensors), erases)
+
+    def kernel(dtype, length):
+        return kernels_fla.gpu_kernel(torch.zeros(1, dtype=dtype), length)
+
+    assert takes(64)
+    assert not takes(65)
+    assert not takes(64, gradient=True)
+    assert takes(64, torch.bfloat16, gradient=True)
+    assert not takes(64, torch.float64)
+    assert not takes(64, erases=False)
+    assert not takes(4, dim=257)
+    assert kernel(torch.bfloat16, 4096) is kernels_fla.causal_attention
+    assert kernel(torch.float32, 4096) is kernel(torch.float64, 1) is None
+    assert kernel(torch.float32, 64) is not None
+    with monkeypatch.context() as allowed:
+        for module in (kernels_fla, kernels_delta_fla):
+            allowed.setattr(module, "is_tf32_allowed", lambda: True)
+        assert takes(65, gradient=True)
+        assert kernel(torch.float32, 4096) is not None
+    for module in (kernels_fla, kernels_delta_fla):
+        monkeypatch.setattr(module, "requested_backend", lambda: "torch")
+    assert not takes(64)
+    assert kernel(torch.bfloat16, 4096) is None
+
+
+def test_what_torch_says_of_devices_and_precision():
     with FakeTensorMode():
         assert not kernels_fla.is_on_cuda(torch.empty(2, device="cuda"))
-
-
-def test_tf32_is_allowed_where_torch_was_told_so():
     assert not kernels_fla.is_tf32_allowed()
     before = torch.get_float32_matmul_precision()
     try:
@@ -194,36 +247,39 @@ def test_on_a_cpu_fla_is_never_imported(packages):
     assert "fla" not in sys.modules
 
 
-def test_without_fla_torch_computes_on_cuda_too(packages):
+@not_interpreted
+def test_without_fla_torch_computes_on_cuda_too(packages, monkeypatch):
     write(packages / "fla", "raise ModuleNotFoundError('no triton here')")
     assert kernels_fla._kernels.__wrapped__() is None
+    assert kernels_delta_fla._kernels.__wrapped__(True) is None
+    monkeypatch.setattr(kernels_delta_fla, "_kernels", lambda by_feature: None)
+    with pytest.raises(ImportError, match="fla-core"):
+        kernels_delta_fla.delta_on_gpu(*sample(3, False).values())
 
 
 def test_the_models_of_fla_stay_out(packages):
-    write(
-        packages / "fla", "import importlib\ntry:\n    importlib.import_module('fla.models')\nexcept ImportError: pass"
-    )
+    models = "import importlib\ntry:\n    importlib.import_module('fla.models')\nexcept ImportError: pass"
+    write(packages / "fla", models)
     write(packages / "fla" / "models", "")
     write(packages / "fla" / "ops", "")
-    write(
-        packages / "fla" / "ops" / "simple_gla", "chunk_simple_gla, fused_recurrent_simple_gla = 'chunked', 'recurrent'"
-    )
+    functions = "chunk_simple_gla, fused_recurrent_simple_gla = 'chunked', 'recurrent'"
+    write(packages / "fla" / "ops" / "simple_gla", functions)
     assert kernels_fla._kernels.__wrapped__() == ("recurrent", "chunked")
     assert "fla.models" not in sys.modules
     importlib.import_module("fla.models")  # whoever wants them can still have them
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the run that it starts")
+@not_interpreted
 def test_the_real_kernels_in_the_interpreter():
     if missing := [name for name in ("fla", "triton") if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{' and '.join(missing)} not installed (extra `gpu`)")
-    chosen = ["-k", "values_and_gradients or kernel_interface", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    chosen = ["-k", "recurrent or values_and_gradients or kernel_interface", "-m", "", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *chosen, __file__],
+        [sys.executable, "-m", "pytest", "-q", *chosen, "-p", "no:xdist", __file__],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert result.returncode == 0, result.stdout
-    assert "12 passed" in result.stdout
+    assert "11 passed" in result.stdout

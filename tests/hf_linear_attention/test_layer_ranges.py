@@ -45,12 +45,6 @@ def test_an_option_is_for_the_layers_whose_mechanism_has_it():
     ]  # fmt: skip
 
 
-def test_equal_layers_have_the_settings_of_one_mechanism():
-    assert entries({"mechanism": {"0-3": "linear", "4-": "linear"}}) == {"mechanism": "linear", "layers": "all"}
-    chosen = entries({"mechanism": {"0-": "linear"}, "layers": [1, 2]}, converted=[1, 2])
-    assert chosen == {"mechanism": "linear", "layers": [1, 2]}
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -113,14 +107,6 @@ def test_a_converted_model_has_them(tmp_path):
     with torch.no_grad():
         other.load_state_dict(model.state_dict())
         assert torch.equal(model(**sample_inputs("llama")).logits, other(**sample_inputs("llama")).logits)
-
-
-def test_no_square_mask_is_made_if_every_layer_is_converted():
-    stock = stock_model("llama")
-    every = convert(stock, mechanism={"0": "window", "1-": "linear"})
-    assert every.config._attn_implementation == convert(stock).config._attn_implementation == "linear_attention"
-    some = convert(stock, mechanism={"0": "window", "1-": "linear"}, layers=[0, 2])
-    assert some.config._attn_implementation != "linear_attention"
 
 
 def test_the_layers_of_an_encoder_decoder_are_counted():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from matrix import stock_model
 
-from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention import convert
 from hf_linear_attention.attention import long_inputs
 
 
@@ -71,15 +71,6 @@ def test_the_cache_goes_on(name, divided):
     assert len(divided) == 2
 
 
-def test_positions_and_embeddings_are_divided_too(divided):
-    model = model_of("hybrid")
-    embeddings, positions = model.get_input_embeddings()(IDS).detach(), torch.arange(3, 32).expand(2, -1)
-    exact = undivided(model, inputs_embeds=embeddings, position_ids=positions).logits
-    with torch.no_grad():
-        assert_close(model(inputs_embeds=embeddings, position_ids=positions).logits, exact)
-    assert divided
-
-
 def test_a_base_model_gives_its_hidden_states(divided):
     model = model_of(auto_class="AutoModel")
     exact = undivided(model, IDS).last_hidden_state
@@ -117,26 +108,9 @@ def test_what_needs_all_tokens_gets_them(name, divided):
     assert not divided
 
 
-def test_softmax_is_left_alone(divided):
-    model = model_of()
-    with torch.no_grad(), softmax_attention(model):
-        model(IDS)
-    assert not divided
-
-
 def test_a_head_per_sequence_reads_joined_hidden_states(divided):
     model = model_of(auto_class="AutoModelForSequenceClassification")
     exact = undivided(model, IDS, attention_mask=PADDED).logits
     with torch.no_grad():
         assert_close(model(IDS, attention_mask=PADDED).logits, exact)
     assert len(divided) == 1  # that of its base model
-
-
-def test_inputs_of_more_than_8192_tokens_are_divided(monkeypatch):
-    lengths, divide = [], long_inputs._divided
-    monkeypatch.setattr(long_inputs, "_divided", lambda *given: (lengths.append(given[-1]), divide(*given))[1])
-    model = model_of(auto_class="AutoModel")
-    with torch.no_grad():
-        for length in (8192, 8193):
-            assert model(IDS[:1, :1].expand(1, length)).last_hidden_state.shape[1] == length
-    assert lengths == [8193]

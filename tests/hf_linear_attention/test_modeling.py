@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
 import transformers
 from matrix import (
-    ALIBI_ROWS,
     DECODERS,
-    ENCODERS,
     FAMILY_ROWS,
     MECHANISM_ROWS,
-    rows,
     sample_inputs,
     stock_config,
     stock_model,
 )
 
 import hf_linear_attention
-from hf_linear_attention import convert, softmax_attention, supported_model_types
+from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.configuration_linear_attention import model_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -31,16 +27,13 @@ SETTINGS = {
     "performer": {"mechanism": "performer", "num_features": 16},
     "linformer": {"mechanism": "linformer", "projection_size": 8},
 }
-CASES = [(family, name) for family in FAMILY_ROWS for name in SETTINGS if name != "linformer" or family in ENCODERS]
+# Every family, with each mechanism in turn.
+CASES = [(family, ("linear", "performer")[n % 2]) for n, family in enumerate(FAMILY_ROWS)] + [("bert", "linformer")]
 
 
 def outputs(model, inputs):
     with torch.no_grad():
         return model(**inputs)[0]
-
-
-def test_every_family_is_among_the_architectures():
-    assert set(FAMILY_ROWS) <= set(supported_model_types())
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -66,36 +59,18 @@ def test_conversion_keeps_the_weights_and_changes_the_attention(family, name, tm
     assert all(torch.equal(a, b) for a, b in zip(ours.values(), again.state_dict().values()))
 
 
-@pytest.mark.parametrize("row", [row for row in MECHANISM_ROWS if row not in ALIBI_ROWS])
-@torch.no_grad()
-def test_every_mechanism_saves_loads_and_ignores_padding(row, tmp_path):
-    """In evaluation mode, projections and what `reset_parameters` drew included."""
-    model = convert(stock_model("llama" if row in rows(causal=True) else "bert"), **MECHANISM_ROWS[row])
-    model.save_pretrained(tmp_path)
-    ids = torch.randint(3, 64, (2, 33), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, 26:] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    output = outputs(model, inputs)
-    assert torch.equal(outputs(type(model).from_pretrained(tmp_path), inputs), output)
-    if row == "performer-trig":  # its weights cancel, so that the order of a float32 sum shows at 6e-4
-        output = outputs(model.double(), inputs)
-    alone = outputs(model, {"input_ids": ids[:1, :26]})
-    # float32 sums in another order, through three layers of weights with a standard deviation of 0.3
-    torch.testing.assert_close(output[:1, :26], alone, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("family", FAMILY_ROWS)
 def test_softmax_attention_gives_back_the_original(family):
     stock, inputs = stock_model(family), sample_inputs(family)
     model = convert(stock, mechanism="linear")
-    before = outputs(model, inputs)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    before, text = outputs(model, inputs), model.generate(**inputs, **options) if family in DECODERS else None
     with softmax_attention(model) as teacher:
         assert torch.equal(outputs(teacher, inputs), outputs(stock, inputs))
         if family in DECODERS:
-            tokens = teacher.generate(**inputs, max_new_tokens=5, do_sample=False)
-            assert torch.equal(tokens, stock.generate(**inputs, max_new_tokens=5, do_sample=False))
+            assert torch.equal(teacher.generate(**inputs, **options), stock.generate(**inputs, **options))
     assert torch.equal(outputs(model, inputs), before)
+    assert text is None or torch.equal(model.generate(**inputs, **options), text)
 
 
 @pytest.mark.parametrize("family", FAMILY_ROWS)
@@ -114,7 +89,7 @@ def test_no_converted_layers_is_bit_identical(family, tmp_path):
     ("family", "auto_class"),
     [
         (f, a)
-        for f in FAMILY_ROWS
+        for f in ("bert", "vit", "llama", "gpt2")
         for a in model_heads(f)
         if a not in ("AutoModelForPreTraining", "AutoModelWithLMHead")
     ],
@@ -148,31 +123,13 @@ def test_padding_changes_no_real_token(family):
         )
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "linear_attention"])
-def test_no_attention_implementation_turns_a_converted_layer_back(implementation):
-    stock, inputs = stock_model("llama"), sample_inputs("llama")
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    inputs["attention_mask"][0, :4] = 0
-    model = convert(stock, mechanism="linear")
-    expected = outputs(model, inputs)
-    model.set_attn_implementation(implementation)
-    torch.testing.assert_close(outputs(model, inputs)[:, 4:], expected[:, 4:], rtol=0, atol=1e-5)
-
-
-def test_some_layers_stay_softmax():
-    stock, inputs = stock_model("gpt2"), sample_inputs("gpt2")
-    model = convert(stock, mechanism="linear", layers=[1])
-    assert list(linear_attention_modules(model)) == ["transformer.h.1.attn"]
-    expected = stock(**inputs, output_hidden_states=True).hidden_states
-    actual = model(**inputs, output_hidden_states=True).hidden_states
-    assert torch.equal(actual[1], expected[1])
-    assert not torch.allclose(actual[2], expected[2])
-
-
 @pytest.mark.parametrize(
     ("family", "settings"),
     [(family, {"mechanism": "linear"}) for family in ("gpt2", "gpt_neox")]
-    + [("llama", MECHANISM_ROWS[row]) for row in rows(causal=True) if row not in ALIBI_ROWS],
+    + [
+        ("llama", MECHANISM_ROWS[row])
+        for row in ("linear-decay", "performer", "hybrid", "gated_delta-conv", "aft-local")
+    ],
 )
 def test_packed_sequences_are_independent(family, settings):
     model = convert(stock_model(family), **settings)
@@ -265,20 +222,11 @@ def test_attention_weights_can_be_looked_at():
     )
 
 
-def test_classes_pickle_and_copy():
-    model, inputs = convert(stock_model("qwen3"), mechanism="performer"), sample_inputs("qwen3")
-    expected = outputs(model, inputs)
-    assert torch.equal(outputs(copy.deepcopy(model), inputs), expected)
-    assert torch.equal(outputs(pickle.loads(pickle.dumps(model)), inputs), expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "opt", "bert"])
 @pytest.mark.usefixtures("fresh_compiler")
-def test_torch_compile_of_the_whole_forward(family):
-    model = convert(stock_model(family), **SETTINGS["linear"])
-    model.config.use_cache = False
+def test_torch_compile_of_the_whole_forward():
+    model = convert(stock_model("bert"), **SETTINGS["linear"])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    inputs = sample_inputs(family, length=37)
+    inputs = sample_inputs("bert", length=37)
     torch.testing.assert_close(outputs(compiled, inputs), outputs(model, inputs), rtol=1e-4, atol=1e-4)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][0, 20:] = 0
@@ -286,14 +234,3 @@ def test_torch_compile_of_the_whole_forward(family):
     actual = outputs(compiled, inputs)
     torch.testing.assert_close(actual[0, :20], expected[0, :20], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_packed_sequences_inside_a_graph():
-    model = convert(stock_model("llama"), **SETTINGS["linear"])
-    model.config.use_cache = False
-    ids, lengths = torch.randint(3, 64, (2, 40)), (5, 17, 18)
-    position_ids = torch.cat([torch.arange(n) for n in lengths])[None].repeat(2, 1)
-    inputs = {"input_ids": ids, "position_ids": position_ids}
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(outputs(compiled, inputs), outputs(model, inputs), rtol=1e-4, atol=1e-4)

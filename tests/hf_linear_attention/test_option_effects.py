@@ -13,6 +13,7 @@ from hf_linear_attention.mechanisms.options import Option
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
+REPEATED = ALIBI_ROWS | {f"performer-{name}" for name in ("cosh", "relu", "sigmoid", "abs", "generalized_exp")}
 CASES = [(mechanism, name) for mechanism, attention in MECHANISMS.items() for name in attention.options]
 
 
@@ -66,7 +67,7 @@ def test_an_option_changes_the_function_or_is_refused(mechanism: str, name: str,
     """In one row at least it is taken."""
     option, taken = MECHANISMS[mechanism].options[name], []
     for row, settings in MECHANISM_ROWS.items():
-        if settings["mechanism"] != mechanism or row in ALIBI_ROWS:  # which repeat others
+        if settings["mechanism"] != mechanism or row in REPEATED:
             continue
         family = "llama" if supports(row, "causal") else "bert"
         if name in BESIDE and family == "bert":  # which has no rotary positions

@@ -106,23 +106,6 @@ def test_an_input_beyond_the_last_position_is_refused_by_its_length(family):
             hidden(other, tokens(TOKENS + 1))
 
 
-def test_a_model_that_was_not_extended_refuses_readably_too():
-    with pytest.raises(ValueError, match=r"65 tokens, but BertEmbeddings has learned positions for 64\."):
-        hidden(convert(twin("bert")), tokens(65))
-
-
-def test_a_table_with_a_length_of_its_own_has_no_other_limit():
-    """Whisper's decoder has `max_target_positions`, whatever else a config holds."""
-    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8, "vocab_size": 99}
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
-    lengths = {"max_source_positions": 30, "max_target_positions": 40, "max_position_embeddings": 20}
-    config = transformers.WhisperConfig(**sizes, **layers, **tokens, **lengths)
-    model = convert(transformers.WhisperForConditionalGeneration(config))
-    labels = torch.ones(1, 40, dtype=torch.long)
-    assert model(input_features=torch.randn(1, 8, 60), labels=labels).logits.shape[1] == 40
-
-
 def test_tokens_before_the_input_count():
     model = convert(twin("gpt2"))
     with torch.no_grad():
@@ -130,17 +113,6 @@ def test_tokens_before_the_input_count():
         model(input_ids=tokens(4), past_key_values=cache, use_cache=True)
         with pytest.raises(ValueError, match="65 tokens"):
             model(input_ids=tokens(1), past_key_values=cache)
-
-
-@pytest.mark.parametrize("family", ["roberta", "opt"])
-def test_padding_that_uses_no_position_is_not_counted(family):
-    """Such models number the real tokens, so a wide batch of short texts has always been possible."""
-    model, stock = convert(twin(family)), twin(family)
-    ids = torch.cat((tokens(60), torch.ones(2, 20, dtype=torch.long)), dim=1)
-    mask = (torch.arange(80) < 60).long().expand(2, -1)
-    for other in (stock, model):
-        with torch.no_grad():
-            other.base_model(input_ids=ids, attention_mask=mask)
 
 
 def test_the_settings_follow():
@@ -167,14 +139,6 @@ def test_sinusoids_go_on_instead_of_being_repeated():
     after = convert(stock, max_position_embeddings=TOKENS)
     torch.testing.assert_close(table_of(after, "distilbert"), expected)
     assert torch.equal(hidden(convert(stock), tokens(64)), hidden(after, tokens(64)))
-
-
-def test_a_folder_in_its_own_dtype(tmp_path):
-    stock = twin("bert").to(torch.bfloat16)
-    stock.save_pretrained(tmp_path)
-    after = convert(tmp_path, max_position_embeddings=TOKENS, position_init="interpolated")
-    assert table_of(after, "bert").shape == (TOKENS, 32)
-    assert table_of(after, "bert").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

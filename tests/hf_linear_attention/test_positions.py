@@ -10,7 +10,6 @@ from matrix import FAMILY_ROWS, sample_inputs, stock_config, stock_model
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
 from hf_linear_attention import convert, softmax_attention
-from hf_linear_attention.attention.layer import LinearizedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -69,29 +68,6 @@ def test_alibi_is_refused_by_name_where_it_cannot_be_honoured():
 
 
 @pytest.mark.parametrize("family", ROTARY)
-def test_without_rope_the_map_sees_unrotated_queries_and_keys(family, monkeypatch):
-    """What `apply_rotary_pos_emb` undoes is what the projections gave, in every family's way of pairing channels."""
-    model = convert(stock_model(family), mechanism="linear", feature_map="elu1", rope="none")
-    seen = []
-    first = next(iter(linear_attention_modules(model).values()))
-    monkeypatch.setattr(
-        first.linear_attention,
-        "forward",
-        lambda query, key, value, **kwargs: (seen.append((query, key)), (query.transpose(1, 2), None))[1],
-    )
-    model(**sample_inputs(family), use_cache=False)
-    inputs = sample_inputs(family)
-    nowhere = torch.zeros_like(inputs["input_ids"], dtype=torch.int32)
-    monkeypatch.setattr(LinearizedAttention, "_positions", lambda *given: nowhere)
-    (rotary,) = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
-    rotary.register_forward_hook(lambda module, args, output: (torch.ones_like(output[0]), torch.zeros_like(output[1])))
-    model(**inputs, use_cache=False)
-    for actual, expected in zip(seen[0], seen[1]):
-        # float32 rotates there and back
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", ROTARY)
 def test_a_hybrid_without_rope_keeps_it_in_window_and_sinks(family):
     stock = stock_model(family)
     model, inputs = convert(stock, mechanism="hybrid", window_size=64, rope="none"), sample_inputs(family)
@@ -111,13 +87,6 @@ def test_without_rope_decoding_equals_one_forward(family, settings):
         outputs.append(output.logits)
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-4, atol=5e-5)
     assert (convert(stock_model(family), **settings)(ids).logits - whole).abs().max() > 1e-3
-
-
-def test_a_decoder_without_rope_is_generated_from_alike():
-    model = convert(stock_model("llama"), mechanism="hybrid", window_size=3, rope="none")
-    ids = sample_inputs("llama")["input_ids"]
-    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from matrix import MECHANISM_ROWS, rows, stock_model
+from matrix import MECHANISM_ROWS, stock_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
@@ -62,7 +62,7 @@ def damage(match):
     return rf"a damaged prompt state in .*{match}.*\. Let the model read the prompt again\.$"
 
 
-@pytest.mark.parametrize("where", [3, 7, 9, 400, -1, -100, -1000])
+@pytest.mark.parametrize("where", [7, 400, -1])
 def test_a_truncated_file(model, path, where):
     whole = path.read_bytes()
     path.write_bytes(whole[:where])
@@ -81,14 +81,14 @@ def test_a_flipped_bit_anywhere(model, path):
     refuses(model, path, damage("its checksum"))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "7", "null", '"a"', "NaN"], ids=lambda text: text[:3])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "7"], ids=lambda text: text[:3])
 def test_metadata_that_is_nonsense(model, path, text):
     save_file(content(path)[1], path, metadata={"prompt_state": text})
     refuses(model, path, "a damaged prompt state in .*its metadata is not (JSON|a JSON object)")
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_tokens"])
-@pytest.mark.parametrize("value", [None, "12", 12.0, True, -1, 0, [], 10**30], ids=str)
+@pytest.mark.parametrize("value", [None, True, -1, 10**30], ids=str)
 def test_numbers_that_are_none(model, path, name, value):
     rewrite(path, {name: value})
     problem = f"`{name}` is {value!r}".replace("[", r"\[")
@@ -115,32 +115,24 @@ def changed_tensors():
     """`{case: (changes of the tensors by name, what is said)}`."""
     return {
         "fewer features": (lambda t: {"0.state.0": t["0.state.0"][:, :, :8]}, r"`state.0` is \[2, 2, 8, 10\]"),
-        "more features": (lambda t: {"0.state.0": t["0.state.0"].repeat(1, 1, 2, 1)}, r"makes \[2, 2, 16, 10\] in"),
         "another dtype": (
             lambda t: {"2.state.0": t["2.state.0"].double()},
             "in layer 2, `state.0` is .* in torch.float64",
         ),
-        "fewer dimensions": (lambda t: {"0.state.1": t["0.state.1"][..., 0]}, r"`state.1` is \[2, 2, 4\]"),
         "a number": (lambda t: {"0.state.6": torch.tensor(3)}, r"rows, but must all have the same number"),
-        "a longer window": (lambda t: {"0.state.1": t["0.state.1"].repeat(1, 1, 2, 1)}, r"`state.1` is \[2, 2, 8, 8\]"),
         "fewer rows": (lambda t: {"2.state.0": t["2.state.0"][:1]}, r"its tensors have \[1, 2\] rows"),
-        "no rows": (lambda t: {name: x[:0] for name, x in t.items()}, r"its tensors have \[0\] rows"),
         "fewer softmax keys": (lambda t: {"1.keys": t["1.keys"][:, :, 1:]}, r"`keys` is \[2, 2, 11, 8\]"),
-        "other softmax heads": (lambda t: {"1.values": t["1.values"][:, :1]}, r"layer 1, `values` is \[2, 1, 12, 8\]"),
         "a tensor too many": (lambda t: {"0.state.7": t["0.state.6"]}, "in layer 0, the tensors are .*state.7"),
         "a layer too many": (
             lambda t: {"3.state.0": t["0.state.0"]},
             r"tensors that belong to no layer of this model, 3\.state\.0",
         ),
-        "no layer": (lambda t: {"weight": t["0.state.0"]}, "tensors that belong to no layer of this model, weight"),
         "a state for softmax": (
             lambda t: {"1.state.0": t["0.state.0"]},
             "in layer 1, the tensors are keys, state",
         ),
         "a count below 0": (lambda t: {"0.state.6": t["0.state.6"] - 99}, r"`state.6` holds -87 to -87, .* 0 to 12"),
-        "a count beyond all": (lambda t: {"0.state.6": t["0.state.6"] + 1}, "`state.6` holds 13 to 13"),
         "a kind below 0": (lambda t: {"0.state.3": t["0.state.3"] - 5}, "`state.3` holds -4 to -4, .* 0 to 127"),
-        "half of what is pending": (lambda t: {"0.pending.0": torch.zeros(2, 2, 1, 8)}, "in layer 0, the tensors are"),
         "too much pending": (
             lambda t: {f"0.pending.{place}": torch.zeros(2, 2, 13, 8) for place in range(2)},
             r"`pending.0` is \[2, 2, 13, 8\] in torch.float32; this model makes \[2, 2, 1 to 12, 8\]",
@@ -153,15 +145,12 @@ def changed_tensors():
 
 
 @pytest.mark.parametrize("case", changed_tensors())
-@pytest.mark.parametrize("version", [1, 3])
-def test_tensors_that_this_model_does_not_make(model, path, case, version):
+def test_tensors_that_this_model_does_not_make(model, path, case):
+    """In a file of the first version, which has no checksum, so that only this protects."""
     change, match = changed_tensors()[case]
     tensors = {name: x.contiguous() for name, x in change(content(path)[1]).items()}
-    if version == 1:  # has no checksum, so that only this protects
-        weights = {"weights": prompt_state.identity_of(model, 1)["weights"]}
-        rewrite(path, weights, tensors=tensors, drop=["sha256", "format_version"], signed=False)
-    else:
-        rewrite(path, tensors=tensors)
+    weights = {"weights": prompt_state.identity_of(model, 1)["weights"]}
+    rewrite(path, weights, tensors=tensors, drop=["sha256", "format_version"], signed=False)
     refuses(model, path, damage(match))
 
 
@@ -171,12 +160,7 @@ def test_a_tensor_that_is_missing(model, path, name):
     refuses(model, path, damage(f"in layer {name[0]}, the tensors are .*; this model makes"))
 
 
-def test_a_layer_that_is_missing(model, path):
-    rewrite(path, drop=[name for name in content(path)[1] if name.startswith("2.")])
-    refuses(model, path, damage("in layer 2, the tensors are none; this model makes state.0"))
-
-
-@pytest.mark.parametrize("row", [row for row in rows(state=True) if "alibi" not in row])
+@pytest.mark.parametrize("row", ["aft-conv", "linear-gated", "hybrid", "gated_delta-conv"])
 def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
     model, path = convert(stock_model("llama"), **MECHANISM_ROWS[row]), tmp_path / "prompt.safetensors"
     cache = DynamicCache(config=model.config)
@@ -217,29 +201,6 @@ def test_layers_with_different_mechanisms(model, path, tmp_path):
     assert torch.equal(*outputs)
     refuses(mixed, path, r"another model in .*`linear_attention` is \{.*\}, the model's is \[\{'mechanism'")
     refuses(model, mixed_path, r"another model in .*`linear_attention` is \[\{.*\}\], the model's is \{'mechanism'")
-
-
-def test_a_model_in_training_reads_it_and_stays_so(model, path):
-    expected = load_prompt_state(model, path)
-    model.train()
-    try:
-        modes = [module.training for module in model.modules()]
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        cache = load_prompt_state(model, path)
-        assert [module.training for module in model.modules()] == modes
-    finally:
-        model.eval()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    for ours, theirs in zip(cache.layers[0].state, expected.layers[0].state):
-        assert torch.equal(ours, theirs)
-
-
-def test_what_was_loaded_belongs_to_its_mechanism_too(model, path):
-    cache = load_prompt_state(model, path)
-    with pytest.raises(ValueError, match="a cache of 2 rows and an input of 1"), torch.no_grad():
-        model(IDS[:1, :1], past_key_values=cache)
-    with pytest.raises(ValueError, match="computes softmax attention"), torch.no_grad():
-        stock_model("llama")(IDS[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("fault", ["write", "rename"])

@@ -164,17 +164,3 @@ def test_a_folder_of_an_earlier_version(model, tmp_path, monkeypatch):
     read = count_reads(model, monkeypatch)
     assert PromptStore(model, tmp_path, boundary=8).read(IDS).get_seq_length() == 16
     assert sum(read) == 1  # `read_prompt_state` reads one token to know the sizes
-
-
-@pytest.mark.parametrize(
-    ("options", "ids", "said"),
-    [
-        ({"boundary": 0}, IDS, "`boundary` = 0; it must be a whole number above 0"),
-        ({"max_bytes": 1.5}, IDS, "`max_bytes` = 1.5"),
-        ({}, IDS.repeat(2, 1), r"shape \[2, 24\]; pass one prompt at a time"),
-        ({}, IDS[0], r"shape \[24\]"),
-    ],
-)
-def test_impossible_requests(model, tmp_path, options, ids, said):
-    with pytest.raises(ValueError, match=said):
-        PromptStore(model, tmp_path, **options).read(ids)

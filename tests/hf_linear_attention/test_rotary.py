@@ -7,13 +7,11 @@ import math
 import pytest
 import torch
 
-from hf_linear_attention.attention.masks import attend_packed
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import half_squared_norm
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms.base import LayerShape, Rotary
 from hf_linear_attention.mechanisms.registry import MECHANISMS
-from hf_linear_attention.positions.rotary import RotaryShift
 
 
 HEADS, KV_HEADS, DIM, ROTATED, WINDOW, SINKS, TRAINED = 4, 2, 12, 8, 5, 2, 20
@@ -176,36 +174,6 @@ def test_padding_moves_nothing(backend, settings):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_packed_sequences_are_apart(settings):
-    """In one call, as inside a graph, and sequence by sequence; the state goes on with the last one."""
-    mechanism = build(settings)
-    lengths = (23, 3, 14)
-    positions = torch.cat([torch.arange(n) for n in lengths]).int().expand(2, -1)
-    numbers = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(lengths)).expand(2, -1)
-    query, key, value = sample(40)
-    queries, keys = (rotated(x, positions).float() for x in (query, key))
-    packed, state = run(mechanism, queries, keys, value, positions, mask=numbers)
-
-    def attend(q, k, v, mask, positions=None):
-        options = {} if positions is None else {"positions": positions}
-        return mechanism(q, k, v, attention_mask=mask, scaling=SCALING, is_causal=True, state=None, **options)[0]
-
-    q, k, p = mechanism.prepare(queries, keys, positions)
-    apart = attend_packed(attend, q, k, value, None, numbers, p)
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    for start, end in zip([0, *ends], ends):
-        parts = [x[:, :, start:end] for x in (query, key, value)]
-        expected = oracle(mechanism, *parts, positions[:, start:end]).transpose(1, 2)
-        for actual in (packed, apart):
-            torch.testing.assert_close(actual[:, start:end].double(), expected, **TOLERANCE)
-    _, expected_state = run(mechanism, *(x[:, :, ends[1] :] for x in (queries, keys, value)), positions[:, ends[1] :])
-    token = sample(1)
-    after = [run(mechanism, *token, torch.full((2, 1), 14).int(), state=s)[0] for s in (state, expected_state)]
-    torch.testing.assert_close(*after, **TOLERANCE)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("rope", ["partial", "none"])
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_linear_attention_sees_the_kept_frequencies(rope, is_interleaved):
@@ -224,29 +192,3 @@ def test_linear_attention_sees_the_kept_frequencies(rope, is_interleaved):
     queries, keys = (rotated(x, positions, is_interleaved=is_interleaved).float() for x in (query, key))
     output, _ = run(mechanism, queries, keys, value, positions)
     torch.testing.assert_close(output, expected, **TOLERANCE)
-
-
-def test_gradients_pass_through_what_is_taken_back():
-    mechanism = build(SETTINGS[0]).double()
-    query, key, value = (x.double().requires_grad_() for x in sample(25, batch=1))
-    positions = torch.arange(25).int()[None]
-
-    def output(query, key, value):
-        return run(mechanism, query, key, value, positions)[0]
-
-    assert torch.autograd.gradcheck(output, (query, key, value), fast_mode=True)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_key_comes_back_from_the_window(dtype):
-    """Rotated, stored, and taken back at position 60,000: bfloat16 loses what storing the key costs, and no more."""
-    shift = RotaryShift(Rotary(FREQUENCIES), 0)
-    key, position = torch.randn(1, 2, 64, DIM), (torch.arange(64) + 60_000).int()[None]
-    stored = shift(key, position).to(dtype)
-    back = shift(stored.float(), -position)
-    # float32 rounds angles of 60,000 alike there and back; bfloat16 keeps 8 bits: 2^-9 of what is stored
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
-    assert (back - key).norm() <= tolerance * key.norm()
-    if dtype == torch.bfloat16:
-        assert (shift(stored, -position).float() - key).norm() <= 2 * tolerance * key.norm()  # rounded twice

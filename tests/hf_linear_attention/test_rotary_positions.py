@@ -116,18 +116,9 @@ def test_scaled_rotary_positions(kind):
     torch.testing.assert_close(torch.tensor(facts.inv_freq), model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
 
 
-def test_layers_with_frequencies_of_their_own():
-    first, *others = rotary_facts(tiny_model("modernbert", "AutoModel")).values()
-    assert all(other.inv_freq != first.inv_freq for other in others)
-
-
 def test_layers_without_among_others_that_rotate():
     facts = assert_facts_hold(tiny_model("smollm3", "AutoModel", num_hidden_layers=5))
     assert [fact.pairing for fact in facts.values()] == ["half"] * 3 + [None, "half"]
-
-
-def test_learned_positions_are_none():
-    assert set(rotary_facts(tiny_model("gpt2", "AutoModel")).values()) == {RotaryFacts(None)}
 
 
 @pytest.mark.parametrize(
@@ -144,15 +135,6 @@ def test_other_kinds_are_refused(row, reason):
         rotary_facts(model)
     with pytest.raises(ValueError, match=rf"`rope` = `none`, but .*{reason}"):
         convert(model, rope="none")
-
-
-@pytest.mark.parametrize("row", ["llama", "glm", "modernbert"])
-def test_a_model_on_meta_has_the_same(row):
-    torch.manual_seed(0)
-    expected = rotary_facts(tiny_model(row, "AutoModel"))
-    with torch.device("meta"):
-        model = tiny_model(row, "AutoModel")
-    assert rotary_facts(model) == expected
 
 
 def test_input_dependent_frequencies_are_refused():
@@ -194,11 +176,6 @@ def test_unrotated_is_what_the_projections_gave(row, monkeypatch):
             # float32 rotates there and back
             expected = factor * expected
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
-
-
-def test_nothing_rotates_by_its_config():
-    with pytest.raises(ValueError, match="`rope` = `none`, but EsmSelfAttention has no rotary positions"):
-        convert(tiny_model("esm", "AutoModel"), rope="none")
 
 
 def test_a_default_that_cannot_be_had_is_replaced_with_a_warning(caplog):

@@ -114,14 +114,6 @@ def test_closing_it_brings_back_the_functions_of_transformers():
     assert [[getattr(module, name, None) for name in STOCK_FUNCTIONS] for module in modules] == stock
 
 
-def test_a_type_that_transformers_lacks_is_passed_over(monkeypatch):
-    monkeypatch.setattr(stock_models, "STOCK_MODELS", ("no_such_model", "qwen3_next"))
-    module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    stock = module.torch_chunk_gated_delta_rule
-    with accelerate_stock_models():
-        assert module.torch_chunk_gated_delta_rule is not stock
-
-
 def test_packed_sequences_go_on_to_transformers(calls):
     """Its torch code refuses them by name; it must not be answered by a rule that mixes the sequences."""
     module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")

@@ -14,7 +14,7 @@ import torch
 import transformers
 from checkpoints import convert_folder, save_twin
 from matrix import sample_inputs
-from shipping_cases import CONVERTED
+from shipping_cases import CONVERTED, ON_THE_HUB
 from transformers import Trainer, TrainingArguments
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
@@ -48,13 +48,13 @@ def trainer_checkpoint(converted, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def hub(converted, tmp_path_factory) -> Path:
-    """The cache of a hub on which every checkpoint lies as `org/<name>`."""
+    """The cache of a hub on which checkpoints lie as `org/<name>`."""
     cache = tmp_path_factory.mktemp("hub")
-    for name, folder in converted.items():
+    for name in ON_THE_HUB:
         repository = cache / f"models--org--{name}"
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text(REVISION)
-        shutil.copytree(folder, repository / "snapshots" / REVISION)
+        shutil.copytree(converted[name], repository / "snapshots" / REVISION)
     return cache
 
 
@@ -72,7 +72,7 @@ def results(converted, hub, trainer_checkpoint, tmp_path_factory) -> dict[str, s
 def results_with_the_package(converted, hub, trainer_checkpoint, tmp_path_factory) -> dict[str, str]:
     """The same where the package is installed, though not imported."""
     root = tmp_path_factory.mktemp("installed")
-    jobs = _jobs(root, converted, trainer_checkpoint)
+    jobs = _jobs(root, {name: converted[name] for name in ON_THE_HUB}, trainer_checkpoint)
     return _run_alone(jobs, root, hub, "hf_linear_attention")
 
 
@@ -86,23 +86,26 @@ def run_alone():
 def resaved(results, results_with_the_package, tmp_path_factory) -> dict[str, list[Path]]:
     """`{name: folders}` that alone.py wrote, over the checkpoint of another mechanism."""
     root = tmp_path_factory.getbasetemp()
-    return {name: [root / f"{place}0" / f"again-{name}" for place in ("alone", "installed")] for name in CONVERTED}
+    places = {name: ("alone", "installed") if name in ON_THE_HUB else ("alone",) for name in CONVERTED}
+    return {name: [root / f"{place}0" / f"again-{name}" for place in places[name]] for name in CONVERTED}
 
 
 def _jobs(root: Path, converted: dict[str, Path], trainer_checkpoint: Path) -> dict[str, dict]:
     """Jobs for alone.py, with what this process computes."""
     jobs = {}
-    others = dict(zip(CONVERTED, [*list(CONVERTED)[1:], next(iter(CONVERTED))]))
-    for name, (family, auto_class, _) in CONVERTED.items():
-        for auto in (auto_class, "AutoModel"):
+    others = dict(zip(converted, [*list(converted)[1:], next(iter(converted))]))
+    for name in converted:
+        family, auto_class, _ = CONVERTED[name]
+        for auto in (auto_class, "AutoModel") if name in ON_THE_HUB else (auto_class,):
             inputs = root / f"{name}-{auto}.pt"
             _expect(converted[name], family, auto, inputs)
             job = {"auto_class": auto, "inputs": str(inputs)}
             jobs[f"folder {name} {auto}"] = {**job, "checkpoint": str(converted[name])}
-            jobs[f"hub {name} {auto}"] = {**job, "checkpoint": f"org/{name}"}
+            if name in ON_THE_HUB:
+                jobs[f"hub {name} {auto}"] = {**job, "checkpoint": f"org/{name}"}
         shutil.copytree(converted[others[name]], root / f"again-{name}")
         jobs[f"resaved {name}"] = {**jobs[f"folder {name} {auto_class}"], "resave": str(root / f"again-{name}")}
-        jobs[f"untrusted {name}"] = {**jobs[f"folder {name} {auto_class}"], "untrusted": True}
+    jobs["untrusted"] = {**jobs["folder gpt2 AutoModel"], "untrusted": True}
     edited = shutil.copytree(converted["gpt2"], root / "edited") / "config.json"
     edited.write_text(json.dumps({**json.loads(edited.read_text()), "linear_attention": {"mechanism": "hybrid"}}))
     jobs["foreign"] = {"auto_class": "AutoModelForCausalLM", "checkpoint": str(edited.parent), "foreign": True}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from shipping_cases import CONVERTED
+from shipping_cases import CONVERTED, ON_THE_HUB
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-@pytest.mark.parametrize("kind", ["folder", "hub", "resaved"])
-def test_it_loads_and_computes_the_same(results, kind, name):
-    found = {job: result for job, result in results.items() if job.split()[:2] == [kind, name]}
-    assert len(found) == (1 if kind == "resaved" else 2)
+def test_it_loads_and_computes_the_same(results, name):
+    """From its folder, saved again over another checkpoint, and some from a hub."""
+    found = {job: result for job, result in results.items() if job.partition(" ")[2].startswith(name)}
+    assert {job.split()[0] for job in found} >= {"folder", "resaved", *(["hub"] if name in ON_THE_HUB else [])}
     assert set(found.values()) == {"equal"}, found
 
 
@@ -26,7 +26,7 @@ def test_nothing_else_was_imported(results):
 def test_an_installed_package_serves_it(results_with_the_package):
     """Though nobody has imported it, and `trust_remote_code=True` was given."""
     found = {job: result for job, result in results_with_the_package.items() if job.split()[0] in ("folder", "trainer")}
-    assert len(found) == 2 * len(CONVERTED) + 1
+    assert len(found) == 2 * len(ON_THE_HUB) + 1
     assert set(found.values()) == {"equal"}, found
     assert results_with_the_package["imported"] == ["hf_linear_attention"]
 
@@ -36,18 +36,15 @@ def test_another_mechanism_is_refused_with_what_to_do(results):
     assert said in results["foreign"]
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_without_trust_it_is_refused(results, name):
-    assert results[f"untrusted {name}"] == "refused"
+def test_without_trust_it_is_refused(results):
+    assert results["untrusted"] == "refused"
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_with_the_plugin_imported_no_flag_is_needed(converted, name):
-    folder = converted[name]
-    model = transformers.AutoModel.from_pretrained(folder)
+def test_with_the_plugin_imported_no_flag_is_needed(converted):
+    model = transformers.AutoModel.from_pretrained(converted["gpt2"])
     assert type(model).__module__ == "hf_linear_attention.modeling_linear_attention"
     # The flag changes nothing: the installed code wins over the copy in the folder.
-    trusted = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+    trusted = transformers.AutoModel.from_pretrained(converted["gpt2"], trust_remote_code=True)
     assert type(trusted) is type(model)
 
 

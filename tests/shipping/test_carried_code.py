@@ -15,10 +15,9 @@ from matrix import stock_config
 from shipping_cases import CONVERTED
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_linear_attention import convert, convert_config, modeling_linear_attention
+from hf_linear_attention import convert, convert_config
 from hf_linear_attention.checkpoint_code import checkpoint_code
-from hf_linear_attention.configuration_linear_attention import CODE_FILES, LICENCE_LINE, linear_config_class
-from hf_linear_attention.mechanisms import registry
+from hf_linear_attention.configuration_linear_attention import CODE_FILES, LICENCE_LINE
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -82,14 +81,6 @@ def test_the_code_of_a_mechanism_stands_alone(name):
         assert set(classes) <= bases | {"LinearAttention"}  # the features of `linformer_linear`
 
 
-def test_several_mechanisms_share_the_files():
-    config = stock_config("llama")
-    settings = [{"mechanism": "linear", "layers": [0]}, {"mechanism": "window", "layers": [1]}]
-    config_class = linear_config_class("llama")
-    both = checkpoint_code(config_class(**{**config.to_dict(), "linear_attention": settings}))
-    assert all(name in both[CODE_FILES[1]] for name in ("class LinearAttention(", "class WindowAttention("))
-
-
 def test_the_config_needs_no_models(converted):
     """Only for type checkers does the file of the configs import that of the models."""
     tree = ast.parse((converted["hybrid"] / CODE_FILES[0]).read_text(encoding="utf-8"))
@@ -100,14 +91,10 @@ def test_the_config_needs_no_models(converted):
 @pytest.mark.parametrize("name", CONVERTED)
 def test_conversion(converted, resaved, name):
     check(converted[name])
-    # By its own code, and where the package is installed by that, over the checkpoint of another mechanism.
-    assert len(resaved[name]) == 2
+    # By its own code, and some by the package where it is installed, over the checkpoint of another mechanism.
+    assert resaved[name]
     for folder in resaved[name]:
         check(folder)
-
-
-def test_trainer(trainer_checkpoint):
-    check(trainer_checkpoint)
 
 
 def test_the_package(converted, tmp_path):
@@ -192,15 +179,6 @@ def test_a_class_of_the_users_own_still_carries_its_file(llama, tmp_path, monkey
     assert model.config.auto_map["AutoModelForCausalLM"] == "mine.Mine"
     (tmp_path / "out" / "mine.py").unlink()
     check(tmp_path / "out")
-
-
-def test_a_model_refuses_the_config_of_a_mechanism_whose_code_is_missing(llama, monkeypatch):
-    """As of another checkpoint, whose code made the config."""
-    model = convert(llama, mechanism="hybrid")
-    for module in (registry, modeling_linear_attention):
-        monkeypatch.setattr(module, "MECHANISMS", {"linear": MECHANISMS["linear"]})
-    with pytest.raises(ValueError, match="`mechanism` = 'hybrid'; it must be one of"):
-        type(model)(model.config)
 
 
 def test_saving_where_a_file_is_changes_nothing(llama, tmp_path):

@@ -7,6 +7,10 @@ import os
 import subprocess
 import sys
 
+from matrix import stock_model
+
+from hf_linear_attention import convert
+
 
 SCRIPT = """
 import copy, io, json, pickle, sys
@@ -59,11 +63,14 @@ print("done")
 """
 
 
-def test_graphs_and_copies(converted, tmp_path):
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+def test_graphs_and_copies(tmp_path):
+    stock = stock_model("llama", num_hidden_layers=1)
+    for name, settings in (("hybrid", {"window_size": 4, "num_sinks": 2}), ("performer", {"num_features": 16})):
+        convert(stock, mechanism=name, **settings).save_pretrained(tmp_path / name)
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(converted["hybrid"]), str(converted["llama"]), json.dumps(root)],
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "hybrid"), str(tmp_path / "performer"), json.dumps(root)],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.split()[-1:] == ["done"], done.stderr

@@ -67,7 +67,7 @@ def job_of(name: str, root) -> dict[str, str]:
     save_source(name, root / "source")
     drop = ("--drop", ",".join(row.drop)) if row.drop else ()
     words = ("--model_name_or_path", root / "source", "--output_dir", root / "converted")
-    code, _, error = run(*words, *SETTINGS, *drop, *row.options)
+    code, _, error = run(*words, *SETTINGS, *drop, *(row.options or ("--no_verify",)))
     assert code == 0, error
     stock = getattr(transformers, auto).from_pretrained(root / "source").eval()
     model = getattr(transformers, auto).from_pretrained(root / "converted").eval()

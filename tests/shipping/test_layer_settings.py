@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from matrix import sample_inputs, stock_config, stock_model
-from transformers import AutoModelForCausalLM
 
 from hf_linear_attention import calibrate, convert
-from hf_linear_attention._common.model_card import write_model_card
 from hf_linear_attention.conversion.softmax_choice import with_softmax_layers
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -58,39 +49,6 @@ def test_it_computes_what_the_layers_compute_in_models_of_their_own(model):
         assert torch.equal(*outputs)
 
 
-def test_saved_it_generates_the_same_with_and_without_the_package(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # without the package there are no C kernels
-    folder = tmp_path / "model"
-    model.save_pretrained(folder)
-    inputs = sample_inputs("llama")
-    with torch.no_grad():
-        expected = {"output": model(**inputs)[0], "tokens": model.generate(**inputs, max_new_tokens=5, do_sample=False)}
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert loaded.config.linear_attention == model.config.linear_attention
-    assert torch.equal(loaded.generate(**inputs, max_new_tokens=5, do_sample=False), expected["tokens"])
-    torch.save({"inputs": inputs, "new_tokens": 5, **expected}, tmp_path / "inputs.pt")
-    job = {"auto_class": "AutoModelForCausalLM", "checkpoint": str(folder), "inputs": str(tmp_path / "inputs.pt")}
-    jobs = {"once": job, "again": {**job, "resave": str(tmp_path / "again")}}
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("alone.py")), str(tmp_path / "jobs.json")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"once": "equal", "again": "equal", "imported": []}
-
-
-def test_the_card_names_both(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    write_model_card(tmp_path, {"base_model": "original", "settings": model.config.linear_attention})
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "| hybrid in layers 0.window_size | 4 |" in card
-    assert "| performer in layers 2.features | favor++ |" in card
-    assert "- hybrid\n- performer\n" in card
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -109,8 +67,3 @@ def test_what_no_list_can_mean_is_refused(settings, said):
     with pytest.raises(ValueError, match="Invalid `linear_attention` settings") as caught:
         convert_config(stock_config("llama"), settings)
     assert said in str(caught.value)
-
-
-def test_settings_come_whole_or_one_by_one():
-    with pytest.raises(TypeError, match="Got `settings` and also `window_size`"):
-        convert_config(stock_config("llama"), [HYBRID], window_size=3)

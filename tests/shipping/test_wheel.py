@@ -97,14 +97,8 @@ def test_every_file_of_the_packages_is_there(wheel):
         assert expected <= {path.relative_to(found) for path in found.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["hf_linear_attention.conversion.convert_checkpoint", "--list_architectures"],
-        ["hf_linear_attention.training.finetune", "--help"],
-    ],
-)
-def test_both_commands_run_from_any_folder(wheel, tmp_path, words):
-    done = command(wheel, tmp_path, *words)
+def test_both_commands_run_from_any_folder(wheel, tmp_path):
+    """That of conversion in the first test, too."""
+    done = command(wheel, tmp_path, "hf_linear_attention.training.finetune", "--help")
     assert done.returncode == 0, done.stderr
-    assert "llama" in done.stdout or "usage: " in done.stdout
+    assert "usage: " in done.stdout

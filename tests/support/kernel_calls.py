@@ -355,6 +355,7 @@ class Maker:
     def spoil(self, kind: str, tensors, options, sizes) -> str:
         """Change one tensor so that it no longer fits; what was changed, or nothing where nothing can be."""
         ways = [self.spoil_size] * 4 + [self.spoil_axes, self.spoil_dtype]
+        ways += [self.spoil_places] if kind == "window" and sizes["N"] > 1 else []
         return self.random.choice(ways)(kind, tensors, options, sizes)
 
     def spoil_size(self, kind: str, tensors, options, sizes) -> str:
@@ -387,6 +388,12 @@ class Maker:
         shape = [*x.shape[:axis], new, *x.shape[axis + 1 :]]
         tensors[name] = self.normal(shape).abs().to(x.dtype)
         return f"axis {axis} of {name} is {new}, not {old}"
+
+    def spoil_places(self, kind: str, tensors, options, sizes) -> str:
+        places = sizes["N"] - 1
+        for name, axis in (("key", 2), ("value", 2), ("visible", 1)):
+            tensors[name] = tensors[name].narrow(axis, 0, places)
+        return f"{places} keys for {places + 1} queries"
 
     def spoil_axes(self, kind: str, tensors, options, sizes) -> str:
         # A log decay of the delta rule may have three axes or four.

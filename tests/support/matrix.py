@@ -39,14 +39,10 @@ MECHANISM_ROWS = {
     "linear-hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
     "performer": {"mechanism": "performer", "num_features": 20, "seed": 3},
     "performer-iid": {"mechanism": "performer", "num_features": 20, "orthogonal": False},
-    "performer-cosh": {"mechanism": "performer", "num_features": 20, "features": "cosh"},
-    "performer-trig": {"mechanism": "performer", "num_features": 20, "features": "trig"},
-    "performer-regularized": {"mechanism": "performer", "num_features": 20, "features": "regularized"},
-    "performer-relu": {"mechanism": "performer", "num_features": 20, "features": "relu"},
-    "performer-sigmoid": {"mechanism": "performer", "num_features": 20, "features": "sigmoid"},
-    "performer-abs": {"mechanism": "performer", "num_features": 20, "features": "abs"},
-    "performer-generalized_exp": {"mechanism": "performer", "num_features": 20, "features": "generalized_exp"},
-    "performer-favor++": {"mechanism": "performer", "num_features": 20, "features": "favor++"},
+    **{
+        f"performer-{features}": {"mechanism": "performer", "num_features": 20, "features": features}
+        for features in ("cosh", "trig", "regularized", "relu", "sigmoid", "abs", "generalized_exp", "favor++")
+    },
     "performer-mixing": {"mechanism": "performer", "num_features": 20, "uniform_mixing": 0.25},
     "performer-geometry": {"mechanism": "performer", "num_features": 20, "geometry": "learned"},
     "performer-geometry-decay": {
@@ -101,24 +97,19 @@ MECHANISM_ROWS = {
     "performer-alibi": {"mechanism": "performer", "num_features": 20},
     "hybrid-alibi": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 12},
     "hybrid-alibi-decay": {"mechanism": "hybrid", "window_size": 4, "num_features": 12, "decay": "learned"},
-    "linformer-none": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "none"},
-    "linformer-headwise": {"mechanism": "linformer", "projection_size": 8},
-    "linformer-key-value": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "key-value"},
-    "linformer-layerwise": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": "layerwise"},
-    "linformer-mean-pool": {"mechanism": "linformer", "projection_size": 9, "projection": "mean-pool"},
-    "linformer-stretched": {"mechanism": "linformer", "projection_size": 9, "projection": "stretched"},
-    "linformer-stretched-none": {
-        "mechanism": "linformer",
-        "projection_size": 7,
-        "projection": "stretched",
-        "projection_sharing": "none",
+    **{
+        f"linformer-{sharing}": {"mechanism": "linformer", "projection_size": 8, "projection_sharing": sharing}
+        for sharing in ("none", "key-value", "layerwise")
     },
-    "linformer-conv": {"mechanism": "linformer", "projection_size": 9, "projection": "conv"},
-    "linformer-conv-none": {
-        "mechanism": "linformer",
-        "projection_size": 9,
-        "projection": "conv",
-        "projection_sharing": "none",
+    "linformer-headwise": {"mechanism": "linformer", "projection_size": 8},
+    **{
+        f"linformer-{projection}": {"mechanism": "linformer", "projection_size": 9, "projection": projection}
+        for projection in ("mean-pool", "stretched", "conv")
+    },
+    **{
+        f"linformer-{kind}-none": {"mechanism": "linformer", "projection_size": size, "projection": kind}
+        | {"projection_sharing": "none"}
+        for kind, size in (("stretched", 7), ("conv", 9))
     },
     "linformer-random": {"mechanism": "linformer", "projection_size": 9, "projection": "random", "seed": 4},
     "linformer_linear-exp": {"mechanism": "linformer_linear", "projection_size": 8, "projection_sharing": "none"},

@@ -318,17 +318,6 @@ def linformer_linear(query_features, key_features, value, key_projection, value_
     return weights / weights.sum(dim=-1, keepdim=True) @ repeat_heads(value.double(), heads)
 
 
-def linformer_linear_slides(query_features, key_features, value, key_projection, value_projection):
-    """Phi(Q)[(E Phi(K))^T (F V)] / Phi(Q) sum Phi(K): not an average of the values, for comparison only.
-
-    The features themselves `[B, H, N, F]`, `[B, H, S, F]`; E and F `[k, S]` of any sign.
-    """
-    query_features, key_features = query_features.double(), key_features.double()
-    compress, gather = key_projection.double(), value_projection.double()
-    weights = query_features @ (compress @ key_features).transpose(-1, -2) @ gather
-    return weights @ value.double() / (query_features @ key_features.sum(dim=2).unsqueeze(-1))
-
-
 def gated_delta(query, key, value, log_decay, beta, *, erases: bool = True, key_mask=None, state=None):
     """The gated delta rule token by token (Yang 2024, "Gated Delta Networks", eq. 10; Kimi Linear 2025, eq. 1).
 
