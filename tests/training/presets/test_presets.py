@@ -81,7 +81,10 @@ def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data:
     models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
     finetune("--preset" if name in preset_names() else "--config", name, *models, "--task", "causal_lm", *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
-    assert len(runs) == len(load_preset(name).stages["causal_lm"])
+    stages = load_preset(name).stages["causal_lm"]
+    for run, stage in zip(runs, stages, strict=True):
+        assert 800 * stage.share <= run["training"]["tokens"] < 800 * stage.share + 64
+        assert run["training"].get("attention_transfer_weight") == stage.options.get("attention_transfer_weight")
 
 
 @pytest.mark.parametrize(
