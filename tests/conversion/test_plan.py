@@ -60,6 +60,15 @@ def test_state_bytes_are_those_of_a_real_cache(family, mechanism, tmp_path):
     assert [layer.state_bytes for layer in plan.layers] == [layer.state_bytes() for layer in cache.layers]
 
 
+def test_state_bytes_are_those_of_the_dtype_of_the_checkpoint(tmp_path):
+    sizes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        save_twin(tmp_path / str(dtype), "llama", dtype=dtype)
+        window = {"mechanism": "window", "window_size": 4}  # whose keys and values are kept as they are
+        sizes.append(make_plan(open_source(str(tmp_path / str(dtype))), window).layers[0].state_bytes)
+    assert sizes[1] < sizes[0]
+
+
 def test_dry_run_prints_every_tensor_reads_none_and_writes_nothing(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(Source, "read", None)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)

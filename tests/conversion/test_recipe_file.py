@@ -83,10 +83,13 @@ def test_a_recipe_makes_the_same_weights(family, given, tmp_path):
 
 def test_a_recipe_repeats_a_preset(llama, text, tmp_path):
     words = ("--model_name_or_path", llama, "--preset", "default", "--train_file", text, "--tokens", "2k", *WINDOW)
+    words += ("--allow_missing",)
     code, _, err = run(*words, "--output_dir", tmp_path / "one")
     assert code == 0, err
     values = yaml.safe_load((tmp_path / "one" / RECIPE).read_text())
     assert (values["preset"], values["tokens"], values["attention"]) == ("default", 2000, "hybrid")
+    assert values["allow_missing"] is True
+    assert "overwrite" not in values
     assert run("--config", tmp_path / "one" / RECIPE, "--output_dir", tmp_path / "two")[0] == 0
     assert same_weights(tmp_path / "one", tmp_path / "two")
     assert f"{load_preset('default').version} there" in (tmp_path / "one" / RECIPE).read_text()

@@ -55,6 +55,7 @@ PAPERS = sorted(str(path) for path in (ROOT / presets.PAPERS).glob("*.yaml"))
 def test_a_preset_is_whole(name: str) -> None:
     preset = load_preset(name)
     assert preset.version >= 1
+    assert preset.tokens >= 1_000_000
     directions = {"causal" if task == "causal_lm" else "bidirectional" for task in preset.stages}
     assert directions == set(preset.settings) - {"cross_attention"}
     for stages in preset.stages.values():
