@@ -73,7 +73,6 @@ from hf_linear_attention._common.command_line import ignore_interrupts, run_comm
 from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.conversion.options import Request, parse
-from hf_linear_attention.default_settings import REASONS, direction_of
 from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
 
 
@@ -98,8 +97,9 @@ def _convert(argv: Sequence[str]) -> None:
     if "--list_architectures" in argv:  # the table needs no model
         sys.stdout.write(f"{architecture_table()}\n")
         return
+    request = parse(argv, __doc__)
     with to_stderr(PACKAGE, "hf_linear_attention._common"), quiet_transformers():
-        for text in _answers(parse(argv, __doc__)):
+        for text in _answers(request):
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()  # what follows may fail
 
@@ -136,6 +136,8 @@ def _default_lines(conversion: Conversion) -> list[str]:
     """Which mechanism was taken and why, if the command names none."""
     if not conversion.request.is_default or not conversion.plan.layers:
         return []
+    from hf_linear_attention.default_settings import REASONS, direction_of
+
     reason = REASONS[direction_of(conversion.plan.config, conversion.request.arguments.cross_attention)]
     return [f"No `--attention` was given: {reason}."]
 

@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(argv: Sequence[str]) -> None:
+    arguments = parse(argv)
     with to_stderr("hf_linear_attention.conversion"), quiet_transformers():
-        arguments = parse(argv)
         from hf_linear_attention.conversion.quality import evaluate  # it imports what loads models
 
         text = evaluate(arguments)

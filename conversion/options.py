@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_linear_attention._common.command_line import Parser, given_options, typed_name
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.layers import is_by_layer, parse_by_layer, parse_layers
 from hf_linear_attention._common.options import (
     BYTES,
     COUNT,
@@ -28,6 +29,7 @@ from hf_linear_attention._common.options import (
     out_of_bounds,
     typed_options,
 )
+from hf_linear_attention.mechanisms.options import DROPPABLE, MECHANISM_OPTIONS
 from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
 
 
@@ -49,26 +51,11 @@ GONE = {
 }
 
 
-def _mechanisms() -> Mapping[str, Any]:
-    from hf_linear_attention.mechanisms.registry import MECHANISMS
-
-    return MECHANISMS
-
-
-def _attention_help() -> str:
-    return (
-        f"the mechanism that replaces softmax: {', '.join(sorted(_mechanisms()))} (default: that of --preset, or else "
-        "hybrid; linear with --cross_attention); or mechanisms by layer, such as 0-3:hybrid,4-:linear, with each "
-        "layer to convert in one range. Other options are then for the mechanisms that have them"
-    )
-
-
-def _drop_help() -> str:
-    from hf_linear_attention.configuration_linear_attention import DROPPABLE
-
-    return f"features of the attention that may be lost, a list with any of {', '.join(DROPPABLE)}"
-
-
+ATTENTION_HELP = (
+    f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISM_OPTIONS))} (default: that of --preset, or else "
+    "hybrid; linear with --cross_attention); or mechanisms by layer, such as 0-3:hybrid,4-:linear, with each layer to "
+    "convert in one range. Other options are then for the mechanisms that have them"
+)
 OF_EMBEDDINGS = ("retrieval_file", "query_prompt_name", "document_prompt_name", "prompt_name", "matryoshka_dims")
 
 
@@ -211,7 +198,7 @@ class ConversionArguments(MeasuringArguments):
         is_path=True,
         group="result",
     )
-    attention: str | None = option(_attention_help, None, group="attention")
+    attention: str | None = option(ATTENTION_HELP, None, group="attention")
     layers: str | None = option(
         "the attention layers to convert: all (default), full_attention, none, or a list such as 0,2,4-7",
         None,
@@ -231,7 +218,11 @@ class ConversionArguments(MeasuringArguments):
         None,
         group="attention",
     )
-    drop: str | None = option(_drop_help, None, group="attention")
+    drop: str | None = option(
+        f"features of the attention that may be lost, a list with any of {', '.join(DROPPABLE)}",
+        None,
+        group="attention",
+    )
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False, group="attention")
     state_bytes: int | None = option(
         "the size in bytes of the decoding state of all layers together, divided between the window, the sinks and the "
@@ -382,7 +373,7 @@ def mechanism_arguments() -> type:
     `option_value` reads their values, which can differ by layer, except for those that are true or false.
     """
     options: dict[str, dict[str, Option]] = {}
-    for mechanism, attention in _mechanisms().items():
+    for mechanism, attention in MECHANISM_OPTIONS.items():
         for name, entry in attention.options.items():
             options.setdefault(name, {})[mechanism] = entry
     generated = []
@@ -440,8 +431,6 @@ class Request:
         Raises:
             UsageError: if `--state_bytes` is to be divided between layers with different settings.
         """
-        from hf_linear_attention.layer_ranges import is_by_layer
-
         given: Any = self.given
         if is_by_layer(given):
             given = spread({"mechanism": preset.get("mechanism", "linear"), **given})
@@ -460,7 +449,7 @@ class Request:
         settings = {"mechanism": "linear", "layers": "all", **defaults, **given}
         if self.arguments.state_bytes is not None:
             settings["state_bytes"] = self.arguments.state_bytes
-        mechanism = _mechanisms()[settings["mechanism"]]
+        mechanism = MECHANISM_OPTIONS[settings["mechanism"]]
         # Every mechanism uses the seed; a mechanism whose function is drawn from it also stores it.
         draws = "seed" in mechanism.options and "seed" not in mechanism.unused(mechanism.filled(settings))
         if self.arguments.seed is not None and draws:
@@ -482,7 +471,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
         UsageError: naming every option that there is not, and every value that is wrong.
     """
     groups = [ConversionArguments, mechanism_arguments()]
-    of_mechanisms = [f"options of {name}" for name in (*_mechanisms(), "several mechanisms")]
+    of_mechanisms = [f"options of {name}" for name in (*MECHANISM_OPTIONS, "several mechanisms")]
     parser = Parser(
         groups,
         prog=typed_name("python conversion/convert_checkpoint.py"),
@@ -530,8 +519,6 @@ def _shared_settings(arguments: ConversionArguments) -> dict[str, Any]:
 
 def layers_value(text: str) -> str | list[int]:
     """The value of `--layers`."""
-    from hf_linear_attention.configuration_linear_attention import parse_layers
-
     try:
         return parse_layers(text)
     except ValueError as error:
@@ -541,15 +528,13 @@ def layers_value(text: str) -> str | list[int]:
 def attention_value(text: str) -> str | dict[str, str]:
     """The value of `--attention`: a mechanism, or mechanisms by layer."""
     by_layer = _by_layer_value("attention", text) if ":" in text else {}
-    if unknown := sorted({*(by_layer.values() if by_layer else [text])} - set(_mechanisms())):
+    if unknown := sorted({*(by_layer.values() if by_layer else [text])} - set(MECHANISM_OPTIONS)):
         names = ", ".join(map(repr, unknown))
-        raise UsageError(f"`--attention {text}`: {names} must be one of {', '.join(sorted(_mechanisms()))}")
+        raise UsageError(f"`--attention {text}`: {names} must be one of {', '.join(sorted(MECHANISM_OPTIONS))}")
     return by_layer or text
 
 
 def _by_layer_value(name: str, text: str) -> dict[str, str]:
-    from hf_linear_attention.layer_ranges import parse_by_layer
-
     try:
         return parse_by_layer(text)
     except ValueError as error:
@@ -566,7 +551,7 @@ def option_value(name: str, value: Any) -> Any:
     Raises:
         UsageError: if the value has none of these forms, or a number is not of the type of the option.
     """
-    options = [mechanism.options[name] for mechanism in _mechanisms().values() if name in mechanism.options]
+    options = [mechanism.options[name] for mechanism in MECHANISM_OPTIONS.values() if name in mechanism.options]
     kind, is_per_layer = options[0].kind, any(entry.is_per_layer for entry in options)
     if kind is bool:
         return value

@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
+from hf_linear_attention._common.model_card import HISTORY, PAGE, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.layer_speed import first_faster
 from hf_linear_attention.conversion.page_plots import (
@@ -34,7 +34,6 @@ from hf_linear_attention.conversion.report import COLUMNS, EARLIER, comparison, 
 from hf_linear_attention.training.tasks import UNITS
 
 
-PAGE = "report.html"
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
 COMMAND = "hf-linear-attention convert"
 OPTIONS_A_LINE = 2

@@ -34,11 +34,12 @@ from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.layers import parse_layers
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention._common.special_tokens import special_tokens
 from hf_linear_attention.attention.softmax_heads import keep_softmax_heads
-from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of, parse_layers
+from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan, make_plan

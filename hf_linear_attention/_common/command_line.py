@@ -115,9 +115,7 @@ def _add_option(heading: Any, entry: dataclasses.Field, kind: Any, choices: Sequ
     names = dict.fromkeys([f"--{entry.name}", f"--{entry.name.replace('_', '-')}"])
     metavar = f"{{{','.join(choices)}}}" if choices else entry.name.upper()
     values: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
-    heading.add_argument(
-        *names, metavar=metavar, help=text() if callable(text) else text, default=argparse.SUPPRESS, **values
-    )
+    heading.add_argument(*names, metavar=metavar, help=text, default=argparse.SUPPRESS, **values)
 
 
 def given_options(

@@ -112,7 +112,7 @@ class Facts:
 
 
 def option(
-    text: str | Callable[[], str],
+    text: str,
     default: Any = dataclasses.MISSING,
     choices: Sequence[str] | None = None,
     **facts: Any,
@@ -120,7 +120,7 @@ def option(
     """A dataclass field for an option, which is required unless it has a `default`.
 
     Args:
-        text: the help text, or a function that returns it, if it needs what takes long to import.
+        text: the help text.
         choices: the allowed values, if the type does not tell them.
         **facts: see `Facts`.
     """

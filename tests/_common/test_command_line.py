@@ -124,7 +124,7 @@ def test_unknown_options_are_listed_at_once_with_what_was_meant() -> None:
     assert caught.value.problems == [
         "`--learning_rat` is not an option; did you mean `learning_rate`?",
         "`--banana` is not an option; `--help` lists the options, and abbreviations are not allowed",
-        "`--lost` is no option any more; give `--task`",
+        "`--lost` is not an option any more; give `--task`",
     ]
 
 

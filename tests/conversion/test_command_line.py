@@ -35,7 +35,7 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
         (["--attention", "performer", "--feature_map", "exp"], ["`feature_map` is not an option", "`performer`"]),
         (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
-        (["--model_class", "BertModel"], ["`--model_class` is no option any more", "`save_pretrained`"]),
+        (["--model_class", "BertModel"], ["`--model_class` is not an option any more", "`save_pretrained`"]),
         (["--projection_size", "3", "--max_length", "3"], ["`projection_size`", "`max_length`"]),
     ],
 )

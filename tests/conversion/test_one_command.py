@@ -302,7 +302,7 @@ def test_a_dry_run_prints_the_stages(words, tmp_path):
         (["--validation_file", "absent.pdf"], ["`--validation_file absent.pdf`", "*.txt"]),
         (["--checkpointing_steps", "0"], ["`--checkpointing_steps 0`", "1 or more"]),
         (["--layers", "none"], ["but `--layers` selects none"]),
-        (["--evaluate"], ["`--evaluate` is no option any more; use `hf-linear-attention evaluate "]),
+        (["--evaluate"], ["`--evaluate` is not an option any more; use `hf-linear-attention evaluate "]),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_loaded(words, tmp_path, more, said):

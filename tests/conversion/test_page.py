@@ -368,7 +368,12 @@ def test_bytes(value, text):
 
 
 def test_a_published_command_has_no_folder_of_the_author():
-    words = ["--model_name_or_path", "/home/me/model", "--train_file=/data/secret/a.jsonl", "--tokens", "2M", "org/x"]
-    assert published_words(words) == [
-        "--model_name_or_path", "model", "--train_file=a.jsonl", "--tokens", "2M", "org/x",
+    options = {
+        "model_name_or_path": "/home/me/model",
+        "train_file": "/data/secret/a.jsonl",
+        "overwrite": True,
+        "tokens": "2M",
+    }
+    assert published_words(options) == [
+        "--model_name_or_path", "model", "--train_file", "a.jsonl", "--overwrite", "--tokens", "2M",
     ]  # fmt: skip

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.utils import cached_file
-
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.reading import read_json
 
@@ -117,6 +115,8 @@ def _read(source: str, name: str, kind: type) -> Any:
     """The content of a JSON file; None if there is none."""
     path = Path(source) / name
     if not Path(source).is_dir():
+        from transformers.utils import cached_file
+
         found = cached_file(
             source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )

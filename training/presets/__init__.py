@@ -8,19 +8,22 @@ writes into `output_dir` itself. A recipe of the same form in any other folder r
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import kinds_of, typed_options
 from hf_linear_attention.training.recipe import FACTS, GONE, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.tasks import TASKS
 
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FOLDER = Path(__file__).parent
 PAPERS = "benchmarks/papers/recipes"  # in a checkout
@@ -85,8 +88,11 @@ def stages_file(path: str | Path) -> dict[str, Any] | None:
     if not os.path.isfile(path):
         return None
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # stages share options by aliases
-    except (OSError, ValueError, yaml.YAMLError):
+        text = Path(path).read_text(encoding="utf-8")
+        if re.search(r"(?m)^tasks:", text) is None:
+            return None
+        content = yaml.safe_load(text)  # stages share options by aliases
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return content if isinstance(content, dict) and "tasks" in content else None
 
