@@ -230,16 +230,3 @@ def test_a_signal_before_the_training_is_one_line(
     assert "--resume_from_checkpoint latest" in error
     assert error.count("\n") == 1
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_what_only_reads_options_imports_nothing_that_trains(base: list[str]) -> None:
-    """They take longer to import than all the rest."""
-    code = (
-        "import sys\nfrom hf_linear_attention.training.finetune import main\n"
-        f"assert main({[*base, '--learning_rate', '-1']!r}) == 2\n"
-        "ours = {f'hf_linear_attention.training.{name}' for name in ('models', 'run', 'data.rows', 'losses.teacher')}\n"
-        "found = ({'datasets', 'evaluate', 'peft', 'transformers.modeling_utils'} | ours) & set(sys.modules)\n"
-        "sys.exit(f'imported {found}' if found else 0)"
-    )
-    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr

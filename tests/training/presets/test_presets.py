@@ -70,7 +70,7 @@ def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in (*preset_names(), *PAPERS) if "causal_lm" in load_preset(name).stages]
+    "name", [name for name in (*preset_names(), PAPERS[-1]) if "causal_lm" in load_preset(name).stages]
 )
 def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
     stock = LlamaForCausalLM.from_pretrained(llama_teacher)
@@ -92,8 +92,6 @@ def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data:
     ("name", "task"),
     [
         ("linformer", "masked_lm"),
-        ("linformer", "embedding"),
-        ("performer", "masked_lm"),
         ("performer", "embedding"),
         ("performer", "sequence_classification"),
         ("cald-linformer", "masked_lm"),
