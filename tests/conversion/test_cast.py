@@ -45,8 +45,9 @@ def assert_identical(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-@pytest.mark.parametrize("attention", ["linear", "performer"])
+@pytest.mark.parametrize(
+    ("before", "after", "attention"), [("bfloat16", "float32", "linear"), ("float32", "bfloat16", "performer")]
+)
 def test_a_cast_by_files_writes_what_a_cast_in_memory_writes(before, after, attention, tmp_path, monkeypatch):
     """From shards, with a tie and a generation config; the new tensors are drawn in the dtype that is asked for."""
     save = {"max_shard_size": "10KB"}

@@ -128,18 +128,6 @@ def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
     request = parse(["--config", str(path), "--num_features", "32"])
     assert request.settings == {"mechanism": "linear", "layers": [0, 2], "num_features": 32}
     assert request.arguments.overwrite
-    path.write_text(yaml.safe_dump({**values, "num_featurs": 1, "colour": "red"}))
-    with pytest.raises(UsageError) as caught:
-        parse(["--config", str(path)])
-    assert len(caught.value.problems) == 2
-    assert "`--num_featurs`" in str(caught.value)
-    assert "`--colour`" in str(caught.value)
-    for text, said in (("- a", "contains a list"), ("{", "not valid YAML")):
-        path.write_text(text)
-        with pytest.raises(UsageError, match=said):
-            parse([f"--config={path}"])
-    with pytest.raises(UsageError, match="no such file"):
-        parse(["--config", str(tmp_path / "absent.yaml")])
 
 
 def test_a_failure_on_the_way_is_one_line_and_exit_code_1(llama, tmp_path, monkeypatch):

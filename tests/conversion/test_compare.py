@@ -184,7 +184,6 @@ def test_the_distance_is_the_mean_over_real_tokens_in_float64(llama):
 
 
 @pytest.mark.parametrize("settings", [
-    {"mechanism": "linear", "feature_map": "exp", "decay": "gated", "input_gate": True},
     {"mechanism": "hybrid", "window_size": 4, "rope": "partial", "decay": "learned"},
     {"mechanism": "gated_delta"},
 ])  # fmt: skip
