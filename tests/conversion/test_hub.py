@@ -155,8 +155,3 @@ def test_what_cannot_be_pushed_is_said_before_the_work(llama, tmp_path, monkeypa
     assert code == 2
     assert said in err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_base_model_is_named_without_a_push(llama, tmp_path):
-    convert_folder(llama, tmp_path / "out", "--attention", "linear", "--no_verify", "--base_model", "someone/llama")
-    assert "[someone/llama](https://huggingface.co/someone/llama)" in (tmp_path / "out" / "README.md").read_text()

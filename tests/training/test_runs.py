@@ -23,7 +23,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_linear_attention import convert
 from hf_linear_attention._common.folders import write_checksums
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
@@ -63,31 +62,6 @@ def test_training_lowers_the_loss_on_held_out_text(finetune, causal: list[str], 
     assert values[-1] < values[0] - 1.0
     assert [event["step"] for event in losses(events)] == [10, 20, 30, 40]
     assert {"task_loss", "learning_rate", "grad_norm", "tokens"} <= losses(events)[0].keys()
-
-
-def test_distillation_approaches_the_teacher(finetune, causal: list[str], llama_teacher: str) -> None:
-    teacher = ["--teacher_name_or_path", llama_teacher, "--hidden_state_weight", 0.1]
-    events = finetune(*causal, *teacher, "--max_train_steps", 40, "--learning_rate", "1e-2", "--max_eval_samples", 5)
-    rows = losses(events)
-    assert "task_loss" not in rows[0]
-    assert rows[-1]["logits_kl"] < 0.9 * rows[0]["logits_kl"]
-    assert rows[-1]["loss"] == pytest.approx(rows[-1]["logits_kl"] + 0.1 * rows[-1]["hidden_state"])
-
-
-def test_attention_transfer_improves_the_converted_model(finetune, causal: list[str], llama_teacher, tmp_path) -> None:
-    """It trains the mechanisms alone, towards the softmax of the very same weights, and the text gets likelier."""
-    stock = LlamaForCausalLM.from_pretrained(llama_teacher)
-    model = convert(stock, mechanism="hybrid", window_size=4, num_features=16)
-    model.save_pretrained(tmp_path / "converted")
-    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "converted")
-    options = ["--model_name_or_path", tmp_path / "converted", "--attention_transfer_weight", 1]
-    options += ["--trainable", "mechanism", "--learning_rate", "2e-2", "--max_train_steps", 40]
-    events = finetune(*causal, *options, "--max_eval_samples", 5)
-    rows = losses(events)
-    assert rows[-1]["attention_transfer"] < 0.7 * rows[0]["attention_transfer"]
-    trained, before = weights(tmp_path / "out"), weights(tmp_path / "converted")
-    changed = {name for name in before if not torch.equal(trained[name], before[name])}
-    assert changed == {name for name in before if ".linear_attention." in name}
 
 
 @pytest.mark.parametrize("family", [BertForSequenceClassification, GPT2LMHeadModel])

@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.models import WindowDropout
 from hf_linear_attention.training.recipe import parse_rates
 
 
-AFT = {"mechanism": "aft", "variant": "local", "window_size": 4}
 INPUTS = {"input_ids": torch.arange(5, 25)[None]}
 
 
@@ -53,13 +51,6 @@ def test_it_is_drawn_as_often_as_the_rate_says(teacher) -> None:
             sizes.append(model.model.layers[1].self_attn.linear_attention.window_size)
     assert set(sizes) == {1, 8}
     assert abs(sizes.count(1) - 750) < 4 * (1000 * 0.75 * 0.25) ** 0.5  # four standard deviations
-
-
-@pytest.mark.parametrize("settings", [{"mechanism": "window"}, AFT], ids=str)
-def test_a_model_without_hybrid_layers_is_refused(teacher, settings) -> None:
-    model = convert(teacher, **settings)
-    with pytest.raises(TrainingError, match=f"those of the model are {settings['mechanism']}"):
-        WindowDropout(model, (0.5,), 1)
 
 
 def test_a_run_with_it_resumes_bit_exactly(finetune, llama_teacher: str, teacher, files: Path, tmp_path: Path) -> None:

@@ -232,11 +232,6 @@ def test_a_full_disk_is_one_line(options: list[Any], tmp_path: Path, monkeypatch
     assert "no checkpoint to resume from" in error
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(options: list[Any], capsys) -> None:
-    assert main(command(options, folder=Path("/proc/nowhere"))) == 1  # not even root can
-    assert "/proc/nowhere" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_loss_that_is_no_number_names_the_examples(
     options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
