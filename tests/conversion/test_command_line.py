@@ -188,17 +188,10 @@ def test_a_missing_head_is_said_in_our_own_words(tmp_path):
     assert "not in the checkpoint" in out
 
 
-@pytest.mark.parametrize(
-    ("command", "inside"),
-    [
-        ([SCRIPT.name], True),
-        (["-m", "hf_linear_attention.conversion.convert_checkpoint"], False),
-    ],
-)
-def test_it_starts_from_any_folder(llama, tmp_path, command, inside):
+def test_it_starts_from_any_folder(llama, tmp_path):
     run_ = subprocess.run(
-        [sys.executable, *command, "--model_name_or_path", str(llama), "--dry_run", "--num_features", "16"],
-        cwd=SCRIPT.parent if inside else tmp_path,
+        [sys.executable, SCRIPT, "--model_name_or_path", str(llama), "--dry_run", "--num_features", "16"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,

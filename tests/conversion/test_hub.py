@@ -8,11 +8,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
-import datasets
 import huggingface_hub
 import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, files, run
 from huggingface_hub import constants
 
@@ -98,10 +96,7 @@ def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path,
     assert 'from_pretrained("user/model", trust_remote_code=True)' in card
 
 
-def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(llama, tmp_path, hub, monkeypatch, capsys):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(llama, tmp_path, hub, capsys):
     out, trained, text = tmp_path / "out", tmp_path / "trained", tmp_path / "a.txt"
     convert_folder(llama, out, "--attention", "linear", "--no_verify")
     text.write_text("\n\n".join(f"Some text of some words, number {place}." for place in range(20)))

@@ -13,11 +13,9 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import datasets
 import processes
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from checkpoints import evaluate, files, run, save_twin
 from safetensors.torch import load_file
 
@@ -30,14 +28,6 @@ from hf_linear_attention.training.presets import load_preset
 SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
 # Shorter than the 48 tokens that the twins read, so that there is something for the linear part to do.
 WINDOW = ("--window_size", 4, "--num_features", 8)
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 @pytest.fixture(scope="session")

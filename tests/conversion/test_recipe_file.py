@@ -8,11 +8,9 @@ import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import datasets
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, files, run, save_twin, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from task_twins import TWINS
@@ -30,14 +28,6 @@ from hf_linear_attention.training.presets import load_preset
 
 WINDOW = ("--window_size", 4, "--num_features", 8)
 SMALL = {"window_size": 4, "num_features": 8}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 @pytest.fixture(scope="module")

@@ -31,13 +31,6 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.2}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("The river had risen in the night, and the lower field was a lake. " * 60, encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def teacher() -> LlamaForCausalLM:
     torch.manual_seed(1)
