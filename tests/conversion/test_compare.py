@@ -9,11 +9,9 @@ import re
 import shutil
 from pydoc_data.topics import topics
 
-import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState, GradientState
 from checkpoints import files, save_twin
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BertModel
 
@@ -31,14 +29,6 @@ from hf_linear_attention.conversion.comparison import (
 )
 from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 def answer(*words: object) -> tuple[int, str, str]:
@@ -184,7 +174,6 @@ def test_the_distance_is_the_mean_over_real_tokens_in_float64(llama):
 
 
 @pytest.mark.parametrize("settings", [
-    {"mechanism": "linear", "feature_map": "exp", "decay": "gated", "input_gate": True},
     {"mechanism": "hybrid", "window_size": 4, "rope": "partial", "decay": "learned"},
     {"mechanism": "gated_delta"},
 ])  # fmt: skip

@@ -31,8 +31,9 @@ def flatten(output) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("bert", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.float32)]
+)
 def test_layers_none_is_bit_identical(family, dtype, tmp_path):
     save_twin(tmp_path / "source", family, dtype=dtype)
     report = convert_folder(tmp_path / "source", tmp_path / "out", "--layers", "none")
@@ -57,18 +58,13 @@ def test_layers_none_is_bit_identical(family, dtype, tmp_path):
 @pytest.mark.parametrize(
     ("family", "auto_class"),
     [
-        ("bert", "AutoModel"),
         ("bert", "AutoModelForSequenceClassification"),
         ("bert", "AutoModelForMultipleChoice"),
         ("bert", "AutoModelForPreTraining"),
-        ("roberta", "AutoModelForTokenClassification"),
         ("distilbert", "AutoModelForQuestionAnswering"),
         ("vit", "AutoModelForImageClassification"),
-        ("vit", "AutoModel"),
         ("llama", "AutoModel"),
         ("gpt_neox", "AutoModelForSequenceClassification"),
-        ("opt", "AutoModelForCausalLM"),
-        ("qwen3", "AutoModelForCausalLM"),
         ("phi3", "AutoModelForCausalLM"),
     ],
 )
@@ -89,7 +85,7 @@ def test_a_checkpoint_of_any_head_keeps_its_head_and_every_base_tensor(family, a
 
 
 def test_shards_ties_and_half_precision(tmp_path):
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16,):
         name = str(dtype).removeprefix("torch.")
         source, out, cast = (tmp_path / f"{part}-{name}" for part in ("source", "out", "cast"))
         stock = save_twin(source, "llama", dtype=dtype, save={"max_shard_size": "10KB"}, tie_word_embeddings=True)

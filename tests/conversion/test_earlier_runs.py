@@ -5,21 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 
-import datasets
 import pytest
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from checkpoints import run
 from earlier import FIRST, unfinished_run
 
 from hf_linear_attention.training import presets as preset
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 def command(folder):

@@ -116,7 +116,6 @@ def inputs(length: int = 40) -> list[dict[str, torch.Tensor]]:
     ("family", "settings", "changes"),
     [
         ("bert", {"mechanism": "nystrom", "num_landmarks": 8}, {}),
-        ("llama", {"mechanism": "linear", "num_features": 16}, {}),
         ("llama", {"mechanism": "linear", "num_features": 16, "rope": "none"}, {}),
         ("mistral", {"mechanism": "linear", "num_features": 16, "drop": ["sliding_window"]}, {"sliding_window": 9}),
     ],

@@ -8,22 +8,12 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import datasets
 import processes
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from checkpoints import files, run
 
 from hf_linear_attention.conversion import figures
 from hf_linear_attention.training.presets import Preset, Stage, fit_to, load_preset
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
-import datasets
 import huggingface_hub
 import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, files, run
 from huggingface_hub import constants
 
@@ -98,10 +96,7 @@ def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path,
     assert 'from_pretrained("user/model", trust_remote_code=True)' in card
 
 
-def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(llama, tmp_path, hub, monkeypatch, capsys):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(llama, tmp_path, hub, capsys):
     out, trained, text = tmp_path / "out", tmp_path / "trained", tmp_path / "a.txt"
     convert_folder(llama, out, "--attention", "linear", "--no_verify")
     text.write_text("\n\n".join(f"Some text of some words, number {place}." for place in range(20)))
@@ -155,8 +150,3 @@ def test_what_cannot_be_pushed_is_said_before_the_work(llama, tmp_path, monkeypa
     assert code == 2
     assert said in err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_base_model_is_named_without_a_push(llama, tmp_path):
-    convert_folder(llama, tmp_path / "out", "--attention", "linear", "--no_verify", "--base_model", "someone/llama")
-    assert "[someone/llama](https://huggingface.co/someone/llama)" in (tmp_path / "out" / "README.md").read_text()

@@ -25,13 +25,6 @@ SIZED = (*TWO, "--window_size", 4)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("The river had risen in the night, and the lower field was a lake. " * 60, encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
 def healed(llama, text, tmp_path_factory) -> dict:
     """Converted with two mechanisms and healed by the default preset, whose settings are those of `hybrid`."""
     out = tmp_path_factory.mktemp("healed") / "out"

@@ -8,11 +8,9 @@ import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import datasets
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, files, run, save_twin, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from task_twins import TWINS
@@ -30,14 +28,6 @@ from hf_linear_attention.training.presets import load_preset
 
 WINDOW = ("--window_size", 4, "--num_features", 8)
 SMALL = {"window_size": 4, "num_features": 8}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +73,13 @@ def test_a_recipe_makes_the_same_weights(family, given, tmp_path):
 
 def test_a_recipe_repeats_a_preset(llama, text, tmp_path):
     words = ("--model_name_or_path", llama, "--preset", "default", "--train_file", text, "--tokens", "2k", *WINDOW)
+    words += ("--allow_missing",)
     code, _, err = run(*words, "--output_dir", tmp_path / "one")
     assert code == 0, err
     values = yaml.safe_load((tmp_path / "one" / RECIPE).read_text())
     assert (values["preset"], values["tokens"], values["attention"]) == ("default", 2000, "hybrid")
+    assert values["allow_missing"] is True
+    assert "overwrite" not in values
     assert run("--config", tmp_path / "one" / RECIPE, "--output_dir", tmp_path / "two")[0] == 0
     assert same_weights(tmp_path / "one", tmp_path / "two")
     assert f"{load_preset('default').version} there" in (tmp_path / "one" / RECIPE).read_text()

@@ -98,6 +98,18 @@ def test_a_base_model_names_the_path_that_works(client_of):
     assert client.post(COMPLETION, json={"prompt": "some text", **FEW}).status_code == 200
 
 
+def test_hosts_are_this_machine_and_those_that_are_named(monkeypatch, linear_llama):
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    from transformers.cli.serving import server
+
+    seen = []
+    monkeypatch.setattr("hf_linear_attention.conversion.serve_app.build_app", lambda *given, **_: seen.append(given[2]))
+    ours, _ = serve.parse([str(linear_llama), "--allowed_host", "a.example, b.example"])
+    with serve._our_app(ours):
+        server.build_server(None, None, None, None, generation_state=None)
+    assert {*seen[0].hosts} == {*serve.LOCAL, ours.host, "a.example", "b.example"}
+
+
 def test_one_model_is_listed_and_loaded(client_of, linear_llama, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "missing"))
     client = client_of()

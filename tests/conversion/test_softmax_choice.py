@@ -31,13 +31,6 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.2}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("The river had risen in the night, and the lower field was a lake. " * 60, encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def teacher() -> LlamaForCausalLM:
     torch.manual_seed(1)
@@ -158,9 +151,7 @@ def test_with_a_preset_the_layers_are_chosen_before_the_last_stage(llama, text, 
     [
         (["auto:1"], ["`--calibration_file`"]),
         (["auto:3", "--calibration_file", "TEXT"], ["auto:3", "K must be from 1 to 2"]),
-        (["auto:x", "--calibration_file", "TEXT"], ["auto:x", "K must be from 1 to 2"]),
         (["0,7"], ["[7]", "[0, 1, 2]"]),
-        (["all"], ["`--softmax_layers all`", "auto:K"]),
         (["last"], ["`--softmax_layers last`", "auto:K"]),
     ],
 )
@@ -288,7 +279,6 @@ def test_heads_are_kept_through_healing(llama, text, tmp_path):
     ("words", "said"),
     [
         (["auto:12"], ["K must be from 1 to 11", "have 12 heads"]),
-        (["auto:x"], ["K must be from 1 to 11"]),
         (["0"], ["give LAYER.HEAD, such as 0.3,2.1, or auto:K"]),
         (["0.9"], ["heads [9] of layer 0, which has heads 0 to 3"]),
         (["5.0"], ["layer 5"]),

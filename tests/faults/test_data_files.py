@@ -14,47 +14,30 @@ from faults import assert_nothing_written, assert_refused, convert, finetune
 ROW = json.dumps({"text": "the quick words of a row that is long enough", "label": 1}) + "\n"
 BAD = {
     "empty.txt": b"",
-    "blank.txt": b" \n\n \t\n",
     "latin.txt": b"one good line\ncaf\xe9 is not UTF-8\n",
     "utf16.txt": "some text\n".encode("utf-16"),
-    "binary.txt": bytes(range(256)) * 20,
     "nul.txt": b"a\x00b\x00c\x00" * 99,
     "empty.jsonl": b"",
-    "blank.jsonl": b"\n\n",
     "latin.jsonl": ROW.encode() + b'{"text": "caf\xe9"}\n',
-    "text.jsonl": b"hello\nyou\n",
     "list.jsonl": b"[1, 2]\n",
     "cut.jsonl": ROW.encode() + b'{"text": "a',
     "numbers.jsonl": b'{"text": 3}\n{"text": 4}\n',
-    "null.jsonl": b'{"text": null}\n',
-    "lists.jsonl": b'{"text": ["a", "b"]}\n',
     "nested.jsonl": b'{"text": {"a": "b"}}\n',
     "other.jsonl": b'{"body": "a b"}\n',
     "mixed.jsonl": ROW.encode() + b'{"text": 3}\n',
-    "blanks.jsonl": b'{"text": ""}\n{"text": "  "}\n',
     "deep.jsonl": b"[" * 100_000 + b"\n",
     "some blank.jsonl": ROW.encode() + b'{"text": " "}\n',
-    "empty.csv": b"",
     "header.csv": b"text,label\n",
     "latin.csv": b"text,label\ngood one,1\ncaf\xe9,0\n",
     "more.csv": b"text,label\ngood row,1\none,two,three\n",
     "all more.csv": b"text,label\na,b,c\nd,e,f\n",
     "fewer.csv": b"text,label\ngood row,1\nlonely\n",
     "other.csv": b"body,label\na b,1\n",
-    "twice.csv": b"text,text\na,b\n",
     "quote.csv": b'text,label\n"never closed,1\n',
-    "blank.csv": b"text,label\n,1\n,0\n",
-    "unnamed.csv": b",label\na,1\n",
-    "empty.tsv": b"",
-    "header.tsv": b"text\tlabel\n",
     "more.tsv": b"text\tlabel\ngood row\t1\none\ttwo\tthree\n",
     "fewer.tsv": b"text\tlabel\ngood row\t1\nlonely\n",
-    "latin.tsv": b"text\tlabel\ncaf\xe9\t1\n",
     "commas.tsv": b"text,label\na,1\n",
-    "empty.parquet": b"",
     "text.parquet": b"this is no parquet file",
-    "cut.parquet": b"PAR1" + b"x" * 40,
-    "magic.parquet": b"PAR1PAR1",
     "lying.parquet": b"PAR1" + b"\x00" * 40 + struct.pack("<I", 2**31) + b"PAR1",
 }
 # What the message names besides the file.
@@ -75,7 +58,7 @@ def _words(model, tmp_path, **options):
     return [word for name, value in (words | options).items() if value is not None for word in (f"--{name}", value)]
 
 
-VALIDATED = [name for name in BAD if name.startswith(("empty", "latin", "other", "blanks"))]
+VALIDATED = ["latin.jsonl", "empty.txt", "other.csv"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +73,7 @@ def test_bad_data(linear_llama, files, tmp_path, name, role):
     assert_nothing_written(tmp_path, "data")
 
 
-@pytest.mark.parametrize("name", ["latin.csv", "more.csv", "fewer.tsv", "empty.jsonl", "other.jsonl", "text.parquet"])
+@pytest.mark.parametrize("name", ["more.csv", "fewer.tsv", "other.jsonl"])
 def test_bad_labelled_data(bert, files, tmp_path, name):
     path = tmp_path / "data" / name
     path.write_bytes(BAD[name])
@@ -102,10 +85,7 @@ def test_bad_labelled_data(bert, files, tmp_path, name):
 LABELS = {
     "fraction": [0.5, 0.25],
     "list": [[1], [0]],
-    "null": [None, 1],
-    "object": [{"a": 1}, {"a": 2}],
     "all null": [None] * 2,
-    "empty": ["", "x"],
     "one class": ["x", "x"],
 }
 
@@ -119,8 +99,12 @@ def test_labels(bert, tmp_path, labels):
     assert_nothing_written(tmp_path, "data")
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "loop", "dangling", "missing", "no type", "upper case"])
-@pytest.mark.parametrize("role", ["train_file", "validation_file", "calibration_file", "config"])
+@pytest.mark.parametrize(
+    ("kind", "role"),
+    [(kind, "train_file") for kind in ("folder", "pipe", "device", "loop", "missing", "no type", "upper case")]
+    + [("pipe", role) for role in ("validation_file", "calibration_file", "config")]
+    + [("dangling", role) for role in ("validation_file", "calibration_file", "config")],
+)
 def test_what_is_not_a_data_file(llama, linear_llama, files, tmp_path, kind, role):
     path = tmp_path / "data" / {"no type": "file", "upper case": "file.TXTX"}.get(kind, "x.jsonl")
     {
@@ -142,7 +126,7 @@ def test_what_is_not_a_data_file(llama, linear_llama, files, tmp_path, kind, rol
     assert_nothing_written(tmp_path, "data")
 
 
-@pytest.mark.parametrize("name", [name for name in BAD if name.startswith(("latin", "empty", "more", "other", "text"))])
+@pytest.mark.parametrize("name", ["latin.txt", "empty.jsonl", "more.csv", "text.parquet"])
 def test_bad_calibration_data(llama, tmp_path, name):
     path = tmp_path / "data" / name
     path.write_bytes(BAD[name])
@@ -152,8 +136,7 @@ def test_bad_calibration_data(llama, tmp_path, name):
     assert_nothing_written(tmp_path, "data")
 
 
-@pytest.mark.parametrize("name", ["latin.jsonl", "empty.txt", "more.csv", "other.jsonl"])
-@pytest.mark.parametrize("role", ["train_file", "validation_file"])
+@pytest.mark.parametrize(("name", "role"), [("more.csv", "train_file"), ("latin.jsonl", "validation_file")])
 def test_bad_data_of_a_preset(llama, files, tmp_path, name, role):
     path = tmp_path / "data" / name
     path.write_bytes(BAD[name])
@@ -172,9 +155,10 @@ def test_the_columns_of_all_files_are_in_one_message(linear_llama, tmp_path):
     assert_refused(result, "2 problems", str(train), str(valid), "`--text_column_name text`")
 
 
-@pytest.mark.parametrize("role", ["model_name_or_path", "teacher_name_or_path", "tokenizer_name"])
 @pytest.mark.parametrize(
-    "value", ["/nowhere/model", "./nowhere", "nobody/nothing", "two words", "a" * 300, "", "x[1]*"]
+    ("role", "value"),
+    [("model_name_or_path", value) for value in ("./nowhere", "nobody/nothing", "two words", "a" * 300, "", "x[1]*")]
+    + [(role, "/nowhere/model") for role in ("teacher_name_or_path", "tokenizer_name")],
 )
 def test_models_that_do_not_exist(linear_llama, files, tmp_path, role, value):
     result = finetune(*_words(linear_llama, tmp_path, **({"train_file": files / "good.txt"} | {role: value})))
@@ -182,12 +166,11 @@ def test_models_that_do_not_exist(linear_llama, files, tmp_path, role, value):
     assert_nothing_written(tmp_path, "data")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_the_files_of_a_folder_are_checked_together(linear_llama, tmp_path, suffix):
-    (tmp_path / "data" / f"train{suffix}").write_bytes(BAD[f"more{suffix}"])
-    (tmp_path / "data" / f"test{suffix}").write_bytes(b"body\na b c\n")
+def test_the_files_of_a_folder_are_checked_together(linear_llama, tmp_path):
+    (tmp_path / "data" / "train.tsv").write_bytes(BAD["more.tsv"])
+    (tmp_path / "data" / "test.tsv").write_bytes(b"body\na b c\n")
     result = finetune(*_words(linear_llama, tmp_path, dataset_name=tmp_path / "data"))
-    assert_refused(result, "2 problems", f"train{suffix}", "line 3", f"test{suffix}", "body")
+    assert_refused(result, "2 problems", "train.tsv", "line 3", "test.tsv", "body")
     assert_nothing_written(tmp_path, "data")
 
 
@@ -212,18 +195,15 @@ def _png(width, height):
 
 PICTURES = {
     "bomb": _png(100_000, 100_000),
-    "large bomb": _png(2**31 - 1, 2**31 - 1),
-    "warning": _png(12_000, 12_000),
     "empty": b"",
     "text": b"no picture",
     "cut": _png(16, 16)[:60],
-    "gif": b"GIF89a" + b"\0" * 10,
-    "zero": _png(0, 0),
 }
 
 
-@pytest.mark.parametrize("content", PICTURES.values(), ids=PICTURES.keys())
-@pytest.mark.parametrize("place", ["rows", "folder"])
+@pytest.mark.parametrize(
+    ("content", "place"), [(content, "rows") for content in PICTURES.values()] + [(PICTURES["cut"], "folder")]
+)
 def test_pictures(vit, tmp_path, content, place):
     folder = tmp_path / "data"
     for label in ("bright", "dark"):

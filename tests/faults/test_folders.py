@@ -16,7 +16,6 @@ import pytest
 from faults import assert_nothing_written, assert_refused, change_json, command, convert, copy_of, finetune
 
 from hf_linear_attention._common import folders
-from hf_linear_attention._common.errors import RunError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.model_card import escaped
 from hf_linear_attention.conversion import pipeline
@@ -34,8 +33,11 @@ def _train(model, files, out, *words):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["source", "source/out", "source/a/b", ".", "source/../source/x", "link/out"])
-@pytest.mark.parametrize("command", ["convert", "train"])
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [(place, "convert") for place in ("source", "source/a/b", ".", "source/../source/x", "link/out")]
+    + [("source/out", "train"), (".", "train")],
+)
 def test_one_folder_inside_of_the_other(llama, files, tmp_path, place, command):
     source = copy_of(llama, tmp_path / "source")
     (tmp_path / "link").symlink_to(source)
@@ -46,11 +48,12 @@ def test_one_folder_inside_of_the_other(llama, files, tmp_path, place, command):
     assert sorted(path.name for path in source.iterdir()) == sorted(path.name for path in llama.iterdir())
 
 
+PLACES = ["file", "full", "under a file", "long", "longer", "NUL", "empty", "null device", "no UTF-8", "loop", "user"]
+
+
 @pytest.mark.parametrize(
-    "kind",
-    ["file", "full", "under a file", "long", "longer", "NUL", "empty", "null device", "no UTF-8", "loop", "user"],
+    ("kind", "command"), [(kind, "convert") for kind in PLACES] + [(kind, "train") for kind in ("full", "long", "NUL")]
 )
-@pytest.mark.parametrize("command", ["convert", "train"])
 def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kind, command):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
@@ -78,10 +81,9 @@ def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kin
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 
 
-NAMES = [
-    "with space", "a[1]", "b*", "c?", "d{x}", "quo'te", 'dou"ble', "ünï", "-dash", "%s", "{{ name }}",
-    "new\nline", "back\\slash", "<b>", "tab\there", "$", "`ls`", "日本", "x" * 200,
-]  # fmt: skip
+# Several kinds in one name: what globs, shells, formats, templates and Markdown take for their own.
+NAMES = ["with space a[1] b* c?", "d{x} %s {{ name }}", "quo'te dou\"ble back\\slash", "ünï日本", "-dash $ `ls` <b>",
+         "new\nline tab\there", "x" * 200]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,18 +163,6 @@ def test_the_second_of_two_processes_is_refused_at_once_and_told_who_writes(
     assert_nothing_written(out.parent, "out")  # what the killed process left is used again, and removed
 
 
-def test_the_second_of_two_conversions_refuses_at_the_end(tmp_path):
-    def write():
-        with staging(tmp_path / "out", replaces=False):
-            (tmp_path / "out").mkdir()
-            (tmp_path / "out" / "theirs").write_text("theirs")
-
-    with pytest.raises(RunError, match="another process"):
-        write()
-    assert_nothing_written(tmp_path, "out")
-    assert (tmp_path / "out" / "theirs").read_text() == "theirs"
-
-
 def test_two_conversions_to_one_folder(llama, tmp_path, monkeypatch):
     started, load = threading.Event(), pipeline.load_converted
 
@@ -189,7 +179,7 @@ def test_two_conversions_to_one_folder(llama, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
 
 
-REPORTS = ["", "x", "[]", "3", '{"runs": 3}', '{"runs": [3]}', '{"runs": [{}]}', '{"a": 1}', '{"runs": null}']
+REPORTS = ["", "[]", '{"runs": 3}', '{"runs": [{}]}', '{"a": 1}']
 
 
 @pytest.mark.parametrize("content", REPORTS)
@@ -200,7 +190,7 @@ def test_a_bad_training_report_is_refused_before_the_first_step(linear_llama, fi
     assert_nothing_written(tmp_path, "source")
 
 
-@pytest.mark.parametrize("change", [{"base_model": 3}, {"figures": []}, {"card_metadata": 3}, {"dropped_features": 3}])
+@pytest.mark.parametrize("change", [{"base_model": 3}, {"figures": []}])
 def test_a_bad_conversion_report_is_refused_before_the_first_step(linear_llama, files, tmp_path, change):
     source = copy_of(linear_llama, tmp_path / "source")
     change_json(source / "conversion_report.json", **change)
@@ -213,8 +203,8 @@ FULL = OSError(28, "No space left on device")
 
 @pytest.mark.parametrize(
     ("part", "error"),
-    [("write_model_card", FULL), ("write_model_card", KeyError("x")), ("plot_metrics", FULL),
-     ("plot_metrics", MemoryError()), ("copy_sidecars", FULL), ("training_history", KeyError("x"))],
+    [("write_model_card", KeyError("x")), ("plot_metrics", MemoryError()), ("copy_sidecars", FULL),
+     ("training_history", KeyError("x"))],
 )  # fmt: skip
 def test_what_accompanies_the_model_never_costs_it(linear_llama, files, tmp_path, monkeypatch, part, error):
     def fail(*arguments, **options):
@@ -235,23 +225,13 @@ def test_a_conversion_survives_its_card(llama, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "conversion_report.json").is_file()
 
 
-def test_other_content_of_the_same_size_is_another_run(linear_llama, files, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    shutil.copy(files / "good.jsonl", data)
-    words = ["--task", "causal_lm", "--model_name_or_path", linear_llama, "--train_file", data, "--output_dir",
-             tmp_path / "out", "--checkpointing_steps", 1]  # fmt: skip
-    assert finetune(*words, "--max_train_steps", 1)[0] == 0
-    data.write_text(data.read_text().replace("quick", "quack"))
-    result = finetune(*words, "--max_train_steps", 2, "--resume_from_checkpoint", "latest")
-    assert_refused(result, "train_content")
-
-
-def test_other_content_of_a_folder_is_another_run(linear_llama, files, tmp_path):
+@pytest.mark.parametrize("option", ["train_file", "dataset_name"])
+def test_other_content_of_the_same_size_is_another_run(linear_llama, files, tmp_path, option):
     (tmp_path / "data").mkdir()
     data = tmp_path / "data" / "train.jsonl"
     shutil.copy(files / "good.jsonl", data)
-    words = ["--task", "causal_lm", "--model_name_or_path", linear_llama, "--dataset_name", tmp_path / "data",
-             "--output_dir", tmp_path / "out", "--checkpointing_steps", 1]  # fmt: skip
+    words = ["--task", "causal_lm", "--model_name_or_path", linear_llama, "--output_dir", tmp_path / "out"]
+    words += [f"--{option}", data if option == "train_file" else data.parent, "--checkpointing_steps", 1]
     assert finetune(*words, "--max_train_steps", 1)[0] == 0
     data.write_text(data.read_text().replace("quick", "quack"))
     result = finetune(*words, "--max_train_steps", 2, "--resume_from_checkpoint", "latest")
@@ -268,8 +248,7 @@ def test_a_folder_with_a_test_split_is_evaluated_on_it(linear_llama, files, tmp_
     assert json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"][0]["metrics"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-@pytest.mark.parametrize("number", [2, 15])
+@pytest.mark.parametrize(("script", "number"), [(SCRIPTS[0], 2), (SCRIPTS[1], 15)], ids=["convert", "train"])
 def test_a_signal_during_the_imports_is_one_line(script, number):
     process = subprocess.Popen([sys.executable, script, "--help"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     time.sleep(0.7)
@@ -286,7 +265,7 @@ def test_a_closed_pipe_is_no_traceback():
     assert process.stderr == ""
 
 
-@pytest.mark.parametrize("content", ["", "x", "[]", "3", None])
+@pytest.mark.parametrize("content", ["", "[]", None])
 def test_a_damaged_request_of_an_unfinished_run(llama, files, tmp_path, content):
     work = tmp_path / "out.unfinished"
     work.mkdir()
@@ -298,10 +277,9 @@ def test_a_damaged_request_of_an_unfinished_run(llama, files, tmp_path, content)
 
 
 @pytest.mark.parametrize("name", ["config.json", "conversion_report.json", "model.safetensors", "tokenizer.json"])
-@pytest.mark.parametrize("content", [b"", b"x", b"[1]"])
-def test_a_damaged_model_is_not_evaluated(llama, linear_llama, files, tmp_path, name, content):
+def test_a_damaged_model_is_not_evaluated(llama, linear_llama, files, tmp_path, name):
     out = copy_of(linear_llama, tmp_path / "out")
-    (out / name).write_bytes(content)
+    (out / name).write_bytes(b"[1]")
     words = ["evaluate", "--teacher_name_or_path", llama, "--model_name_or_path", out]
     assert_refused(command(*words, "--validation_file", files / "good.txt"), name)
 

@@ -36,8 +36,7 @@ def _forbid(path, kind):
         pytest.skip("only root gives folders away")
 
 
-@pytest.mark.parametrize("kind", ["read-only", "other user"])
-@pytest.mark.parametrize("command", ["convert", "train"])
+@pytest.mark.parametrize(("kind", "command"), [("read-only", "convert"), ("other user", "train")])
 def test_a_place_where_nothing_may_be_written(llama, linear_llama, files, tmp_path, kind, command):
     place = tmp_path / "place"
     place.mkdir()
@@ -62,8 +61,10 @@ def test_a_result_of_somebody_else_is_not_replaced(llama, tmp_path, kind, part):
     assert (out / "deep" / "theirs").read_text() == "theirs"
 
 
-@pytest.mark.parametrize("part", [".", "config.json", "model.safetensors", "tokenizer.json"])
-@pytest.mark.parametrize("command", ["convert", "train"])
+@pytest.mark.parametrize(
+    ("part", "command"),
+    [(".", "convert"), ("config.json", "train"), ("model.safetensors", "convert"), ("tokenizer.json", "train")],
+)
 def test_a_source_that_may_not_be_read(llama, linear_llama, files, tmp_path, part, command):
     source = copy_of(llama if command == "convert" else linear_llama, tmp_path / "source")
     (source / part).chmod(0)
@@ -74,8 +75,7 @@ def test_a_source_that_may_not_be_read(llama, linear_llama, files, tmp_path, par
     assert_nothing_written(tmp_path, "source")
 
 
-@pytest.mark.parametrize("option", ["train_file", "validation_file", "config"])
-@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize(("option", "is_folder"), [("train_file", False), ("validation_file", True), ("config", False)])
 def test_a_file_that_may_not_be_read(linear_llama, files, tmp_path, option, is_folder):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -19,21 +19,21 @@ from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 HUGE = 10**15
 SETTINGS = {
-    "mechanism": [3, None, [], "nosuch", True, ("linear",), b"linear", {}, {"x": "linear"}, {3: "linear"}, {"0-": 3}],
-    "layers": [3, "x", [0.5], [-1], [99], {"a": 1}, [True], ["0"], None, [[0]], [HUGE], range(3)],
-    "num_features": ["x", 0, -1, 1.5, True, [], HUGE, 10**30, 10**11, float("nan"), {}, {"0-1": 8}, {"9": 8}],
-    "feature_map": [3, "nosuch", None, [], True],
-    "decay": [3, "nosuch", True, []],
-    "rope": [3, "nosuch", []],
-    "drop": ["softcap", 3, ["nosuch"], [3], None, {"a": 1}],
-    "cross_attention": ["x", 1, None, [], True],
-    "softmax_heads": [3, "0.1", [0], [[0]], [[0, 1, 2]], [["0", "1"]], [[99, 0]], [[0, 99]], None, {"a": 1}],
-    "trained_length": ["x", -1, 1.5],
+    "mechanism": [3, None, "nosuch", b"linear", {}, {"x": "linear"}, {3: "linear"}, {"0-": 3}],
+    "layers": [3, "x", [0.5], [-1], [99], {"a": 1}, [True], None, [HUGE], range(3)],
+    "num_features": ["x", 0, 1.5, True, 10**30, float("nan"), {}, {"9": 8}],
+    "feature_map": [3, "nosuch", None],
+    "decay": ["nosuch", True],
+    "rope": [3],
+    "drop": ["softcap", ["nosuch"], [3], None],
+    "cross_attention": ["x", 1],
+    "softmax_heads": [3, [0], [[0, 1, 2]], [["0", "1"]], [[99, 0]], [[0, 99]]],
+    "trained_length": ["x", -1],
     "nosuch": [1],
-    "format_version": [99, "x", None, -1],
-    "settings": [3, "linear", [], [3], [{}], [{"layers": [0]}, {"layers": [0]}], [{"layers": "all"}], {"mechanism": 3}],
-    "model_class": [3, "LlamaForCausalLM", int, nn.Linear],
-    "from_pretrained": [3, "x", [1]],
+    "format_version": [99, "x"],
+    "settings": [3, [], [{}], [{"layers": [0]}, {"layers": [0]}], [{"layers": "all"}], {"mechanism": 3}],
+    "model_class": ["LlamaForCausalLM", nn.Linear],
+    "from_pretrained": [3, [1]],
 }
 
 
@@ -58,15 +58,12 @@ def test_settings(stock, llama, name, value):
     _assert_our_own(lambda: convert(llama if name == "from_pretrained" else stock, **{name: value}))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [3, None, [], nn.Linear(2, 2), {"a": 1}, torch.zeros(2), int, b"x", "", "/nowhere/at/all", "two words", "a" * 300],
-)
+@pytest.mark.parametrize("model", [3, nn.Linear(2, 2), int, b"x", "", "/nowhere/at/all", "two words", "a" * 300])
 def test_models(model):
     _assert_our_own(lambda: convert(model))
 
 
-@pytest.mark.parametrize("model", [3, None, "x", [], {}, "stock"])
+@pytest.mark.parametrize("model", [3, None, "stock"])
 @pytest.mark.parametrize("call", ["calibrate", "softmax_attention", "save_prompt_state", "load_prompt_state"])
 def test_functions_of_models(stock, model, call, tmp_path):
     model = stock if model == "stock" else model
@@ -86,8 +83,15 @@ def test_functions_of_models(stock, model, call, tmp_path):
     _assert_our_own(act)
 
 
-BATCHES = [3, None, [3], ["x"], [{}], [{"input_ids": [1, 2]}], [{"input_ids": "x"}], [{"nosuch": torch.zeros(1, 2)}],
-           [[1, 2]], [None], {"input_ids": torch.ones(1, 2)}, []]  # fmt: skip
+BATCHES = [
+    3,
+    ["x"],
+    [{}],
+    [{"input_ids": [1, 2]}],
+    [{"nosuch": torch.zeros(1, 2)}],
+    {"input_ids": torch.ones(1, 2)},
+    [],
+]
 
 
 @pytest.mark.parametrize("batches", BATCHES, ids=[str(n) for n in range(len(BATCHES))])
@@ -96,7 +100,7 @@ def test_calibrate(stock, batches):
     _assert_our_own(lambda: calibrate(model, batches))
 
 
-@pytest.mark.parametrize("layers", [3, "x", ["a"], [0.5], [None], [99], [0, 99], [-1], {7}, b"0"])
+@pytest.mark.parametrize("layers", [3, "x", [0.5], [99], [-1], {7}])
 def test_softmax_attention_in_layers(stock, layers):
     model = convert(stock, num_features=8)
 
@@ -119,9 +123,8 @@ def test_prompt_states(linear_llama, tmp_path, content):
         model.load_prompt_state(path)
 
 
-ABOUT = [b"", b"x", b"[]", b"null", b"3", b"\xff", b"[" * 100_000, b"{}"]
-PROMPTS = [None, 3, "x", [1, 2], torch.zeros(1, 9), torch.zeros(1, 9).bool(), torch.zeros(9).long(),
-           torch.zeros(2, 9).long(), torch.full((1, 9), 10**6), torch.full((1, 9), -1)]  # fmt: skip
+ABOUT = [b"", b"[]", b"\xff", b"[" * 100_000, b"{}"]
+PROMPTS = [3, [1, 2], torch.zeros(1, 9), torch.zeros(9).long(), torch.zeros(2, 9).long(), torch.full((1, 9), 10**6)]
 
 
 @pytest.fixture(scope="module")

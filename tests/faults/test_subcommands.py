@@ -8,8 +8,7 @@ from faults import assert_nothing_written, assert_refused, change_json, command,
 
 MODEL = "--model_name_or_path"
 REPORTS = {
-    "empty": b"", "text": b"x", "list": b"[]", "no UTF-8": b'{"a": "\xff"}', "deep": b"[" * 100_000,
-    "number": b'{"base_model": 3}', "null": b'{"base_model": null}', "gone": b'{"base_model": "/nowhere/x"}',
+    "empty": b"", "deep": b"[" * 100_000, "number": b'{"base_model": 3}', "gone": b'{"base_model": "/nowhere/x"}',
 }  # fmt: skip
 
 
@@ -36,7 +35,7 @@ def test_evaluate_with_another_model(request, files, model, teacher, said):
     assert_refused(command("evaluate", *words), said)
 
 
-@pytest.mark.parametrize("name", ["~nosuchuser/x", "LOOP", "a" * 5000, "b" * 90 + "/" + "c" * 5000])
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "LOOP", "b" * 90 + "/" + "c" * 5000])
 @pytest.mark.parametrize("words", [("doctor",), ("compare", "--model_name_or_path"), ("convert", "--dry_run", MODEL)])
 def test_models_that_no_folder_can_be(tmp_path, words, name):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -53,7 +52,7 @@ def test_numbers_in_place_of_texts(llama, tmp_path):
     assert_refused(command("compare", *source, "--train_file", tmp_path / "five.jsonl"), told)
 
 
-@pytest.mark.parametrize("tokens", [10**9, 10**12, 10**20])
+@pytest.mark.parametrize("tokens", [10**9, 10**20])
 def test_positions_beyond_every_memory(bert, tmp_path, tokens, monkeypatch):
     monkeypatch.setattr("hf_linear_attention.conversion.pipeline.memory_of_machine", lambda: 2**30)
     words = ("--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--max_position_embeddings", tokens)

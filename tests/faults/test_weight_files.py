@@ -8,18 +8,8 @@ import struct
 
 import pytest
 import torch
-from faults import assert_nothing_written, assert_refused, change_json, convert, copy_of, finetune
+from faults import assert_nothing_written, assert_refused, change_json, convert, copy_of, finetune, read_by
 from safetensors.torch import load_file, save_file
-
-
-def _call(command, source, other, files, tmp_path):
-    if command == "convert":
-        return convert("--model_name_or_path", source, "--output_dir", tmp_path / "out", "--num_features", 8)
-    model = [other, "--teacher_name_or_path", source] if command == "teacher" else [source]
-    return finetune(
-        "--task", "causal_lm", "--model_name_or_path", *model, "--train_file", files / "good.jsonl",
-        "--output_dir", tmp_path / "out", "--max_train_steps", 1,
-    )  # fmt: skip
 
 
 def _header(path, **changes):
@@ -47,45 +37,37 @@ WEIGHTS = {
     "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
     "cut in the header": lambda path: path.write_bytes(path.read_bytes()[:50]),
-    "seven bytes": lambda path: path.write_bytes(b"1234567"),
     "text": lambda path: path.write_text("these are no weights at all, but a text"),
-    "html": lambda path: path.write_text("<html><body>404 not found</body></html>"),
     "git lfs": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
     "pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
-    "zip": lambda path: torch.save({"a": torch.zeros(1)}, path),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"more"),
     "huge header": lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"),
-    "header is a list": lambda path: path.write_bytes(struct.pack("<Q", 2) + b"[]"),
     "header is no JSON": lambda path: path.write_bytes(struct.pack("<Q", 2) + b"{x"),
     "lying shape": lambda path: _header(path, shape=[10**9, 10**9]),
-    "negative shape": lambda path: _header(path, shape=[-1]),
     "lying type": lambda path: _header(path, dtype="F99"),
     "lying offsets": lambda path: _header(path, data_offsets=[0, 10**12]),
-    "offsets backwards": lambda path: _header(path, data_offsets=[64, 0]),
-    "offsets as text": lambda path: _header(path, data_offsets=["a", "b"]),
     "no tensors": lambda path: save_file({}, path),
     "other names": _tensors(lambda tensors: [tensors.update({f"x.{k}": tensors.pop(k)}) for k in list(tensors)]),
     "one missing": _tensors(lambda tensors: tensors.pop(KEY)),
     "NaN": _tensors(lambda tensors: tensors[KEY][0].fill_(float("nan"))),
     "infinite": _tensors(lambda tensors: tensors[KEY][0].fill_(float("inf"))),
     "another shape": _tensors(lambda tensors: tensors.update({KEY: tensors[KEY][:-1].clone()})),
-    "transposed": _tensors(lambda tensors: tensors.update({KEY: tensors[KEY].T.contiguous()})),
     "one more dimension": _tensors(lambda tensors: tensors.update({KEY: tensors[KEY][None].clone()})),
     "one layer more": _tensors(lambda t: t.update({k.replace("s.1.", "s.3."): t[k].clone() for k in list(t)})),
 }
 
 
-OF_TEACHERS = ("cut", "pickle", "one missing", "NaN", "another shape", "one layer more")
+LOADED = ("cut", "one missing", "NaN", "infinite", "another shape", "one layer more")
 
 
 @pytest.mark.parametrize(
     ("damage", "command"),
-    [(name, command) for name in WEIGHTS for command in ("convert", "train")] + [(n, "teacher") for n in OF_TEACHERS],
+    [(name, "convert") for name in WEIGHTS] + [(n, command) for n in LOADED for command in ("train", "teacher")],
 )
 def test_weights(llama, linear_llama, files, tmp_path, damage, command):
     source = copy_of(llama, tmp_path / "source")
     WEIGHTS[damage](source / "model.safetensors")
-    assert_refused(_call(command, source, linear_llama, files, tmp_path), str(source))
+    assert_refused(read_by(command, source, linear_llama, files, tmp_path / "out"), str(source))
     assert_nothing_written(tmp_path, "source")
 
 
@@ -106,30 +88,26 @@ INDEX = {
     "a folder": {"weight_map": {KEY: "."}},
     "missing": {"weight_map": {KEY: "model-1.safetensors"}},
     "a number": {"weight_map": {KEY: 3}},
-    "null": {"weight_map": {KEY: None}},
-    "a list": {"weight_map": [KEY]},
     "empty map": {"weight_map": {}},
-    "no map": {"metadata": {}},
-    "a map of maps": {"weight_map": {KEY: {"a": 1}}},
     "another type": {"weight_map": {KEY: "config.json"}},
     "NUL": {"weight_map": {KEY: "a\0.safetensors"}},
     "backslash": {"weight_map": {KEY: "..\\model.safetensors"}},
     "long": {"weight_map": {KEY: "m" * 5000 + ".safetensors"}},
     "too few": {"weight_map": {KEY: "part.safetensors"}},
     "a list as file": [],
-    "text as file": "x",
 }
 
 
-@pytest.mark.parametrize("content", INDEX.values(), ids=INDEX.keys())
-@pytest.mark.parametrize("command", ["convert", "train"])
-def test_indices(llama, linear_llama, files, tmp_path, content, command):
+@pytest.mark.parametrize(
+    ("kind", "command"), [(kind, "convert") for kind in INDEX] + [("outside", "train"), ("too few", "train")]
+)
+def test_indices(llama, linear_llama, files, tmp_path, kind, command):
     source = copy_of(llama, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     save_file({KEY: tensors[KEY]}, source / "part.safetensors", metadata={"format": "pt"})
-    (source / "model.safetensors.index.json").write_text(json.dumps(content))
-    assert_refused(_call(command, source, linear_llama, files, tmp_path), str(source))
+    (source / "model.safetensors.index.json").write_text(json.dumps(INDEX[kind]))
+    assert_refused(read_by(command, source, linear_llama, files, tmp_path / "out"), str(source))
     assert_nothing_written(tmp_path, "source")
 
 
@@ -143,7 +121,7 @@ class Evil:
         return (open, (str(self.path), "w"))
 
 
-@pytest.mark.parametrize("kind", ["torch", "pickle", "text", "empty", "numbers"])
+@pytest.mark.parametrize("kind", ["torch", "pickle", "text"])
 @pytest.mark.parametrize("command", ["convert", "convert with --allow_pickle", "train"])
 def test_pickles(llama, linear_llama, files, tmp_path, kind, command):
     source, mark = copy_of(llama, tmp_path / "source"), tmp_path / "ran"
@@ -153,33 +131,27 @@ def test_pickles(llama, linear_llama, files, tmp_path, kind, command):
         "torch": lambda: torch.save({"a": Evil(mark)}, path),
         "pickle": lambda: path.write_bytes(pickle.dumps(Evil(mark))),
         "text": lambda: path.write_text("no pickle"),
-        "empty": lambda: path.write_bytes(b""),
-        "numbers": lambda: torch.save([1, 2], path),
     }[kind]()
     if command.endswith("pickle"):
         words = ("--model_name_or_path", source, "--output_dir", tmp_path / "out", "--allow_pickle")
         assert_refused(convert(*words), str(source))
     else:
-        assert_refused(_call(command, source, linear_llama, files, tmp_path), str(source))
+        assert_refused(read_by(command, source, linear_llama, files, tmp_path / "out"), str(source))
     assert_nothing_written(tmp_path, "source")
 
 
 TOKENIZER = {
     "empty": ("tokenizer.json", b""),
-    "text": ("tokenizer.json", b"hello"),
     "list": ("tokenizer.json", b"[]"),
-    "empty object": ("tokenizer.json", b"{}"),
     "no model": ("tokenizer.json", b'{"version": "1.0", "model": null}'),
     "unknown model": ("tokenizer.json", b'{"version": "1.0", "model": {"type": "Nosuch"}}'),
     "not UTF-8": ("tokenizer.json", b'{"a": "\xff"}'),
-    "config empty": ("tokenizer_config.json", b""),
     "config list": ("tokenizer_config.json", b"[]"),
     "config class": ("tokenizer_config.json", b'{"tokenizer_class": 3}'),
     "config length": ("tokenizer_config.json", b'{"tokenizer_class": "TokenizersBackend", "model_max_length": "x"}'),
     "config token": ("tokenizer_config.json", b'{"tokenizer_class": "TokenizersBackend", "pad_token": 3}'),
     "special": ("special_tokens_map.json", b"3"),
     "added": ("added_tokens.json", b"[1]"),
-    "generation": ("generation_config.json", b"x"),
     "generation list": ("generation_config.json", b"[]"),
 }
 
@@ -189,7 +161,9 @@ TOKENIZER = {
 def test_tokenizers(llama, linear_llama, files, tmp_path, name, content, command):
     source = copy_of(llama, tmp_path / "source")
     (source / name).write_bytes(content)
-    assert_refused(_call(command, source, linear_llama, files, tmp_path), "tokeni" if "token" in name else name)
+    assert_refused(
+        read_by(command, source, linear_llama, files, tmp_path / "out"), "tokeni" if "token" in name else name
+    )
     assert_nothing_written(tmp_path, "source")
 
 
@@ -197,7 +171,7 @@ def test_no_tokenizer(llama, linear_llama, files, tmp_path):
     source = copy_of(llama, tmp_path / "source")
     for path in source.glob("*token*"):
         path.unlink()
-    assert_refused(_call("train", source, linear_llama, files, tmp_path), str(source), "--tokenizer_name")
+    assert_refused(read_by("train", source, linear_llama, files, tmp_path / "out"), str(source), "--tokenizer_name")
     assert_nothing_written(tmp_path, "source")
 
 
@@ -218,28 +192,24 @@ def test_a_vocabulary_larger_than_that_of_the_model(llama, files, tmp_path, comm
 
 MODULES = {
     "empty": b"", "object": b"{}", "empty list": b"[]", "numbers": b"[1]", "no path": b'[{"type": "x"}]',
-    "path is a number": b'[{"path": 3, "type": "x"}]', "outside": b'[{"path": "../..", "type": "x"}]',
-    "absolute": b'[{"path": "/etc", "type": "x"}]', "second outside":
-    b'[{"path": "", "type": "x"}, {"path": "../evil", "type": "y"}]', "null": b"null", "type is a number":
-    b'[{"path": "", "type": 3}]', "missing folder": b'[{"path": "0_Transformer", "type": "x"}]',
-    "NUL": b'[{"path": "a\\u0000", "type": "x"}]',
+    "path is a number": b'[{"path": 3, "type": "x"}]', "absolute": b'[{"path": "/etc", "type": "x"}]',
+    "second outside": b'[{"path": "", "type": "x"}, {"path": "../evil", "type": "y"}]',
+    "missing folder": b'[{"path": "0_Transformer", "type": "x"}]', "NUL": b'[{"path": "a\\u0000", "type": "x"}]',
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("content", MODULES.values(), ids=MODULES.keys())
-@pytest.mark.parametrize("command", ["convert", "train"])
-def test_modules_json(bert, linear_llama, files, tmp_path, content, command):
+@pytest.mark.parametrize(
+    ("kind", "command"), [(kind, "convert") for kind in MODULES] + [("empty", "train"), ("second outside", "train")]
+)
+def test_modules_json(bert, linear_llama, files, tmp_path, kind, command):
     source = copy_of(bert, tmp_path / "source")
-    (source / "modules.json").write_bytes(content)
-    if command == "train" and content in (b"[]", MODULES["missing folder"]):
-        pytest.skip("training reads no first module")
-    assert_refused(_call(command, source, linear_llama, files, tmp_path), "modules.json")
+    (source / "modules.json").write_bytes(MODULES[kind])
+    assert_refused(read_by(command, source, linear_llama, files, tmp_path / "out"), "modules.json")
     assert_nothing_written(tmp_path, "source")
 
 
 FOREIGN = {
     "unknown class": {"AutoConfig": "configuration.Evil"},
-    "missing file": {"AutoConfig": "nosuch.Config", "AutoModelForCausalLM": "nosuch.Model"},
     "another repository": {"AutoConfig": "nobody/evil--configuration.Config"},
     "outside": {"AutoConfig": "../../evil.Config"},
 }

@@ -73,6 +73,17 @@ def command(*words: object) -> Result:
     return _run(commands.main, words)
 
 
+def read_by(command: str, source: Path, other: Path, files: Path, out: Path) -> Result:
+    """The result of a command that reads the model in `source`: `convert`, `train`, or `teacher` (of `other`)."""
+    if command == "convert":
+        return convert("--model_name_or_path", source, "--output_dir", out, "--num_features", 8)
+    model = [other, "--teacher_name_or_path", source] if command == "teacher" else [source]
+    return finetune(
+        "--task", "causal_lm", "--model_name_or_path", *model, "--train_file", files / "good.jsonl",
+        "--output_dir", out, "--max_train_steps", 1,
+    )  # fmt: skip
+
+
 def without_privileges(command: Any, *words: object) -> Result:
     """`command(*words)` in a forked process to which permissions apply, also where the tests run as root."""
     read, write = os.pipe()

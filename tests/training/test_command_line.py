@@ -73,13 +73,6 @@ def test_refusals(base: list[str], options: list[str], words: list[str], capsys:
         assert word in error
 
 
-def test_missing_required_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert all(name in error for name in ("--model_name_or_path", "--task", "--output_dir"))
-
-
 def test_all_problems_are_listed_at_once(base: list[str]) -> None:
     options = ["--learning_rate", "-1", "--logits_kl_weight", "1", "--eval_steps", "0", "--save_total_limit", "1"]
     with pytest.raises(UsageError) as caught:
@@ -133,24 +126,6 @@ def test_yaml_gives_defaults_and_the_command_line_wins(base: list[str], tmp_path
     assert recipe.optimization.max_train_steps is None
 
 
-def test_unknown_yaml_keys_are_listed_at_once(
-    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("learning_rat: 1\nseed: [1, 2]\nbanana: 2\n", encoding="utf-8")
-    assert main([*base, "--config", str(config)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert all(word in error for word in ("learning_rat", "did you mean `learning_rate`", "banana", "`--seed [1, 2]`"))
-
-
-def test_yaml_values_are_checked_like_options(base: list[str], tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("learning_rate: soon\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"learning_rate.*soon"):
-        parse([*base, "--config", str(config)])
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path: Path, any_task: Path, tmp_path: Path) -> None:
     models = ["--model_name_or_path", "m", "--teacher_name_or_path", "t", "--train_file", str(any_task)]
@@ -176,16 +151,6 @@ def test_help_shows_the_examples_as_they_can_be_pasted(capsys: pytest.CaptureFix
     assert f"--validation_file valid.txt --output_dir OUT \\\n        {command}\n" in text
     source = Path(str(finetune.__file__)).read_text(encoding="utf-8").split('"""')[1]
     assert source.strip().replace("%(prog)s", "python training/finetune.py") in text
-
-
-def test_no_option_is_accepted_and_ignored() -> None:
-    """Every option is read somewhere besides its declaration and its checks."""
-    sources = [p for p in (ROOT / "training").rglob("*.py") if p.name not in ("recipe.py", "recipe_parser.py")]
-    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    code += (ROOT / "training" / "recipe.py").read_text(encoding="utf-8").split("class Recipe:")[1]
-    for name in (name for group in GROUPS for name in group.__dataclass_fields__):
-        read = rf"\.{name}\b" if not name.endswith("_weight") else r'f"\{name\}_weight"'
-        assert re.search(read, code), name
 
 
 def test_runs_as_a_file_from_any_folder(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -230,16 +195,3 @@ def test_a_signal_before_the_training_is_one_line(
     assert "--resume_from_checkpoint latest" in error
     assert error.count("\n") == 1
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_what_only_reads_options_imports_nothing_that_trains(base: list[str]) -> None:
-    """They take longer to import than all the rest."""
-    code = (
-        "import sys\nfrom hf_linear_attention.training.finetune import main\n"
-        f"assert main({[*base, '--learning_rate', '-1']!r}) == 2\n"
-        "ours = {f'hf_linear_attention.training.{name}' for name in ('models', 'run', 'data.rows', 'losses.teacher')}\n"
-        "found = ({'datasets', 'evaluate', 'peft', 'transformers.modeling_utils'} | ours) & set(sys.modules)\n"
-        "sys.exit(f'imported {found}' if found else 0)"
-    )
-    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr

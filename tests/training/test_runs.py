@@ -23,7 +23,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_linear_attention import convert
 from hf_linear_attention._common.folders import write_checksums
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
@@ -65,31 +64,6 @@ def test_training_lowers_the_loss_on_held_out_text(finetune, causal: list[str], 
     assert {"task_loss", "learning_rate", "grad_norm", "tokens"} <= losses(events)[0].keys()
 
 
-def test_distillation_approaches_the_teacher(finetune, causal: list[str], llama_teacher: str) -> None:
-    teacher = ["--teacher_name_or_path", llama_teacher, "--hidden_state_weight", 0.1]
-    events = finetune(*causal, *teacher, "--max_train_steps", 40, "--learning_rate", "1e-2", "--max_eval_samples", 5)
-    rows = losses(events)
-    assert "task_loss" not in rows[0]
-    assert rows[-1]["logits_kl"] < 0.9 * rows[0]["logits_kl"]
-    assert rows[-1]["loss"] == pytest.approx(rows[-1]["logits_kl"] + 0.1 * rows[-1]["hidden_state"])
-
-
-def test_attention_transfer_improves_the_converted_model(finetune, causal: list[str], llama_teacher, tmp_path) -> None:
-    """It trains the mechanisms alone, towards the softmax of the very same weights, and the text gets likelier."""
-    stock = LlamaForCausalLM.from_pretrained(llama_teacher)
-    model = convert(stock, mechanism="hybrid", window_size=4, num_features=16)
-    model.save_pretrained(tmp_path / "converted")
-    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "converted")
-    options = ["--model_name_or_path", tmp_path / "converted", "--attention_transfer_weight", 1]
-    options += ["--trainable", "mechanism", "--learning_rate", "2e-2", "--max_train_steps", 40]
-    events = finetune(*causal, *options, "--max_eval_samples", 5)
-    rows = losses(events)
-    assert rows[-1]["attention_transfer"] < 0.7 * rows[0]["attention_transfer"]
-    trained, before = weights(tmp_path / "out"), weights(tmp_path / "converted")
-    changed = {name for name in before if not torch.equal(trained[name], before[name])}
-    assert changed == {name for name in before if ".linear_attention." in name}
-
-
 @pytest.mark.parametrize("family", [BertForSequenceClassification, GPT2LMHeadModel])
 def test_without_dropout_a_model_in_training_mode_says_what_it_says_in_evaluation(family) -> None:
     model = family(family.config_class(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=50))
@@ -111,7 +85,7 @@ def test_accumulated_ragged_batches_equal_one_batch(
     ones = [o for n in ("task_loss", "logits_kl", "hidden_state", "embedding") for o in (f"--{n}_weight", 1)]
     rest = ["--train_file", files / "train.txt", "--max_train_steps", 3, "--learning_rate", "1e-3"]
     runs = []
-    for batch_size, accumulation in [(4, 1), (1, 4), (2, 2)]:
+    for batch_size, accumulation in [(4, 1), (1, 4)]:
         split = ["--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
         folder = tmp_path / f"{batch_size}"
         options = [*models, *ones, "--hidden_state_layers", "all", *rest, *split, "--logging_steps", 1]
@@ -244,7 +218,7 @@ def test_final_folder_loads_and_holds_sidecars(
 
 def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert: str, files: Path, tmp_path: Path) -> None:
     data = ["--train_file", files / "train.csv", "--validation_file", files / "valid.tsv"]
-    options = ["--task", "sequence_classification", "--max_train_steps", 60, "--learning_rate", "3e-3"]
+    options = ["--task", "sequence_classification", "--max_train_steps", 40, "--learning_rate", "3e-3"]
     events = finetune("--model_name_or_path", bert, *data, *options)
     assert evaluations(events)[-1]["eval_samples"] == 21
     assert evaluations(events)[-1]["eval_accuracy"] > 0.7
@@ -310,23 +284,6 @@ def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama
         assert group["weight_decay"] == (0.1 if group["params"][0].dim() > 1 else 0)
         assert len({p.dim() > 1 for p in group["params"]}) == 1
     assert sum(len(group["params"]) for group in groups(trainable="mechanism")) == 2
-
-
-def test_options_about_a_mechanism_need_one(finetune, causal: list[str], capsys) -> None:
-    finetune(*causal, "--trainable", "mechanism", expect=2)
-    assert "convert it" in capsys.readouterr().err.splitlines()[-1]
-    finetune(*causal, "--mechanism_learning_rate", "1e-2", expect=2)
-    assert "--mechanism_learning_rate" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, capsys) -> None:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=301, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=2)
-    assert "`vocab_size` is 300 in the model but 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_skipped_rows_are_counted_in_report_and_card(finetune, llama: str, texts: list[str], tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import OnResume
-from hf_linear_attention.training.checkpoints import changed_settings
+from hf_linear_attention.training.checkpoints import changed_settings, compare_recipes
 from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.recipe import FACTS
 
@@ -166,6 +167,8 @@ def test_what_decides_data_order_or_model_is_refused() -> None:
     changed = changed_settings({}, dict.fromkeys(names, 1))
     assert {text.split(":")[0] for text in changed.fixed} == names - free
     assert (changed.watched, changed.evaluation) == ([], [])
+    with pytest.raises(SetupError, match="seed: 1 -> 2"):
+        compare_recipes({"seed": 1}, {"seed": 2}, Path("checkpoint-2"))
     for stage, place in ((None, "watched"), (2, "fixed")):
         changed = changed_settings({"zero_stage": stage, "world_size": 1}, {"zero_stage": stage, "world_size": 2})
         assert getattr(changed, place) == ["world_size: 1 -> 2"]

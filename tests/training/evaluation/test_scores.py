@@ -29,8 +29,8 @@ from hf_linear_attention.training.tracking import read_metrics
 
 
 def test_scores_are_their_formulas() -> None:
-    found = scored(Classification, [0, 1, 1, 0], [1, 1, 0, 0])
-    assert found == {"accuracy": 0.5, "f1": 0.5, "samples": 4}
+    found = scored(Classification, [0, 1, 1, 1], [1, 1, 0, 1])
+    assert found == {"accuracy": 0.5, "f1": pytest.approx(2 / 3), "samples": 4}
     three = scored(Classification, [0, 1, 2, 2], [0, 1, 1, 2])  # F1 of the classes: 1, 2/3 and 2/3
     assert three["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
     assert scored(Classification, [0, 0], [1, 1])["f1"] == 0

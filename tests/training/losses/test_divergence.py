@@ -17,8 +17,7 @@ def naive(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float) ->
     return temperature**2 * (p * (p.log() - q.log())).sum(-1)[mask].sum()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
+@pytest.mark.parametrize(("temperature", "chunk_rows"), [(1.0, 100), (2.5, 4)])
 def test_values_and_gradients_equal_the_definition(temperature: float, chunk_rows: int) -> None:
     student = torch.randn(11, 7, dtype=torch.float64, requires_grad=True)
     teacher = 3 * torch.randn(11, 7, dtype=torch.float64)
@@ -30,13 +29,6 @@ def test_values_and_gradients_equal_the_definition(temperature: float, chunk_row
     (expected_gradient,) = torch.autograd.grad(1.7 * expected, student)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     assert gradient[~mask].abs().max() == 0
-
-
-def test_gradcheck() -> None:
-    student = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    teacher = torch.randn(5, 4, dtype=torch.float64)
-    mask = torch.tensor([True, True, False, True, True])
-    assert torch.autograd.gradcheck(lambda x: chunked_kl(x, lambda rows: teacher[rows], mask, 2.0, 2), (student,))
 
 
 def test_half_precision_logits_are_compared_in_float32() -> None:

@@ -49,9 +49,14 @@ def oracle(seen: ObservedAttention, mask: Tensor, tolerance: float) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("settings", [{}, {"decay": "learned", "rope": "partial"}, {"feature_map": "hedgehog"}])
-@pytest.mark.parametrize("lengths", [[23, 23], [40, 17, 23], [4, 30, 9]])
-@pytest.mark.parametrize("tolerance", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("settings", "lengths", "tolerance"),
+    [
+        ({}, [4, 30, 9], 0.0),
+        ({"decay": "learned", "rope": "partial"}, [40, 17, 23], 0.5),
+        ({"feature_map": "hedgehog"}, [23, 23], 0.0),
+    ],
+)
 def test_the_share_is_that_of_the_weights(
     settings: dict[str, Any], lengths: list[int], tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,9 +104,3 @@ def test_what_cannot_be_meant_is_refused(
 ) -> None:
     finetune(*options, *TRANSFER, "--max_train_steps", 1, *extra, expect=expect)
     assert message in capsys.readouterr().err
-
-
-def test_without_transfer_the_options_are_refused(finetune, options: list[Any], capsys) -> None:
-    finetune(*options, "--transfer_layers", "0", expect=2)
-    error = capsys.readouterr().err
-    assert "--transfer_layers 0` needs `--attention_transfer_weight`" in error

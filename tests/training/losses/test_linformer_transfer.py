@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.mechanisms.linformer import mean_pool_matrix
 from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
 from hf_linear_attention.training.losses.objectives import relative_head_error
 
@@ -53,8 +52,9 @@ def oracle(kind: str, seen: ObservedAttention, leaves: list[Tensor], mask: Tenso
     return total
 
 
-@pytest.mark.parametrize("sharing", ["none", "headwise", "key-value"])
-@pytest.mark.parametrize("kind", ["learned", "stretched"])
+@pytest.mark.parametrize(
+    ("kind", "sharing"), [("learned", "none"), ("stretched", "headwise"), ("learned", "key-value")]
+)
 def test_gradients_of_e_and_f_are_those_of_the_formula(kind: str, sharing: str) -> None:
     model = student(projection=kind, projection_sharing=sharing)
     batch = padded_batch(LENGTHS)
@@ -78,7 +78,7 @@ def test_gradients_of_e_and_f_are_those_of_the_formula(kind: str, sharing: str) 
     torch.testing.assert_close(loss.double(), torch.stack(losses).sum(), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("length", [1, 4, 7])
+@pytest.mark.parametrize("length", [1, 7])
 def test_rows_that_fit_in_the_slots_have_no_error_and_teach_nothing(length: int) -> None:
     """`stretched` is exact there; the means of `learned` are not, because its segments are those of the full length."""
     errors = {}
@@ -92,21 +92,3 @@ def test_rows_that_fit_in_the_slots_have_no_error_and_teach_nothing(length: int)
         assert errors["learned"].mean() > 1e-3
     (gradient,) = torch.autograd.grad(errors["stretched"].sum(), seen[0].module.linear_attention.key_projection)
     assert not gradient.any()
-
-
-def test_a_step_of_transfer_lowers_the_error_of_a_long_row() -> None:
-    model = convert(stock_model("bert"), mechanism="linformer", projection_size=SLOTS, projection="stretched").eval()
-    batch, errors = padded_batch([61]), []
-    parameters = [value for name, value in model.named_parameters() if "_projection" in name]
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
-    for _ in range(3):
-        seen: list[ObservedAttention] = []
-        with observe_attention(model, seen.append):
-            model(**batch)
-        loss = torch.stack([relative_head_error(call, batch["attention_mask"].bool()) for call in seen]).mean()
-        errors.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert errors[2] < errors[1] < errors[0]
-    assert mean_pool_matrix(SLOTS, 64).shape == parameters[0].shape[1:]

@@ -91,6 +91,7 @@ def test_damaged_checksums_are_rows_that_are_not_there(size: int, tmp_path: Path
         assert (file.read(1, b"tokens") is None) == (size < 1000)
         file.write(1, b"tokens", kept)
         assert torch.equal(file.read(1, b"tokens"), kept)
+        assert file.read(1, b"others") is None
 
 
 def test_embeddings(finetune: Any, bert: str, bert_teacher: str, files: Path, tmp_path: Path, monkeypatch: Any) -> None:

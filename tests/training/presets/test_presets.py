@@ -55,6 +55,7 @@ PAPERS = sorted(str(path) for path in (ROOT / presets.PAPERS).glob("*.yaml"))
 def test_a_preset_is_whole(name: str) -> None:
     preset = load_preset(name)
     assert preset.version >= 1
+    assert preset.tokens >= 1_000_000
     directions = {"causal" if task == "causal_lm" else "bidirectional" for task in preset.stages}
     assert directions == set(preset.settings) - {"cross_attention"}
     for stages in preset.stages.values():
@@ -69,7 +70,7 @@ def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in (*preset_names(), *PAPERS) if "causal_lm" in load_preset(name).stages]
+    "name", [name for name in (*preset_names(), PAPERS[-1]) if "causal_lm" in load_preset(name).stages]
 )
 def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
     stock = LlamaForCausalLM.from_pretrained(llama_teacher)
@@ -81,15 +82,16 @@ def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data:
     models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
     finetune("--preset" if name in preset_names() else "--config", name, *models, "--task", "causal_lm", *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
-    assert len(runs) == len(load_preset(name).stages["causal_lm"])
+    stages = load_preset(name).stages["causal_lm"]
+    for run, stage in zip(runs, stages, strict=True):
+        assert 800 * stage.share <= run["training"]["tokens"] < 800 * stage.share + 64
+        assert run["training"].get("attention_transfer_weight") == stage.options.get("attention_transfer_weight")
 
 
 @pytest.mark.parametrize(
     ("name", "task"),
     [
         ("linformer", "masked_lm"),
-        ("linformer", "embedding"),
-        ("performer", "masked_lm"),
         ("performer", "embedding"),
         ("performer", "sequence_classification"),
         ("cald-linformer", "masked_lm"),
