@@ -229,6 +229,7 @@ BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
 }
 # The same for commands, by words in them.
 BY_COMMAND: dict[str, Callable[[], None]] = {
+    "SRC --output_dir OUT --evaluate --validation_file held_out.txt": decoder,
     "--layers 0,2,4-7": lambda: llama(num_hidden_layers=8),
     "0-3:hybrid,4-:linear": lambda: llama(num_hidden_layers=5),
     "--projection_size 128": encoder,
@@ -346,7 +347,7 @@ class PageRun:
             words[words.index("...") : words.index("...") + 1] = self.earlier[script]
         elif script:
             self.earlier.setdefault(script, [*words[words.index(script) + 1 :], "--checkpointing_steps", "1"])
-        is_new = not {"evaluate", "--resume_from_checkpoint", "--overwrite"} & set(words)
+        is_new = not {"evaluate", "--evaluate", "--resume_from_checkpoint", "--overwrite"} & set(words)
         if "--output_dir" in words and is_new:
             shutil.rmtree(words[words.index("--output_dir") + 1], ignore_errors=True)
         if (
