@@ -19,7 +19,6 @@ FIGURES = [
     ("README.md", "32 pairs; a window of as many bytes", "54", "recall", "| window 64, healed | 54.1"),
     ("README.md", "within the 512 tokens of its training", "1.351 1.358 1.361", "conversion", "The quick start"),
     ("README.md", "the speed of softmax over 8,192 tokens", "5.1 3.7", "speed", "| MiniLM, 8,192 |"),
-    ("docs/comparison.md", "times as long at 16,384", "4.2", "papers", "| performer-pytorch"),
     ("docs/comparison.md", "nats per token, and the default", "1.432 1.438", "conversion", "LoLCATs' form"),
     ("docs/figures.md", "`--preset default --state_bytes 76920`", "1.356", "conversion", "| the same, means"),
     ("docs/figures.md", "`--preset linear --num_features 64`", "1.465", "conversion", "| preset `linear`, 64"),
