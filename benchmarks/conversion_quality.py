@@ -1,17 +1,18 @@
 """What conversion recipes keep of one teacher, at equal tokens: figures, ablations, and the gap against the tokens.
 
     python -m benchmarks.conversion_quality --teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt \\
-        --recipes default lolcats --tokens 1000000 --seeds 0 1 2
+        --recipes default linear --tokens 1000000 --seeds 0 1 2
 
 And of an embedding model, from unlabelled sentences, measured on scored pairs (columns sentence1, sentence2, score):
 
     python -m benchmarks.conversion_quality --task embedding --teacher SRC --train_file SENTENCES.jsonl \\
         --validation_file STSB_DEV.tsv --recipes default performer:preset=default,mechanism=performer
 
-Each recipe is a preset of training/presets. `--settings` are settings of `linear_attention` that all of them share
+Each recipe is a preset of training/presets, or with `name:preset=FILE` a file such as those of
+benchmarks/papers/recipes. `--settings` are settings of `linear_attention` that all of them share
 (such as the window, so that states are equal), as far as they know them; `name:key=value,...` those of one recipe under
 a name of its own (`wide:preset=default,num_features=128`; with `mechanism=` they replace the preset's), and
-`stage.option=value` there an option of one of its stages (`hot:preset=lolcats,finetune.learning_rate=1e-3`). A finished
+`stage.option=value` there an option of one of its stages (`hot:preset=default,distil.learning_rate=1e-3`). A finished
 run in `--work_dir` is known by its name and not repeated. Every student is measured as `hf-linear-attention convert`
 does, which also trains the window of the same bytes (`--controls none` or `untrained` leave that out); the bytes are
 those of the decoding state per sequence.
@@ -38,23 +39,20 @@ from benchmarks.common import parse as parse_arguments
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
-from hf_linear_attention.conversion.controls import model_state_bytes
-from hf_linear_attention.conversion.figure_tables import comparison
-from hf_linear_attention.conversion.healed_control import heal_control
+from hf_linear_attention.conversion.figures import heal_control, model_state_bytes
+from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import HeldOut
 from hf_linear_attention.conversion.quality import measure as measure_folder
-from hf_linear_attention.conversion.request import SIZES
+from hf_linear_attention.conversion.report import comparison
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.training.data.rows import load_rows
 from hf_linear_attention.training.models import auto_class_of
-from hf_linear_attention.training.presets.preset import STAGES, Preset, fit_to, load_preset
-from hf_linear_attention.training.presets.stages import run_stages
+from hf_linear_attention.training.presets import STAGES, Preset, fit_to, load_preset
 from hf_linear_attention.training.recipe import DataArguments
-from hf_linear_attention.training.recipe_parser import parse
-from hf_linear_attention.training.run import run
+from hf_linear_attention.training.run import run, run_stages
 from hf_linear_attention.training.tracking import read_metrics
 
 
@@ -138,7 +136,7 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Training:
             convert(teacher, **settings).save_pretrained(folder)
             AutoTokenizer.from_pretrained(arguments.teacher).save_pretrained(folder)
     folders = {"model_name_or_path": str(converted), "output_dir": str(training.work / TRAINED)}
-    run_stages(preset, {**given, **folders}, parse, run)
+    run_stages(preset, {**given, **folders}, run)
     return training
 
 

@@ -38,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import write
 from benchmarks.real_attention import minilm_folder
 from hf_linear_attention.conversion.layer_speed import first_faster
-from hf_linear_attention.conversion.verdict import verdict
+from hf_linear_attention.conversion.page import verdict
 
 
 TRAINED_LENGTH, BATCH_SIZE, STEPS = 512, 4, 300

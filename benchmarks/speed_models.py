@@ -28,7 +28,7 @@ from benchmarks import common
 from benchmarks.common import medians, parse, save, table, times_as_fast, times_in_turns
 from hf_linear_attention import convert
 from hf_linear_attention.default_settings import DEFAULTS
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.presets import load_preset
 
 
 SOFTMAX = "softmax"

@@ -12,10 +12,9 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs
-from hf_linear_attention.conversion.head_ranking import chooses_heads
+from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.request import ConversionArguments
-from hf_linear_attention.conversion.softmax_layers import is_automatic, ranking_file
+from hf_linear_attention.conversion.softmax_choice import chooses_heads, is_automatic
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -37,22 +36,13 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
     Raises:
         UsageError: naming all of them.
     """
-    is_used, tokens = needs_calibration(plan), arguments.calibration_tokens
     problems = []
-    has, be = ("has", "is") if len(mechanisms_of(plan.settings)) == 1 else ("have", "are")
-    is_used = is_used or is_automatic(arguments)
-    is_read = is_used or chooses_heads(arguments)
+    has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"
+    is_read = needs_calibration(plan) or is_automatic(arguments) or chooses_heads(arguments)
     if arguments.calibration_file is not None and not (is_read or arguments.spectrum):
         problems.append(
             f"`--calibration_file` is given, but {plan.mechanisms} with these settings {has} nothing to calibrate; "
             "leave it out, or add `--spectrum` to analyse the attention on it"
-        )
-    file = ranking_file(arguments) if is_automatic(arguments) else arguments.calibration_file
-    if tokens is not None and not (is_used and file is not None):
-        reason = f"{has} nothing to calibrate" if not is_used else f"{be} calibrated on all built-in sentences"
-        problems.append(
-            f"`--calibration_tokens` is given, but {plan.mechanisms} with these settings {reason}; leave it out"
-            + ("" if not is_used else ", or give a `--calibration_file`")
         )
     if arguments.spectrum and not plan.layers:
         problems.append("`--spectrum` analyses the layers to convert, but `--layers` selects none; give some layers")
@@ -60,7 +50,7 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
         raise UsageError(*problems)
 
 
-def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: int | None) -> dict[str, Any]:
+def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None) -> dict[str, Any]:
     """Calibrate a model in place; returns the entry of the report, `inputs` and `tokens`.
 
     Args:
@@ -77,7 +67,7 @@ def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None, max_tokens: 
         return {"inputs": None, "tokens": 0}
     logger.info("calibrating on %s", inputs.name)
     try:
-        tokens = calibrate(model, progress(inputs.batches(max_tokens or CALIBRATION_TOKENS), "calibrating"))
+        tokens = calibrate(model, progress(inputs.batches(CALIBRATION_TOKENS), "calibrating"))
     except NotImplementedError as error:
         names = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(model.config.linear_attention)))
         raise UsageError(f"{names} with these settings needs calibration, but {error}") from error

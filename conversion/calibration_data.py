@@ -8,6 +8,7 @@ depend on the length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,10 +26,11 @@ from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.training.data.batches import Batch, pad
 from hf_linear_attention.training.data.file_checks import check_data_file
-from hf_linear_attention.training.data.packing import Examples, shorten
+from hf_linear_attention.training.data.packing import Examples, Part, shorten
 from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
+from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import DataArguments, Recipe
-from hf_linear_attention.training.validation import FILE_TYPES
+from hf_linear_attention.training.recipe_parser import FILE_TYPES
 
 
 if TYPE_CHECKING:
@@ -130,6 +132,8 @@ def check_pairs_file(path: str) -> None:
     )
 
     check_text_file("pairs_file", path, tuple(PAIR_COLUMNS.values()))
+    if (library := missing_library("embedding", "spearman")) is not None:
+        raise UsageError(f"`--pairs_file` {needs(library)}")
     try:
         rows = load_rows(DataArguments(validation_file=path, **PAIR_COLUMNS), "validation")
     except TrainingError as error:
@@ -173,15 +177,15 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int) -> Examples:
-        from hf_linear_attention.training.data.examples import build_examples, usable_texts  # imports `datasets`
+        from hf_linear_attention.training.data.texts import build_examples, usable_texts  # imports `datasets`
 
         recipe, rows = self._recipe_and_rows()
         length = sequence_length(recipe, self.tokenizer, self.config)
         # Every row has at least one token, so no more rows are needed than tokens.
         rows = rows.select(range(min(len(rows), max_tokens)))
         try:
-            rows = usable_texts(recipe, rows, "train")
-            examples = build_examples(recipe, rows, self.tokenizer, length, None, "train")
+            part = Part(recipe, rows, "train", self.tokenizer, length)
+            examples = build_examples(replace(part, rows=usable_texts(part)))
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
         return shorten(examples, None, max_tokens)

@@ -18,7 +18,7 @@ from hf_linear_attention.training.data.file_checks import SUFFIXES, column_inste
 from hf_linear_attention.training.data.packing import IGNORED, Examples, shorten
 from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.validation import fill_defaults
+from hf_linear_attention.training.recipe_parser import fill_defaults
 
 
 BATCH_SIZE = 8

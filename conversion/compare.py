@@ -14,75 +14,23 @@ softmax attention. With --output_dir, comparison.json and report.html are writte
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import logging
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import Parser, run_command
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention._common.logs import progress, quiet_transformers, to_stderr
-from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention._common.logs import quiet_transformers, to_stderr
+from hf_linear_attention._common.model_card import PAGE
 from hf_linear_attention._common.options import unusable_texts
-from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_data import check_text_file, real_inputs, texts_of
-from hf_linear_attention.conversion.compare_tables import comparison_page, describe_comparison, recommendation
-from hf_linear_attention.conversion.data_recipes import data_recipe
-from hf_linear_attention.conversion.export import check_output
-from hf_linear_attention.conversion.layer_speed import model_speed
-from hf_linear_attention.conversion.option_values import parse_tokens
-from hf_linear_attention.conversion.page import PAGE
-from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
-from hf_linear_attention.conversion.plan import stock_config
-from hf_linear_attention.conversion.request import parse
-from hf_linear_attention.conversion.samples import TEXTS
-from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verification import LOGITS
-from hf_linear_attention.mechanisms.registry import MECHANISMS
-from hf_linear_attention.training.losses.outputs import mean_pooled
-from hf_linear_attention.training.presets.preset import load_preset, preset_names, stages_of
-
-
-logger = logging.getLogger(__name__)
+from hf_linear_attention.mechanisms.options import MECHANISM_OPTIONS
 
 
 COMPARISON = "comparison.json"
-DEFAULT_TOKENS = 50_000
-# What is compared where nothing is named; those that a model does not support are left out.
-COMPARED = {
-    "causal": ("hybrid", "linear", "gated_delta"),
-    "bidirectional": ("linear", "nystrom", "linformer", "hybrid"),
-}
-HELD_OUT_TOKENS = 8192
-# The steps of each stage whose speed says how long the preset would take. The sentences repeated fill their batches.
-TIMED_STEPS, REPEATED = 10, 10
-# A text file is read up to this many characters per token that is trained on, and these more.
-CHARACTERS, MORE_CHARACTERS = 20, 400_000
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What a comparison needs of the command line and the source; `train_file` and `held_out` are temporary files."""
-
-    source: Source
-    common: list[str]
-    direction: str
-    tokens: int | None
-    folder: Path
-    train_file: Path
-    held_out: Path | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(argv: Sequence[str]) -> None:
     arguments = _parse(argv)
+    from hf_linear_attention.conversion.comparison import compare_mechanisms, comparison_page, describe_comparison
+
     with to_stderr("hf_linear_attention.conversion"), quiet_transformers():
         content = compare_mechanisms(arguments)
         if arguments.output_dir is not None:
@@ -109,7 +59,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: naming every one that is wrong.
     """
     parser = Parser([], prog="hf-linear-attention compare", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model_name_or_path", required=True, help="the softmax checkpoint: a folder or a hub name")
     parser.add_argument("--mechanisms", help="names with commas (default: the usual ones for this kind of model)")
     parser.add_argument("--train_file", help="text to train on: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)")
@@ -121,9 +70,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     problems = list(unusable_texts(vars(arguments)))
     names = [] if arguments.mechanisms is None else [name.strip() for name in arguments.mechanisms.split(",")]
-    if unknown := sorted(set(names) - set(MECHANISMS)):
+    if unknown := sorted(set(names) - set(MECHANISM_OPTIONS)):
         shown = ", ".join(map(repr, unknown))
-        problems.append(f"`--mechanisms`: {shown} must be one of {', '.join(sorted(MECHANISMS))}")
+        problems.append(f"`--mechanisms`: {shown} must be one of {', '.join(sorted(MECHANISM_OPTIONS))}")
     if arguments.tokens is not None and arguments.train_file is None:
         problems.append("`--tokens` needs text to train on; give a `--train_file`")
     if arguments.output_dir is not None:
@@ -132,6 +81,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         problems.append("`--overwrite` needs `--output_dir`")
     if problems:
         raise UsageError(*problems)
+
+    from hf_linear_attention.conversion.calibration_data import check_text_file
+    from hf_linear_attention.conversion.export import check_output
+
     if arguments.output_dir is not None and not os.path.exists(os.path.expanduser(arguments.output_dir)):
         local = Path(arguments.model_name_or_path).expanduser().resolve()
         check_output(arguments.output_dir, False, local if local.is_dir() else None)
@@ -149,200 +102,3 @@ def _problems_of_output(name: str, overwrite: bool) -> list[str]:
         return [f"`--output_dir` = {name!r} exists; give `--overwrite` to replace it, or another name"]
     is_comparison = folder.is_dir() and {path.name for path in folder.iterdir()} <= {COMPARISON, PAGE}
     return [] if is_comparison else [f"`--overwrite`: {name!r} holds more than a comparison; give another name"]
-
-
-def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The content of comparison.json."""
-    source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
-    config = stock_config(source, arguments.trust_remote_code)
-    if hasattr(config, "linear_attention"):
-        raise UsageError(f"{source.name} is converted already; give the original, with softmax attention")
-    direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
-    names = (arguments.mechanisms or ",".join(COMPARED[direction])).replace(" ", "").split(",")
-    tokens = None
-    if arguments.train_file is not None:
-        tokens = parse_tokens(arguments.tokens) if arguments.tokens is not None else DEFAULT_TOKENS
-    flags = [f"--{name}" for name in ("trust_remote_code", "allow_pickle") if getattr(arguments, name)]
-    common = ["--model_name_or_path", arguments.model_name_or_path, *flags]
-    with tempfile.TemporaryDirectory(prefix="hf-linear-attention-compare-") as name:
-        files = _text_files(arguments.train_file, tokens, Path(name))
-        comparison = Comparison(source, common, direction, tokens, Path(name), *files)
-        rows = [compared(comparison, mechanism) for mechanism in dict.fromkeys(names)]
-    content = {
-        "base_model": source.name,
-        "model_type": config.model_type,
-        "max_length": max_length_of(config),
-        "tokens": tokens,
-        "threads": torch.get_num_threads(),
-        "train_file": None if arguments.train_file is None else Path(arguments.train_file).name,
-        "mechanisms": rows,
-    }
-    return {**content, "recommendation": recommendation(content)}
-
-
-def _text_files(path: str | None, tokens: int | None, folder: Path) -> tuple[Path, Path | None]:
-    """A file to train on and one of held-out text; the built-in sentences, on which nothing is trained, without a path.
-
-    Of the texts of a file the last tenth is held out, or of a single text its last tenth.
-    """
-    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
-    if path is None or tokens is None:
-        _write_texts(train, TEXTS * REPEATED)
-        return train, None
-    from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
-
-    rows: Any = load_rows(data_recipe("", "embedding", train_file=path).data, "train")
-    texts, count, most = [], 0, CHARACTERS * tokens + MORE_CHARACTERS
-    for text in texts_of(rows, f"`--train_file` = {path!r}"):
-        if count < most:
-            texts.append(text[: most - count])
-            count += len(texts[-1])
-    if count < 100:
-        raise UsageError(f"`--train_file` = {path!r} contains {count} characters of text; give a longer file")
-    if len(texts) == 1:
-        cut = len(texts[0]) * 9 // 10
-        texts = [texts[0][:cut], texts[0][cut:]]
-    last = max(1, len(texts) // 10)
-    _write_texts(train, texts[:-last])
-    _write_texts(held_out, texts[-last:])
-    return train, held_out
-
-
-def _write_texts(path: Path, texts: Sequence[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-
-
-def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
-    """The row of one mechanism in comparison.json; only `mechanism` and `refused` if the model does not support it."""
-    row: dict[str, Any] = {
-        "mechanism": mechanism,
-        "refused": None,
-        "preset": preset_for(mechanism, comparison.direction),
-    }
-    attention = [*comparison.common, "--attention", mechanism]
-    preset = [*attention, "--preset", row["preset"], "--train_file", str(comparison.train_file)]
-    try:
-        conversion, row["not_trained"] = prepare(parse([*preset, "--dry_run"])), None
-    except UsageError as error:
-        try:
-            conversion, row["not_trained"] = prepare(parse([*attention, "--dry_run"])), str(error)
-        except UsageError as refusal:
-            return {"mechanism": mechanism, "refused": str(refusal)}
-    logger.info("measuring %s", mechanism)
-    teacher = _stock_model(conversion)
-    model = load_converted(conversion)
-    calibrate_and_diagnose(conversion, model)
-    batches = _batches(conversion, comparison)
-    row["settings"] = conversion.plan.settings
-    row |= distance(model, teacher, batches) if batches else {"measure": None, "before": None}
-    row |= _costs(conversion, model)
-    if row["not_trained"] is None:
-        words = [*preset, "--no_verify", "--output_dir", str(comparison.folder / mechanism)]
-        row |= _trained(comparison, words, teacher, batches)
-    return row
-
-
-def preset_for(mechanism: str, direction: str) -> str:
-    """The preset of this name with settings for this mechanism, or else `default`, whose stages train any."""
-    for name in ("default", mechanism):
-        if name in preset_names() and load_preset(name).settings.get(direction, {}).get("mechanism") == mechanism:
-            return name
-    return "default"
-
-
-def _stock_model(conversion: Conversion) -> PreTrainedModel:
-    source = conversion.source
-    model: Any = conversion.plan.stock_class.from_pretrained(source.loadable, use_safetensors=not source.is_pickled)
-    return model.float().eval()
-
-
-def _batches(conversion: Conversion, comparison: Comparison) -> list[dict[str, torch.Tensor]]:
-    """Inputs that are not trained on; none for a model that reads no text."""
-    if conversion.plan.stock_class.main_input_name != "input_ids":
-        return []
-    path = None if comparison.held_out is None else str(comparison.held_out)
-    inputs = real_inputs(conversion.source, conversion.plan, path)
-    if inputs is None:
-        return []
-    return inputs.windows(1) if path is None else inputs.batches(HELD_OUT_TOKENS)
-
-
-@torch.no_grad()
-def distance(
-    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
-) -> dict[str, Any]:
-    """`measure` and `before`: KL(original || student) in nats per token, or the cosine of mean-pooled embeddings.
-
-    The original's output is that of the stock model; both models are in float32.
-    """
-    student, total, count, measure = student.float().eval(), 0.0, 0, "cosine"
-    for batch in progress(batches, "measuring"):
-        mine, yours = (model(**batch) for model in (student, teacher))
-        name = next((name for name in LOGITS if yours.get(name) is not None), None)
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        if name is None:
-            a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in (mine, yours))
-            found = F.cosine_similarity(a, b, dim=-1)
-        else:
-            measure = "kl"
-            p, q = (output[name].float().log_softmax(-1) for output in (yours, mine))
-            found = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-            found = found[mask.bool()] if found.shape == mask.shape else found
-        total, count = total + found.double().sum().item(), count + found.numel()
-    return {"measure": measure, "before": total / max(count, 1)}
-
-
-def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """The bytes of the state, and the time of one layer."""
-    layers = conversion.plan.layers
-    dtype = next(conversion.source.read(name).dtype for name in conversion.source.tensors)
-    return {
-        **model_speed(model, dtype if dtype.is_floating_point else torch.float32),
-        "state_bytes": conversion.plan.state_bytes,
-        "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
-    }
-
-
-def _trained(
-    comparison: Comparison, words: list[str], teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
-) -> dict[str, Any]:
-    """The distance `after` the training, if tokens were asked for, and the `minutes` that the whole preset would take.
-
-    Args:
-        comparison: what is compared.
-        words: the options of a conversion with a preset.
-        teacher: the original.
-        batches: the inputs on which the distance is measured.
-    """
-    if comparison.tokens is None and importlib.util.find_spec("datasets") is None:  # the extra `train` is not installed
-        return {}
-    after, stages = None, []
-    if comparison.tokens is not None:
-        conversion = prepare(parse([*words, "--tokens", str(comparison.tokens)]))
-        stages = _run(conversion)
-        if batches:
-            model: Any = conversion.plan.linear_class.from_pretrained(conversion.output_dir)
-            after = distance(model, teacher, batches)["before"]
-    if not stages or min(len(curve.get("points", ())) for _, curve in stages) < TIMED_STEPS:
-        conversion = prepare(parse([*words, "--overwrite"]))
-        stages = _run(conversion, max_train_steps=TIMED_STEPS)
-    tokens = conversion.training.preset.tokens if conversion.training is not None else 0
-    seconds = [tokens * share / curve["per_second"] for share, curve in stages if curve.get("per_second")]
-    minutes = sum(seconds) / 60 if len(seconds) == len(stages) else None
-    return {"after": after, "minutes": minutes, "preset_tokens": tokens}
-
-
-def _run(conversion: Conversion, **changes: Any) -> list[tuple[float, dict[str, Any]]]:
-    """Convert and train, with `changes` of the options of training; each stage's share, and its curve of losses."""
-    from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
-
-    training: Any = conversion.training
-    training = replace(training, given={**training.given, "logging_steps": 1, **changes})
-    run_training(conversion, training)
-    runs = json.loads((training.output_dir / HISTORY).read_text(encoding="utf-8"))["runs"]
-    stages = stages_of(training.preset, training.given["task"])
-    return [(stage.share, run["loss"]) for stage, run in zip(stages, runs, strict=True)]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

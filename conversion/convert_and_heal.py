@@ -13,16 +13,16 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attention._common.command_line import option_words
+from hf_linear_attention._common.command_line import file_options
 from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT, is_hub_name
 from hf_linear_attention.conversion.hub import with_texts
+from hf_linear_attention.conversion.options import GONE, request_kinds, request_of
 from hf_linear_attention.conversion.pipeline import Conversion, prepare, writing
 from hf_linear_attention.conversion.preset_plan import Training
 from hf_linear_attention.conversion.recipe_file import RECIPE
-from hf_linear_attention.conversion.request import parse
-from hf_linear_attention.training.presets.preset import preset_names
+from hf_linear_attention.training.presets import preset_names
 
 
 BESIDE_THE_WEIGHTS = ("README.md", REPORT, HISTORY, PLOT, RECIPE)
@@ -72,7 +72,7 @@ def convert_and_heal(
             given["train_file"] = _file(train_data, scratch / f"{TEXTS}.jsonl")
         if source != name and name is not None and is_hub_name(name):
             given["base_model"] = name
-        conversion = prepare(parse([*_words_of(recipe), *option_words({**given, **options})]))
+        conversion = prepare(request_of({**_options_of(recipe), **given, **options}))
         training, result = _training_of(conversion)
         from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 
@@ -104,13 +104,13 @@ def _training_of(conversion: Conversion) -> tuple[Training, Path]:
     return conversion.training, conversion.output_dir
 
 
-def _words_of(recipe: str | os.PathLike | Mapping[str, Any]) -> list[str]:
+def _options_of(recipe: str | os.PathLike | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(recipe, Mapping):
-        return option_words(recipe)
+        return recipe
     if str(recipe) in preset_names():
-        return [f"--preset={recipe}"]
+        return {"preset": str(recipe)}
     if Path(recipe).is_file():
-        return [f"--config={os.fspath(recipe)}"]
+        return file_options(os.fspath(recipe), request_kinds(), GONE)
     raise UsageError(f"`recipe` = {str(recipe)!r} is neither a file nor a preset; presets: {', '.join(preset_names())}")
 
 

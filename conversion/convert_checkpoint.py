@@ -2,44 +2,43 @@ r"""Convert a softmax checkpoint to linear attention: one command, no edited fil
 
 A causal language model, with 64 learned exponential features per head:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+    %(prog)s --model_name_or_path SRC --output_dir OUT \
         --attention linear --feature_map exp --num_features 64
 
 FAVOR+ random features in some of the layers; the others stay softmax:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+    %(prog)s --model_name_or_path SRC --output_dir OUT \
         --attention performer --layers 0,2,4-7
 
 A hybrid in the first four layers, `linear` in the others, with a longer window in the first two:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+    %(prog)s --model_name_or_path SRC --output_dir OUT \
         --attention 0-3:hybrid,4-:linear --window_size 0-1:64,2-3:16 --num_features 32
 
 An encoder (BERT, ViT, sentence-transformers ...) with Linformer:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT \
+    %(prog)s --model_name_or_path SRC --output_dir OUT \
         --attention linformer --projection_size 128 --projection_sharing headwise
 
 Find out which layers are hard to replace, by the spectrum of the attention and the error of the untrained mechanism:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --spectrum --calibration_file texts.txt
+    %(prog)s --model_name_or_path SRC --spectrum --calibration_file texts.txt
 
 Convert, train with the original as teacher, and measure on held-out text. The same command resumes a run that was
-killed. --evaluate measures any converted model in the same way:
+killed. The command `evaluate` measures any converted model in the same way:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --preset default \
+    %(prog)s --model_name_or_path SRC --output_dir OUT --preset default \
         --train_file stories.jsonl --tokens 2M --validation_file held_out.txt
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --output_dir OUT --evaluate \
-        --validation_file held_out.txt
+    hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC --validation_file held_out.txt
 
 Print what would be done, and write nothing; --verbose lists all layers and tensors:
 
-    python conversion/convert_checkpoint.py --model_name_or_path SRC --dry_run
+    %(prog)s --model_name_or_path SRC --dry_run
 
 An encoder-decoder without its relative position bias, which linear attention cannot have; and the tested architectures:
 
-    python conversion/convert_checkpoint.py --model_name_or_path T5 --output_dir OUT --drop position_bias
-    python conversion/convert_checkpoint.py --list_architectures
+    %(prog)s --model_name_or_path T5 --output_dir OUT --drop position_bias
+    %(prog)s --list_architectures
 
 OUT can then be loaded with `AutoModel...from_pretrained(OUT, trust_remote_code=True)` where only torch and transformers
 are installed. Exit codes: 0 done, 1 the conversion failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM.
@@ -73,8 +72,7 @@ import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import ignore_interrupts, run_command
 from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
-from hf_linear_attention.conversion.request import Request, parse
-from hf_linear_attention.default_settings import REASONS, direction_of
+from hf_linear_attention.conversion.options import Request, parse
 from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
 
 
@@ -99,8 +97,9 @@ def _convert(argv: Sequence[str]) -> None:
     if "--list_architectures" in argv:  # the table needs no model
         sys.stdout.write(f"{architecture_table()}\n")
         return
+    request = parse(argv, __doc__)
     with to_stderr(PACKAGE, "hf_linear_attention._common"), quiet_transformers():
-        for text in _answers(parse(argv, __doc__)):
+        for text in _answers(request):
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()  # what follows may fail
 
@@ -111,12 +110,8 @@ def _answers(request: Request) -> Iterator[str]:
         yield architecture_table()
         return
     from hf_linear_attention.conversion.pipeline import prepare, run, writing
-    from hf_linear_attention.conversion.quality import evaluate
     from hf_linear_attention.conversion.report import describe_result
 
-    if request.arguments.evaluate:
-        yield evaluate(request)
-        return
     conversion = prepare(request)
     chosen = _default_lines(conversion)
     if not conversion.is_written:
@@ -141,17 +136,19 @@ def _default_lines(conversion: Conversion) -> list[str]:
     """Which mechanism was taken and why, if the command names none."""
     if not conversion.request.is_default or not conversion.plan.layers:
         return []
+    from hf_linear_attention.default_settings import REASONS, direction_of
+
     reason = REASONS[direction_of(conversion.plan.config, conversion.request.arguments.cross_attention)]
     return [f"No `--attention` was given: {reason}."]
 
 
 def _preview(conversion: Conversion) -> list[str]:
     """What would be done, and what `--spectrum` finds, in lines."""
-    from hf_linear_attention.conversion.diagnosis import describe_diagnosis
+    from hf_linear_attention.conversion.head_figures import describe_diagnosis
     from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted
     from hf_linear_attention.conversion.preset_plan import describe_stages
     from hf_linear_attention.conversion.report import describe, describe_tensors
-    from hf_linear_attention.conversion.softmax_layers import count_of, is_automatic
+    from hf_linear_attention.conversion.softmax_choice import count_of, is_automatic
 
     arguments = conversion.request.arguments
     lines = [describe(conversion.plan, conversion.source)]

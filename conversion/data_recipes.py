@@ -11,8 +11,8 @@ from hf_linear_attention.training.recipe import (
     OptimizationArguments,
     Recipe,
     RunArguments,
+    TaskArguments,
 )
-from hf_linear_attention.training.task_arguments import TaskArguments
 
 
 def data_recipe(

@@ -78,11 +78,11 @@ def speed_curve(module: Any, lengths: Sequence[int], dtype: torch.dtype, rounds:
     found: list[dict[str, Any]] = []
     for length in progress(lengths, "timing"):
         try:
-            mine, softmax = layer_times(module, length, dtype, rounds)
+            times = layer_times(module, length, dtype, rounds)
         except ValueError:  # of a mechanism that has a longest input, such as `linformer` with learned projections
             break
-        found.append({"length": length, "seconds": mine, "softmax_seconds": softmax})
-        if max(mine, softmax) > LONGEST_CALL:
+        found.append({"length": length, "seconds": times[0], "softmax_seconds": times[1]})
+        if max(times) > LONGEST_CALL:
             break
     return found
 
@@ -133,8 +133,8 @@ def _write(model: PreTrainedModel, ids: Tensor, cache: Any) -> Any:
 
 
 def _point(length: int, calls: Sequence[Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
-    mine, softmax = seconds(calls, rounds)
-    return {"length": length, "seconds": mine, "softmax_seconds": softmax}
+    linear, softmax = seconds(calls, rounds)
+    return {"length": length, "seconds": linear, "softmax_seconds": softmax}
 
 
 def _lengths(model: PreTrainedModel) -> list[int]:

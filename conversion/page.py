@@ -1,30 +1,76 @@
 """report.html: what a conversion gave, as one page without scripts that loads nothing.
 
 The page is made from conversion_report.json, training_report.json and config.json in a folder alone, so that it can be
-made again at any time: `write_page(folder)`.
+made again at any time: `write_page(folder)`. Its headline is a verdict in words. Each section is made from entries of
+the reports, and left out if these are not there.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
+from hf_linear_attention._common.model_card import HISTORY, PAGE, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
-from hf_linear_attention.conversion.page_plots import bytes_text
-from hf_linear_attention.conversion.page_sections import Section, percent, sections
-from hf_linear_attention.conversion.verdict import faster, next_step, verdict
+from hf_linear_attention.conversion.layer_speed import first_faster
+from hf_linear_attention.conversion.page_plots import (
+    Chart,
+    HeatMap,
+    Line,
+    bytes_text,
+    grouped,
+    heat_map,
+    line_chart,
+    style_of,
+)
+from hf_linear_attention.conversion.report import COLUMNS, EARLIER, comparison, data_notes, quality_rows
 from hf_linear_attention.training.tasks import UNITS
 
 
-PAGE = "report.html"
-# Of a training, in the headline.
-MOST_FIGURES = 3
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
+COMMAND = "hf-linear-attention convert"
+OPTIONS_A_LINE = 2
+MOST_FIGURES = 3  # of a training, in the headline
+
+GOOD, USABLE, NOT_YET = "Good", "Usable", "Not yet"
+# How far a model's nats per token may lie above the original's, relative to these.
+GOOD_GAP, USABLE_GAP = 0.02, 0.1
+# Cosines to the original's embeddings, and what a figure of the task itself (a correlation, nDCG) may lose.
+GOOD_COSINE, USABLE_COSINE = 0.98, 0.9
+GOOD_LOSS, USABLE_LOSS = 0.01, 0.05
+NEARNESS = {GOOD: "nearly as good as", USABLE: "close to", NOT_YET: "far from"}
+WINDOW = "a window of the same bytes, which needs no training"
+FEWEST_ERRORS = 2  # a difference of fewer standard errors counts as none
+MORE = 4  # the next training is proposed with so many times the tokens of the last one
+
+# Lines in a fixed order of styles: a model has the same colour in every plot.
+LINES = ("teacher", "student", "same_bytes", "window_alone", "healed")
+MARGIN = 0.01  # nats per token above the highest line that is drawn whole
+CONTEXTS = [2.0**power for power in range(6, 18)]
+BOTH_LOGARITHMIC = "(both scales are logarithmic)"
+
+Report = Mapping[str, Any]
+Runs = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; `samples` have a `prompt` and `sides`: (title, text or its parts `same`, `first`, `rest`)."""
+
+    title: str
+    texts: list[str] = field(default_factory=list)
+    figures: Sequence[Chart | HeatMap] = ()
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    code: str | None = None
 
 
 def write_page(folder: str | Path, name: str | None = None) -> Path:
@@ -45,7 +91,7 @@ def write_page(folder: str | Path, name: str | None = None) -> Path:
     return path
 
 
-def page_of(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str) -> str:
+def page_of(report: Report, runs: Runs, config: Mapping[str, Any], name: str) -> str:
     """The page of a converted model as HTML.
 
     Args:
@@ -54,8 +100,12 @@ def page_of(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config
         config: the content of config.json.
         name: the title.
     """
-    lead = _lead(report, runs, config)
-    return rendered(name, headline(report, runs), lead, _tiles(report), sections(report, runs), _footer(report))
+    footer = [f"All figures are in {REPORT}; this page loads nothing and runs no script."]
+    if versions := report.get("versions"):
+        footer.insert(0, "Converted with " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".")
+    return rendered(
+        name, headline(report, runs), _lead(report, runs, config), _tiles(report), sections(report, runs), footer
+    )
 
 
 def rendered(
@@ -76,14 +126,97 @@ def rendered(
     return "".join(f"{line}\n" for line in text.splitlines() if line.strip())
 
 
-def headline(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]] = ()) -> str:
+def percent(share: float) -> str:
+    """A share in words: whole numbers, or one digit more near 0 and 100."""
+    value = 100 * share
+    return f"{value:.1f} %" if value > 99 or 0 < value < 1 else f"{value:.0f} %"
+
+
+# ---- The headline, and the sentences below it
+
+
+def verdict(quality: Mapping[str, Any]) -> tuple[str, str] | None:
+    """One of the three words, and its reason; None without figures that say it."""
+    if quality.get("student") is not None:
+        return _verdict_on_language(quality)
+    if quality.get("cosine") is not None:
+        word = _verdict_on_embeddings(quality)
+        return word, f"its embeddings are {NEARNESS[word]} those of the original"
+    return None
+
+
+def _verdict_on_language(quality: Mapping[str, Any]) -> tuple[str, str]:
+    word = _word((quality["student"] - quality["teacher"]) / quality["teacher"], GOOD_GAP, USABLE_GAP)
+    text = f"{NEARNESS[word]} the original"
+    if (control := quality.get("same_bytes")) is None:
+        return word, text
+    difference = quality.get("student_minus_same_bytes") or {"mean": quality["student"] - control}
+    error = FEWEST_ERRORS * (difference.get("standard_error") or 0.0)
+    if difference["mean"] > error:
+        return NOT_YET, f"worse than {WINDOW}"
+    if difference["mean"] >= -error:
+        return (USABLE if word == GOOD else word), f"{text}, but no better than {WINDOW}"
+    return word, f"{text}, and better than a window of the same bytes"
+
+
+def _verdict_on_embeddings(quality: Mapping[str, Any]) -> str:
+    lost = [
+        quality[f"{name}_teacher"] - quality[name]
+        for name in ("spearman", "ndcg_at_10")
+        if quality.get(name) is not None and quality.get(f"{name}_teacher") is not None
+    ]
+    if lost:  # what the embeddings are for counts for more than their likeness
+        return _word(max(lost), GOOD_LOSS, USABLE_LOSS)
+    return _word(-quality["cosine"], -GOOD_COSINE, -USABLE_COSINE)
+
+
+def _word(distance: float, good: float, usable: float) -> str:
+    return GOOD if distance <= good else USABLE if distance <= usable else NOT_YET
+
+
+def headline(report: Report, runs: Runs = ()) -> str:
     """The result in words, as in "Good: nearly as good as the original, and better than a window of the same bytes"."""
-    found = verdict(report.get("quality") or {})
-    return _without_figures(report, runs) if found is None else ": ".join(found)
+    if (found := verdict(report.get("quality") or {})) is not None:
+        return ": ".join(found)
+    outputs = (report.get("checks") or {}).get("student_against_teacher") or {}
+    if not report.get("layers"):
+        return "No layer was converted"
+    if runs:
+        # `eval_nats_per_token` -> `nats per token`
+        metrics = {name.removeprefix("eval_").replace("_", " "): value for name, value in runs[-1]["metrics"].items()}
+        figures = [f"{name} {format_value(value)}" for name, value in metrics.items()]
+        return f"Trained: {', '.join(figures[:MOST_FIGURES])}" if figures else "Trained, and not measured"
+    if "top1_agreement" in outputs:
+        kept = f"{percent(outputs['top1_agreement'])} of token choices kept on short samples"
+    elif "mean_embedding_cosine" in outputs:
+        kept = f"embeddings have a cosine of {outputs['mean_embedding_cosine']:.3f} to the original's on short samples"
+    elif "hidden_state_error" in outputs:
+        kept = f"hidden states differ from the original's by {percent(outputs['hidden_state_error'])} on short samples"
+    else:
+        return "Converted, and not measured"
+    return f"Converted, not trained: {kept}"
 
 
-def _kept(quality: Mapping[str, Any]) -> str | None:
-    """The figures behind the headline, in a sentence."""
+def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
+    """What was converted and trained, the figures behind the verdict, the lengths, and what to do next."""
+    mechanisms = " and ".join(dict.fromkeys(entry["mechanism"] for entry in entries_of(config["linear_attention"])))
+    base = Path(str(report["base_model"]))
+    about = f"{base.name if base.is_absolute() else report['base_model']} with linear attention ({mechanisms})"
+    layers = len(report.get("layers") or ())
+    if "num_layers" in report:
+        about += f" in {layers} of {report['num_layers']} layers"
+    if layers or "num_layers" not in report:
+        units = [unit for unit in UNITS.values() if any(run["training"].get(unit) for run in runs)]
+        amounts = [f"{sum(run['training'].get(unit) or 0 for run in runs):,} {unit}" for unit in units]
+        options = [name for run in runs for name, value in run["training"].items() if value]
+        objectives = {name for name in options if name.endswith("_weight")}
+        about += f", trained on {' and '.join(amounts)}" if amounts else ", trained" if runs else ", not trained yet"
+        about += " to imitate its original" if objectives - {"task_loss_weight"} else ""
+    more = (_figures_of_the_verdict(report.get("quality") or {}), _lengths(report), next_step(report, runs))
+    return [f"{about}.", *(sentence for sentence in more if sentence is not None)]
+
+
+def _figures_of_the_verdict(quality: Mapping[str, Any]) -> str | None:
     if quality.get("agreement") is not None:
         lost = quality["student"] - quality["teacher"]
         return (
@@ -99,28 +232,7 @@ def _kept(quality: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _without_figures(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
-    outputs = (report.get("checks") or {}).get("student_against_teacher") or {}
-    if not report.get("layers"):
-        return "No layer was converted"
-    if runs:
-        figures = [f"{_words(name)} {format_value(value)}" for name, value in runs[-1]["metrics"].items()]
-        return f"Trained: {', '.join(figures[:MOST_FIGURES])}" if figures else "Trained, and not measured"
-    if "top1_agreement" in outputs:
-        return f"Converted, not trained: {percent(outputs['top1_agreement'])} of token choices kept on short samples"
-    if "mean_embedding_cosine" in outputs:
-        return f"Converted, not trained: embeddings have a cosine of {outputs['mean_embedding_cosine']:.3f} on samples"
-    if "hidden_state_error" in outputs:
-        return f"Converted, not trained: hidden states err by {percent(outputs['hidden_state_error'])} on samples"
-    return "Converted, and not measured"
-
-
-def _words(name: str) -> str:
-    """`eval_nats_per_token` -> `nats per token`."""
-    return name.removeprefix("eval_").replace("_", " ")
-
-
-def _lengths(report: Mapping[str, Any]) -> str | None:
+def _lengths(report: Report) -> str | None:
     """From which length it is faster, and which length the model reads, in a sentence."""
     reads, found = report.get("max_length"), [part for part in [faster(report)] if part is not None]
     buckets = ((report.get("quality") or {}).get("positions") or {}).get("buckets") or ()
@@ -133,58 +245,454 @@ def _lengths(report: Mapping[str, Any]) -> str | None:
     return f"{text[:1].upper()}{text[1:]}." if text else None
 
 
-def _lead(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
-    mechanisms = " and ".join(dict.fromkeys(entry["mechanism"] for entry in entries_of(config["linear_attention"])))
-    base = (
-        Path(str(report["base_model"])).name if Path(str(report["base_model"])).is_absolute() else report["base_model"]
+def faster(report: Report) -> str | None:
+    """From which length it is faster, as a part of a sentence: the whole model where it was timed, or its attention."""
+    measured = (report.get("quality") or {}).get("speed") or {}
+    if curves := measured.get("model"):
+        parts = [_faster(verb, curves[name]) for verb, name in (("reads", "reading"), ("writes", "writing"))]
+        return " and ".join(part for part in parts if part) or None
+    length = measured.get("faster_from")
+    return f"its attention alone is faster from {length:,} tokens" if length else None
+
+
+def _faster(verb: str, curve: Sequence[Mapping[str, float]]) -> str | None:
+    """`reads 3.7 times as fast at 2,048 tokens (faster from 512)`."""
+    if not curve:
+        return None
+    last, first = curve[-1], first_faster(curve)
+    if first is None:
+        return f"{verb} no faster up to {last['length']:,.0f} tokens"
+    ratio = last["softmax_seconds"] / last["seconds"]
+    return f"{verb} {ratio:.2g} times as fast at {last['length']:,.0f} tokens (faster from {first:,.0f})"
+
+
+def next_step(report: Report, runs: Runs) -> str | None:
+    """What to do now, in a sentence; None if nothing was converted."""
+    if not report.get("layers"):
+        return None
+    found = verdict(report.get("quality") or {})
+    if found is None and runs:
+        return "Next: measure it on data of your own task, beside its original."
+    if found is None or (not runs and found[0] != GOOD):
+        return "Next: train it, with --preset default and a --train_file; some minutes are enough for a small model."
+    word, reason = found
+    if word == GOOD:
+        return "Next: try it on your own task; it loads as its original does."
+    tokens = float(f"{MORE * sum(run['training'].get('tokens') or 0 for run in runs):.2g}")
+    count = f"{tokens / 1e6:.3g}M" if tokens >= 10**6 else f"{tokens / 1e3:.3g}k"
+    longer = f"--tokens {count}" if tokens else "more --tokens"
+    if reason.endswith(WINDOW):
+        return f"Next: train longer, with {longer}, or take that window (--attention window)."
+    return f"Next: train longer, with {longer}; more of the text that it will read helps most."
+
+
+def _tiles(report: Report) -> list[tuple[str, str]]:
+    """The most important figures as (label, value)."""
+    quality, weights = report.get("quality") or {}, report.get("weights") or {}
+    of_quality = (
+        ("nats per token, this model", "student", "{:.3f}"),
+        ("nats per token, the original", "teacher", "{:.3f}"),
+        ("nats per token, a window of the same bytes", "same_bytes", "{:.3f}"),
+        ("KL to the original, nats per token", "kl", "{:.3g}"),
+        ("Spearman's correlation, this model", "spearman", "{:.3f}"),
+        ("Spearman's correlation, the original", "spearman_teacher", "{:.3f}"),
+        ("nDCG@10 of retrieval, this model", "ndcg_at_10", "{:.3f}"),
+        ("nDCG@10 of retrieval, the original", "ndcg_at_10_teacher", "{:.3f}"),
     )
-    layers = len(report.get("layers") or ())
-    text = f"{base} with linear attention ({mechanisms})"
-    if "num_layers" in report:
-        text += f" in {layers} of {report['num_layers']} layers"
-    units = [unit for unit in UNITS.values() if any(run["training"].get(unit) for run in runs)]
-    amounts = [f"{sum(run['training'].get(unit) or 0 for run in runs):,} {unit}" for unit in units]
-    weights = {name for run in runs for name, value in run["training"].items() if name.endswith("_weight") and value}
-    trained = f", trained on {' and '.join(amounts)}" if amounts else ", trained" if runs else ", not trained yet"
-    trained += " to imitate its original." if weights - {"task_loss_weight"} else "."
-    about = text + (trained if layers or "num_layers" not in report else ".")
-    more = (_kept(report.get("quality") or {}), _lengths(report), next_step(report, runs))
-    return [about, *(sentence for sentence in more if sentence is not None)]
-
-
-def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    quality = report.get("quality") or {}
-    tiles = []
-    if quality.get("student") is not None:
-        tiles += [
-            ("nats per token, this model", f"{quality['student']:.3f}"),
-            ("nats per token, the original", f"{quality['teacher']:.3f}"),
-        ]
-        if quality.get("same_bytes") is not None:
-            tiles.append(("nats per token, a window of the same bytes", f"{quality['same_bytes']:.3f}"))
-    if quality.get("kl") is not None:
-        tiles.append(("KL to the original, nats per token", f"{quality['kl']:.3g}"))
-    if quality.get("spearman") is not None:
-        tiles += [
-            ("Spearman's correlation, this model", f"{quality['spearman']:.3f}"),
-            ("Spearman's correlation, the original", f"{quality['spearman_teacher']:.3f}"),
-        ]
-    if quality.get("ndcg_at_10") is not None:
-        tiles += [
-            ("nDCG@10 of retrieval, this model", f"{quality['ndcg_at_10']:.3f}"),
-            ("nDCG@10 of retrieval, the original", f"{quality['ndcg_at_10_teacher']:.3f}"),
-        ]
+    tiles = [(label, text.format(quality[name])) for label, name, text in of_quality if quality.get(name) is not None]
     if report.get("state_bytes"):
         tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))
-    weights = report.get("weights") or {}
     if weights.get("new"):
         tiles.append(("of its weights are new", percent(weights["new"] / weights["total"])))
     return tiles
 
 
-def _footer(report: Mapping[str, Any]) -> list[str]:
-    texts = []
-    if versions := report.get("versions"):
-        texts.append("Converted with " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".")
-    texts.append(f"All figures are in {REPORT}; this page loads nothing and runs no script.")
-    return texts
+# ---- The sections
+
+
+def sections(report: Report, runs: Runs) -> list[Section]:
+    """All sections for which there is data, in the order of the page.
+
+    Args:
+        report: the content of conversion_report.json.
+        runs: the training runs in training_report.json, oldest first.
+    """
+    quality = report.get("quality") or {}
+    found = [
+        position_section(quality),
+        recall_section(quality),
+        *sample_sections(quality),
+        *head_sections(report, quality),
+        loss_section(runs, quality),
+        cost_section(report),
+        dropped_section(report),
+        quality_section(quality),
+        *(_earlier_section(record) for record in quality.get(EARLIER, ())),
+        command_section(report),
+    ]
+    return [section for section in found if section is not None]
+
+
+def position_section(quality: Mapping[str, Any]) -> Section | None:
+    """Nats per token by position, of all models that were measured."""
+    positions, table = quality.get("positions") or {}, comparison(quality)
+    buckets = positions.get("buckets", ())
+    if table is None or len(buckets) < 2:
+        return None
+    highest_drawn = _highest_drawn(buckets)
+    charts = [
+        _bucket_chart(
+            buckets,
+            "Nats per token by position",
+            "Nats per token over the position in the text, on a logarithmic scale; lower is better.",
+            "position of the token",
+            highest_drawn,
+            [(positions["trained_length"], f"trained length {positions['trained_length']:,}")],
+        )
+    ]
+    texts = ["Lower is better. To the right of the dotted line, texts are longer than the original was trained for."]
+    highest = max((part.get("teacher") or 0.0 for part in buckets), default=0.0)
+    if highest > highest_drawn:
+        texts.append(f"The original rises to {highest:.1f}, above the plots.")
+    if all(part.get("student") is not None for part in buckets):
+        charts.append(_difference_chart(buckets))
+        texts.append(
+            "The second plot has the differences to this model, enlarged: where a line is above 0, it is worse."
+        )
+    return Section("How far it reads", texts, charts, notes=table["notes"])
+
+
+def _difference_chart(buckets: Sequence[Mapping[str, Any]]) -> Chart:
+    """The same lines as differences to this model, which is 0: beside the whole scale they lie on each other."""
+    parts = [
+        {**part, **{name: part[name] - part["student"] for name in LINES if part.get(name) is not None}}
+        for part in buckets
+    ]
+    inside = [part["teacher"] for part in parts[:-1] if part.get("teacher") is not None]
+    rivals = [part[name] for part in parts for name in LINES[1:] if part.get(name) is not None]
+    return _bucket_chart(
+        parts,
+        "Difference to this model, in nats per token",
+        "Nats per token of the others minus those of this model, by position; above 0 this model is better.",
+        "position of the token",
+        max(rivals + sorted(inside)[: len(inside) // 2 + 1]) + MARGIN,
+    )
+
+
+def recall_section(quality: Mapping[str, Any]) -> Section | None:
+    """Nats per token by the distance of what has to be recalled."""
+    buckets = (quality.get("recall") or {}).get("buckets", ())
+    if len(buckets) < 2:
+        return None
+    chart = _bucket_chart(
+        buckets,
+        "Recall by distance",
+        "Nats per token of rare words that the text had before, over the distance to them; lower is better.",
+        "tokens back",
+        _highest_drawn(buckets),
+    )
+    text = (
+        "Nats per token where the text repeats a rare sequence of words. The lower they are, the better the model "
+        "remembers what it read that many tokens ago; they rise where a model has forgotten it."
+    )
+    return Section("Recall", [text], [chart])
+
+
+def _bucket_chart(
+    buckets: Sequence[Mapping[str, Any]],
+    title: str,
+    description: str,
+    label: str,
+    most_y: float,
+    marks: Sequence[tuple[float, str]] = (),
+) -> Chart:
+    """A chart with a point in the middle of each bucket, for every model that the buckets know."""
+    middles = [math.sqrt(max(part["from"], part["to"] / 4) * part["to"]) for part in buckets]
+    lines = [
+        Line(
+            COLUMNS[name],
+            [(x, part[name]) for x, part in zip(middles, buckets, strict=True) if part.get(name) is not None],
+            LINES.index(name),
+        )
+        for name in LINES
+    ]
+    names = {x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in zip(middles, buckets, strict=True)}
+    labels = (label, "nats per token")
+    return line_chart(title, description, lines, labels, x_log=2, most_y=most_y, marks=marks, names=names)
+
+
+def _highest_drawn(buckets: Sequence[Mapping[str, Any]]) -> float:
+    """Where a plot of the buckets ends: the original, which may fail beyond its trained length, must not flatten the
+    other lines."""
+    values = [part[name] for part in buckets for name in LINES[1:] if part.get(name) is not None]
+    return max(values) + 0.5 * (max(values) - min(values))
+
+
+def sample_sections(quality: Mapping[str, Any]) -> list[Section]:
+    """What both models write after the same prompts, or the texts that are nearest for both."""
+    found = []
+    if samples := quality.get("samples"):
+        text = (
+            "Both models continue the same held-out texts, spread evenly over the file, always with the likeliest "
+            "token. What they have in common is shaded, and the first different token is marked; after it they "
+            "continue different texts."
+        )
+        displayed = [
+            {
+                "prompt": f"… {sample['prompt']}",
+                "sides": [
+                    ("original", {"same": sample["same"], **sample["original"]}),
+                    ("this model", {"same": sample["same"], **sample["student"]}),
+                ],
+            }
+            for sample in samples
+        ]
+        found.append(Section("What it writes", [text], samples=displayed))
+    if neighbours := quality.get("neighbours"):
+        text = "The nearest other text in the validation file, of three texts spread evenly over it."
+        displayed = []
+        for entry in neighbours:
+            which = "the same" if entry["original"] == entry["student"] else "another"
+            sides = [("nearest, original", entry["original"]), (f"nearest, this model ({which})", entry["student"])]
+            displayed.append({"prompt": entry["text"], "sides": sides})
+        found.append(Section("Nearest neighbours", [text], samples=displayed))
+    return found
+
+
+def head_sections(report: Report, quality: Mapping[str, Any]) -> list[Section]:
+    """The error of every head before and after the training, and the half-life of every head with a decay."""
+    before, after = (report.get("checks") or {}).get("heads"), quality.get("heads")
+    if before == after:  # measured again without a training
+        before = None
+    measured = [(when, heads) for when, heads in (("as converted", before), ("as it is now", after)) if heads]
+    errors = [
+        heat_map(
+            f"Error of the heads, {when}",
+            "The error of the output of each head, by layer and head: 0 is exact, 1 as wrong as an output of zeros.",
+            _rows_of_heads(heads, "error"),
+            lambda error: error,
+        )
+        for when, heads in measured
+    ]
+    rows = [(when, _rows_of_heads(heads, "half_life")) for when, heads in measured]
+    logs = [math.log(max(value, 1)) for _, layers in rows for _, row in layers for value in row]
+    half_lives = [
+        heat_map(
+            f"Half-life in tokens, {when}",
+            "After how many tokens the weight of a key has halved, by layer and head; stronger colours are longer.",
+            layers,
+            lambda value: 0.1 + 0.9 * (math.log(max(value, 1)) - min(logs)) / (max(logs) - min(logs) or 1),
+            _tokens_text,
+        )
+        for when, layers in rows
+    ]
+    found = []
+    if maps := [figure for figure in errors if figure is not None]:
+        text = (
+            "How far the output of each head is from that of softmax attention on the same queries, keys and values: "
+            f"0 is exact, and 1 is as wrong as an output of zeros. Rows are layers, columns heads. Measured on "
+            f"{measured[0][1]['inputs']}."
+        )
+        found.append(Section("Which heads are hard", [text], maps))
+    if maps := [figure for figure in half_lives if figure is not None]:
+        text = "After how many tokens the weight of a key has halved. Columns are the heads of keys and values."
+        found.append(Section("What the heads forget", [text], maps))
+    return found
+
+
+def _rows_of_heads(heads: Mapping[str, Any], name: str) -> list[tuple[int, list[float]]]:
+    return [(layer["layer"], layer[name]) for layer in heads.get("layers", ()) if layer.get(name)]
+
+
+def _tokens_text(value: float) -> str:
+    """A number of tokens in at most four characters."""
+    if value < 9950:
+        return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+    return f"{value / 1000:.0f}k" if value < 999_500 else "≥1M"
+
+
+def loss_section(runs: Runs, quality: Mapping[str, Any]) -> Section | None:
+    """The losses of all stages, and the nats per token on held-out text."""
+    figures: list[Chart] = []
+    evaluated: list[tuple[float, float]] = []
+    start = 0.0
+    for number, run in enumerate(runs, 1):
+        loss = run.get("loss") or {}
+        points = [(float(x), float(y)) for x, y in loss.get("points", ()) if y > 0]
+        title = f"Loss of stage {number}, {run['training'].get('stage') or f'run {number}'}"
+        unit = loss.get("unit", "tokens")
+        if len(points) > 1:
+            lines = [Line("each step that was logged", points, 0), Line("mean of a few", smoothed(points), 1)]
+            figures.append(line_chart(title, f"{title}, over {unit}.", lines, (unit, "loss (log scale)"), y_log=10))
+        evaluated += [(start + x, float(y)) for x, y in loss.get("evaluated", ())]
+        start += points[-1][0] if points else 0
+    if len(evaluated) > 1:
+        lines = [Line("this model", evaluated, 1)]
+        if quality.get("teacher") is not None:
+            lines.append(Line("original", [(x, quality["teacher"]) for x in (evaluated[0][0], evaluated[-1][0])], 0))
+        held_out = "Nats per token on held-out text"
+        labels = ("tokens", "nats per token")
+        figures.insert(0, line_chart(held_out, f"{held_out} during the training.", lines, labels))
+    text = (
+        "Each step reads other texts, and some are harder than others, so the loss goes up and down. Where a stage has "
+        "little left to learn, the curve shows nothing else, and the figures on held-out text are what counts."
+    )
+    return Section("Training", [text], figures) if figures else None
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The means of neighbours, as many as a fifth of the points; the noise of single steps is smaller in them."""
+    width = max(1, len(points) // 5)
+    groups = [points[start : start + width] for start in range(len(points) - width + 1)]
+    return [(sum(x for x, _ in group) / width, sum(y for _, y in group) / width) for group in groups]
+
+
+def cost_section(report: Report) -> Section | None:
+    """From which length the model is faster, its speed where it was measured, and its memory over the length."""
+    texts, figures, reads = [], [], report.get("max_length")
+    measured = (report.get("quality") or {}).get("speed") or {}
+    whole = {name: curve for name, curve in (measured.get("model") or {}).items() if curve}
+    timed = (
+        speed_chart(whole, reads, "the model") if whole else speed_chart({"this model": measured.get("curve")}, reads)
+    )
+    if report.get("layers") and timed is None:
+        texts.append("Speed was not measured; hf-linear-attention compare measures it.")
+    if timed is not None:
+        figures.append(timed)
+        if reads and not whole and (measured.get("faster_from") or 0) > reads:
+            texts.append(f"The model reads {reads:,} tokens, so it is never faster within its own length.")
+        texts.append(f"The speed is that of {speed_conditions(measured)}, on the machine that measured this model.")
+    layers = [layer for layer in report.get("layers") or () if layer.get("state_bytes")]
+    state, cache, growing = (
+        sum(layer.get(name) or 0 for layer in layers)
+        for name in ("state_bytes", "cache_bytes_per_token", "growing_bytes_per_token")
+    )
+    if cache:  # which reports of an earlier version lack
+        figures.append(memory_chart(cache, {"this model: its state": (state, growing)}, reads))
+        texts.append(
+            "The memory is that of the context of one sequence while the model writes, in the converted layers. It is "
+            "computed from the sizes of the tensors."
+        )
+    return Section("Speed and memory", texts, figures) if texts else None
+
+
+def speed_conditions(measured: Mapping[str, Any]) -> str:
+    """What `layer_speed` has timed, in words: the whole model or one layer."""
+    with_what = f"{measured['dtype']}, {measured['threads']} thread{'s' * (measured['threads'] > 1)}"
+    if not any((measured.get("model") or {}).values()):
+        return (
+            "one attention layer without its projections beside torch's softmax attention, "
+            f"{measured['heads']} heads of {measured['head_dim']}, {with_what}"
+        )
+    text = "the whole model beside its original: reading one text"
+    if measured["model"]["writing"]:
+        text += ", and writing one token after so many, both with a cache"
+    else:
+        text += ", which the original reads in chunks where it is longer than the original can read"
+    return f"{text}; {with_what}"
+
+
+def speed_chart(
+    curves: Mapping[str, Sequence[Mapping[str, float]] | None], reads: int | None, subject: str = "one layer"
+) -> Chart | None:
+    """How many times as fast as softmax it is over the length: a line for each curve that is not empty."""
+    lines = [
+        Line(name, [(p["length"], p["softmax_seconds"] / p["seconds"]) for p in curve or ()], style_of(number))
+        for number, (name, curve) in enumerate(curves.items(), 1)
+    ]
+    lengths = [length for line in lines for length, _ in line.points]
+    if not lengths:
+        return None
+    lines.append(Line("equally fast", [(min(lengths), 1.0), (max(lengths), 1.0)], 0))
+    return line_chart(
+        "Speed over length",
+        f"How many times as fast as with softmax attention {subject} is, over the length of the input.",
+        lines,
+        ("tokens", f"times as fast as softmax {BOTH_LOGARITHMIC}"),
+        x_log=2,
+        y_log=10,
+        marks=_length_of_the_original(reads, min(lengths), max(lengths)),
+        formats=(grouped, "{:.3g}".format),
+    )
+
+
+def memory_chart(
+    cache: int,
+    states: Mapping[str, tuple[int, int] | None],
+    reads: int | None = None,
+    marks: Sequence[tuple[float, str]] = (),
+) -> Chart:
+    """Bytes of context over the length.
+
+    Args:
+        cache: the bytes per token of keys and values in the original.
+        states: by name the bytes of a state, and those that it grows by with each token; None has no line.
+        reads: the longest input of the original.
+        marks: more vertical lines.
+    """
+    lines = [Line("original: keys and values", [(length, cache * length) for length in CONTEXTS], 0)]
+    for number, (name, sizes) in enumerate(states.items(), 1):
+        if sizes is not None:
+            state, growing = sizes
+            lines.append(Line(name, [(length, state + growing * length) for length in CONTEXTS], style_of(number)))
+    return line_chart(
+        "Memory over length",
+        "Bytes of context for one sequence over its length: the key-value cache of the original, and the state of "
+        "linear attention.",
+        lines,
+        ("tokens of context", f"bytes {BOTH_LOGARITHMIC}"),
+        x_log=2,
+        y_log=10,
+        marks=[*_length_of_the_original(reads, CONTEXTS[0], CONTEXTS[-1]), *marks],
+        formats=(grouped, bytes_text),
+    )
+
+
+def _length_of_the_original(reads: int | None, least: float, most: float) -> list[tuple[float, str]]:
+    """A mark at the longest input of the original, if it lies inside a plot."""
+    return [(float(reads), f"the original reads {reads:,}")] if reads and least <= reads <= most else []
+
+
+def dropped_section(report: Report) -> Section | None:
+    """What the original has and the result lacks."""
+    texts = [f"The converted layers lack: {feature}." for feature in report.get("dropped_features") or ()]
+    tensors = (report.get("tensors") or {}).get("dropped") or ()
+    rows = [[tensor["source"], " x ".join(map(str, tensor["shape"]))] for tensor in tensors]
+    table = {"header": ["tensor of the original that is not in the result", "shape"], "rows": rows}
+    return Section("What was left out", texts, tables=[table] if rows else []) if texts or rows else None
+
+
+def quality_section(quality: Mapping[str, Any]) -> Section | None:
+    """The figures of held-out text."""
+    rows = [[name, format_value(value)] for name, value in quality_rows(quality).items()]
+    if not rows:
+        return None
+    text = f"Measured on {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most)."
+    tables = [{"header": ["figure", "value"], "rows": rows}]
+    return Section("All figures of held-out text", [text], notes=data_notes(quality), tables=tables)
+
+
+def _earlier_section(record: Mapping[str, Any]) -> Section | None:
+    """The figures of an earlier evaluation on another text that have not all been measured again."""
+    section, table = quality_section(record), comparison(record)
+    if section is None:
+        return None
+    title = f"Measured earlier, on {record['validation_file']}"
+    if table is None:
+        return replace(section, title=title)
+    return replace(section, title=title, tables=[*section.tables, table], notes=[*section.notes, *table["notes"]])
+
+
+def command_section(report: Report) -> Section | None:
+    """The command that makes this model again."""
+    words = report.get("command")
+    if not words:
+        return None
+    lines: list[list[str]] = [[]]
+    for word in map(shlex.quote, words):
+        if word.startswith("--") and sum(part.startswith("--") for part in lines[-1]) >= OPTIONS_A_LINE:
+            lines.append([])
+        lines[-1].append(word)
+    code = " \\\n    ".join([COMMAND, *map(" ".join, lines)])
+    note = "Folders of files on the author's disk are left out; put your own in front of the names."
+    return Section("How to repeat it", notes=[note], code=code)

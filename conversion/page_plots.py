@@ -16,7 +16,8 @@ LEFT, RIGHT, TOP, BOTTOM = 60.0, 14.0, 14.0, 46.0
 CELL, LABEL = 30.0, 26.0
 # Numbers are written into the cells of narrower maps only; all of them are in the table.
 MOST_LABELLED = 16
-STYLES = 6  # of lines, in the style sheet of the template
+# The styles of lines in the style sheet of the template; the first is that of the original.
+STYLES = 6
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ class Axis:
         return [step * number for number in range(first, math.floor(self.most / step + 1e-9) + 1)]
 
 
+def style_of(number: int) -> int:
+    """The style of the line with this number, from 1 on, beside the original."""
+    return (number - 1) % (STYLES - 1) + 1
+
+
 def grouped(value: float) -> str:
     """A number of tokens."""
     return f"{value:,.0f}"
@@ -128,8 +134,8 @@ def line_chart(
     marks: Sequence[tuple[float, str]] = (),
     formats: tuple[Callable[[float], str], Callable[[float], str]] = (grouped, "{:,.4g}".format),
     names: Mapping[float, str] | None = None,
-) -> Chart | None:
-    """A chart of lines with at least one point; None if there are none.
+) -> Chart:
+    """A chart of those lines that have points; at least one has.
 
     Args:
         labels: of the x and the y axis.
@@ -140,8 +146,6 @@ def line_chart(
         names: of values of x, for the table.
     """
     lines = [line for line in lines if line.points]
-    if not lines:
-        return None
     xs = [x for line in lines for x, _ in line.points] + [x for x, _ in marks]
     ys = [min(y, most_y) for line in lines for _, y in line.points]
     margin = 0.0 if y_log else 0.08 * (max(ys) - min(ys))
@@ -160,7 +164,7 @@ def line_chart(
         *labels,
         [(x_of(tick), x_axis.format(tick)) for tick in x_axis.ticks],
         [(y_of(tick), y_axis.format(tick)) for tick in y_axis.ticks],
-        [(line.name, line.style % STYLES, [(x_of(x), y_of(y)) for x, y in line.points]) for line in lines],
+        [(line.name, line.style, [(x_of(x), y_of(y)) for x, y in line.points]) for line in lines],
         [(x_of(x), text, "end" if x_axis.place(x) > 0.5 else "start") for x, text in marks],
         _table(labels[0], lines, lambda x: (names or {}).get(x) or x_axis.format(x), y_axis.format),
     )

@@ -32,18 +32,10 @@ from hf_linear_attention.conversion.companions import (
     save_processors,
     save_tokenizer,
 )
-from hf_linear_attention.conversion.diagnosis import diagnose_on
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
-from hf_linear_attention.conversion.head_ranking import (
-    KEPT_HEADS,
-    check_softmax_heads,
-    choose_heads,
-    chooses_heads,
-    listed_heads,
-    num_heads_to_keep,
-    plan_with_heads,
-)
+from hf_linear_attention.conversion.head_figures import diagnose_on
 from hf_linear_attention.conversion.hub import check_hub_name
+from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
@@ -55,12 +47,18 @@ from hf_linear_attention.conversion.preset_plan import (
 )
 from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.report import build_report, published_words
-from hf_linear_attention.conversion.request import DEFAULT, ConversionArguments, Request
-from hf_linear_attention.conversion.softmax_layers import (
+from hf_linear_attention.conversion.softmax_choice import (
     CHOICE,
+    KEPT_HEADS,
+    check_softmax_heads,
     check_softmax_layers,
+    choose_heads,
+    chooses_heads,
     is_automatic,
+    listed_heads,
     listed_layers,
+    num_heads_to_keep,
+    plan_with_heads,
     plan_without,
     rank,
     ranking_file,
@@ -201,10 +199,10 @@ def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
 def _plan(request: Request, source: Source) -> Plan:
     """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
     arguments = request.arguments
-    options = (arguments.model_class, arguments.trust_remote_code, arguments.dtype, arguments.positions)
+    options = (arguments.trust_remote_code, arguments.dtype, arguments.positions)
 
     def spread(given: Mapping[str, Any]) -> Any:
-        return spread_over_layers(given, source, *options[:2])
+        return spread_over_layers(given, source, arguments.trust_remote_code)
 
     if arguments.preset is None and not request.is_default:
         return make_plan(source, request.settings_over({}, spread), *options)
@@ -277,7 +275,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
             checks,
             **measured,
             dtype=arguments.dtype,
-            command=published_words(conversion.request.words),
+            command=published_words(conversion.request.options),
             card_metadata=source_metadata(conversion.source.root),
             base_model_name=arguments.base_model,
         )
@@ -312,7 +310,7 @@ def calibrate_and_diagnose(conversion: Conversion, model: PreTrainedModel) -> di
     arguments, inputs = conversion.request.arguments, conversion.inputs
     measured: dict[str, Any] = {"calibration": None, "diagnosis": None}
     if needs_calibration(conversion.plan):
-        measured["calibration"] = calibrate_on(model, inputs, arguments.calibration_tokens)
+        measured["calibration"] = calibrate_on(model, inputs)
     if arguments.spectrum and inputs is not None:
         measured["diagnosis"] = diagnose_on(model, inputs)
     return measured

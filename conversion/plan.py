@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, Inputs, head_of
+from hf_linear_attention._common.layers import layers_text
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.architectures import attention_modules, converted_features
 from hf_linear_attention.attention.transformers_internals import loaded_names
-from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of, model_heads
+from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes, with_budget
 from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
-from hf_linear_attention.layer_ranges import layers_text, spread
+from hf_linear_attention.layer_ranges import spread
 from hf_linear_attention.mechanisms.base import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import (
     linear_attention_modules,
@@ -28,7 +28,7 @@ from hf_linear_attention.modeling_linear_attention import (
     self_attention_modules,
 )
 from hf_linear_attention.position_extension import Extension, LongerPositions, plan_extension
-from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.training.recipe import MECHANISM
 
 
 # The settings that the conversion itself adds: their format, and the rotary positions of the layers.
@@ -202,7 +202,6 @@ class Plan:
 def make_plan(
     source: Source,
     settings: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    model_class: str | None = None,
     trust_remote_code: bool = False,
     dtype: str = "auto",
     positions: LongerPositions | None = None,
@@ -211,7 +210,6 @@ def make_plan(
 
     Args:
         settings: `mechanism`, `layers` and the options given, or a list of these for layers with different settings.
-        model_class: the stock class (or Auto class) to use instead of the one that the checkpoint names.
         dtype: the dtype of the result; `auto` is that of the checkpoint.
         positions: the learned positions of the result; None keeps those of the checkpoint.
 
@@ -223,7 +221,7 @@ def make_plan(
     kept_dtype = _dtype_of(dtype, source)
     with reading(source.config_file):
         refuse_converted(stock)
-        stock_class = _stock_class(stock, model_class)
+        stock_class = stock_model_class(stock)
     with reading(source.config_file, names_ours=False):
         extension = plan_extension(stock, stock_class, positions)
         config = convert_config(stock, changed(settings, _without_budget), extension=extension)
@@ -251,9 +249,7 @@ def make_plan(
     )
 
 
-def spread_over_layers(
-    settings: Mapping[str, Any], source: Source, model_class: str | None = None, trust_remote_code: bool = False
-) -> Any:
+def spread_over_layers(settings: Mapping[str, Any], source: Source, trust_remote_code: bool = False) -> Any:
     """Settings without values by layer (`layer_ranges.py`), for the model that `make_plan` would convert.
 
     Raises:
@@ -261,7 +257,7 @@ def spread_over_layers(
     """
     stock = stock_config(source, trust_remote_code)
     with reading(source.config_file, names_ours=False):
-        return spread(settings, _stock_class(stock, model_class), stock)
+        return spread(settings, stock_model_class(stock), stock)
 
 
 def changed(settings: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
@@ -282,19 +278,6 @@ def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
     """
     with reading(source.config_file):
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-
-
-def _stock_class(config: PreTrainedConfig, name: str | None) -> type[PreTrainedModel]:
-    if name is None:
-        return stock_model_class(config)
-    heads = model_heads(config.model_type)
-    found = getattr(transformers, heads.get(name, name), None)
-    if not isinstance(found, type) or getattr(found, "config_class", None) is not type(config):
-        raise UsageError(
-            f"`--model_class` = {name!r} is not a class of `{config.model_type}`; it must be one of "
-            + ", ".join(sorted({f"`{head}`" for head in heads.values()}))
-        )
-    return found
 
 
 def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:

@@ -12,19 +12,24 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import without_needs
+from hf_linear_attention._common.options import facts_of, without_needs
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
-from hf_linear_attention.conversion.option_values import parse_tokens
+from hf_linear_attention.conversion.options import (
+    CONVERSION_FACTS,
+    ConversionArguments,
+    MeasuringArguments,
+    changed_options,
+    parse_tokens,
+)
 from hf_linear_attention.conversion.plan import Plan, stock_config
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, changed_options
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension
 from hf_linear_attention.training.data.file_checks import check_retrieval_file
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, check_dims
 from hf_linear_attention.training.data.sentence_files import sentence_files
-from hf_linear_attention.training.presets.preset import (
+from hf_linear_attention.training.presets import (
     EPOCHS,
     Preset,
     Stage,
@@ -34,7 +39,7 @@ from hf_linear_attention.training.presets.preset import (
     preset_names,
     stages_of,
 )
-from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training.recipe_parser import check_stages
 from hf_linear_attention.training.tasks import unit_of
 
 
@@ -80,13 +85,14 @@ def check_training_options(arguments: ConversionArguments) -> None:
         raise UsageError(*problems)
 
 
-def check_task_options(arguments: ConversionArguments, task: str) -> None:
+def check_task_options(arguments: MeasuringArguments, task: str) -> None:
     """Refuse options that have no effect for a model of this task.
 
     Raises:
         UsageError: naming all of them.
     """
-    tasks = {name: CONVERSION_FACTS[name].tasks for name in sorted(changed_options(arguments))}
+    facts = facts_of(type(arguments))
+    tasks = {name: facts[name].tasks for name in sorted(changed_options(arguments))}
     problems = [
         f"`--{name}` is only for {', '.join(able)}, but the task of this model is {task}; leave it out"
         for name, able in tasks.items()
@@ -96,7 +102,7 @@ def check_task_options(arguments: ConversionArguments, task: str) -> None:
         raise UsageError(*problems)
 
 
-def check_embedding_options(arguments: ConversionArguments, folder: Path, config: Mapping[str, Any]) -> None:
+def check_embedding_options(arguments: MeasuringArguments, folder: Path, config: Mapping[str, Any]) -> None:
     """Check the options that a damaged or other model or file could contradict, before any work.
 
     Args:
@@ -170,7 +176,7 @@ def _healed_frequencies(settings: Mapping[str, Any], longest: int | None) -> lis
 
 
 def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, output_dir: Path | None) -> Training:
-    """The stages for the head of the model; each stage is checked as a command line of its own.
+    """The stages for the head of the model; the options of each stage are checked.
 
     Raises:
         UsageError: with all problems of the first stage that has problems.
@@ -186,11 +192,9 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
         check_pairs_file(arguments.pairs_file)
     if plan.head.task == "embedding":
         check_embedding_options(arguments, source.root, plan.config.to_dict())
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    parsed = parse_preset([f"--preset={arguments.preset}", *words])
-    if parsed is None:
-        raise RuntimeError("the preset is named above")
-    preset, given = parsed
+    given = {name: value for name, value in options.items() if value is not None}
+    preset = load_preset(str(arguments.preset))
+    check_stages(preset, given)
     preset = fit_to(preset, _empty(plan))
     if plan.extension is not None and plan.head.task == "embedding":
         preset = with_long_texts(preset, plan.extension)
@@ -240,7 +244,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
     counts_tokens = unit_of(task) == "tokens"
     return {
         "task": task,
-        "model_name_or_path": work / CONVERTED,
+        "model_name_or_path": str(work / CONVERTED),
         "teacher_name_or_path": source.loadable,
         "trust_remote_code": arguments.trust_remote_code or None,
         "train_file": arguments.train_file,
@@ -254,7 +258,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "cache_teacher": arguments.cache_teacher,
         "checkpointing_steps": arguments.checkpointing_steps,
         "save_total_limit": 1,
-        "output_dir": work / TRAINED,
+        "output_dir": str(work / TRAINED),
         "resume_from_checkpoint": "latest",
     }
 

@@ -26,18 +26,16 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.export import share_permissions
+from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
-from hf_linear_attention.conversion.quality import MEASURED_TASKS, describe_quality, held_out, measure, record
+from hf_linear_attention.conversion.quality import MEASURED_TASKS, held_out, measure, record
 from hf_linear_attention.conversion.recipe_file import write_recipe
-from hf_linear_attention.conversion.report import describe_result
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
-from hf_linear_attention.conversion.softmax_layers import CHOICE, choose_in, is_automatic, plan_without
-from hf_linear_attention.training.checkpoints.checkpointing import list_checkpoints
-from hf_linear_attention.training.presets.preset import STAGES, stages_of
-from hf_linear_attention.training.presets.stages import run_stages
+from hf_linear_attention.conversion.report import describe_quality, describe_result
+from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, is_automatic, plan_without
+from hf_linear_attention.training.checkpoints import list_checkpoints
+from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.recipe_parser import parse
 from hf_linear_attention.training.tasks import unit_of
 from hf_linear_attention.training.tracking import METRICS, loss_curve
 
@@ -148,6 +146,7 @@ def _train(conversion: Conversion, training: Training) -> None:
     import datasets  # most conversions do without this library, and without the following import
 
     from hf_linear_attention.training.run import run as run_stage
+    from hf_linear_attention.training.run import run_stages
 
     def run_and_tidy(recipe: Recipe, known: dict[str, float]) -> dict[str, float]:
         if (
@@ -162,10 +161,10 @@ def _train(conversion: Conversion, training: Training) -> None:
 
     datasets.disable_progress_bars()  # the only progress bar is that of the training
     with to_stderr("hf_linear_attention.training"):
-        run_stages(training.preset, training.given, parse, run_and_tidy)
+        run_stages(training.preset, training.given, run_and_tidy)
         data = held_out(conversion.request.arguments)
         if training.heals_control and data is not None:
-            from hf_linear_attention.conversion.healed_control import heal_control
+            from hf_linear_attention.conversion.figures import heal_control
 
             heal_control(conversion.source, training, data, run_and_tidy)
 
@@ -230,6 +229,6 @@ def _describe(conversion: Conversion, training: Training) -> str:
     elif conversion.request.arguments.validation_file is None:
         lines.append(
             f"There are no figures after training; give a `--validation_file` of held-out {HELD_OUT[unit]}"
-            + (", here or with `--evaluate`." if task in MEASURED_TASKS else ".")
+            + (", here or with `hf-linear-attention evaluate`." if task in MEASURED_TASKS else ".")
         )
     return describe_result(plan, conversion.source, str(training.output_dir), report, lines)

@@ -26,13 +26,12 @@ from hf_linear_attention._common.model_card import (
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
 from hf_linear_attention.conversion.data_recipes import data_recipe
-from hf_linear_attention.conversion.earlier_figures import EARLIER, with_earlier
-from hf_linear_attention.conversion.figure_tables import comparison, describe_quality, quality_rows
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
+from hf_linear_attention.conversion.options import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request, changed_options
+from hf_linear_attention.conversion.report import EARLIER, comparison, describe_quality, quality_rows, with_earlier
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.training.data.packing import PackedBlocks
@@ -63,7 +62,7 @@ class HeldOut:
     of_embeddings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def held_out(arguments: ConversionArguments) -> HeldOut | None:
+def held_out(arguments: ConversionArguments | EvaluationArguments) -> HeldOut | None:
     """The held-out data that the options name, or None without `--validation_file`."""
     if arguments.validation_file is None:
         return None
@@ -79,36 +78,28 @@ def held_out(arguments: ConversionArguments) -> HeldOut | None:
     )
 
 
-def evaluate(request: Request) -> str:
-    """`--evaluate`: measure the model in `--output_dir`; returns the text to print.
+def evaluate(arguments: EvaluationArguments) -> str:
+    """Measure a converted model, and write the figures into its folder; returns the text to print.
 
     Raises:
         UsageError: if there is no converted model that could be measured.
     """
-    arguments = request.arguments
-    known = {name for name, fact in CONVERSION_FACTS.items() if fact.for_evaluation}
-    # of the settings given, `mechanism` is the option `attention`
-    if unused := sorted((changed_options(arguments) | set(request.given)) - known - {"mechanism"}):
-        raise UsageError(
-            "`--evaluate` measures the model in `--output_dir` as it is; leave out "
-            + ", ".join(f"`--{name}`" for name in unused)
-        )
     data = held_out(arguments)
-    if data is None or arguments.output_dir is None:
-        raise UsageError("`--evaluate` needs the converted model in `--output_dir`, and a `--validation_file`")
+    if data is None:
+        raise UsageError("`--validation_file` is missing; name a file of held-out text")
     check_text_file("validation_file", data.path, instead=MESSAGES)
     if data.pairs is not None:
         check_pairs_file(data.pairs)
     if data.train_file is not None:
         check_text_file("train_file", data.train_file, instead=MESSAGES)
     if data.controls == "healed":
-        raise UsageError("`--controls healed` trains a window as `--preset` does; `--evaluate` trains nothing")
-    folder = Path(arguments.output_dir).expanduser().resolve()
+        raise UsageError("`--controls healed` trains a window as `convert --preset` does; this command trains nothing")
+    folder = Path(arguments.model_name_or_path).expanduser().resolve()
     task = _task_of(folder)
     if data.pairs is not None and task != "embedding":
         raise UsageError(f"`--pairs_file` is for embedding models; {folder.name} is for {task}: leave it out")
     check_task_options(arguments, task)
-    source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
+    source = open_source(str(arguments.teacher_name_or_path), arguments.allow_pickle, "teacher_name_or_path")
     _check_original(source, folder, task)
     if task == "embedding":
         check_embedding_options(arguments, folder, read_json(folder / "config.json"))
@@ -128,18 +119,18 @@ def _task_of(folder: Path) -> str:
         check_checkpoint(folder)
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "linear_attention" not in config:
-        raise UsageError(f"`--output_dir` = {str(folder)!r} holds no converted model; convert first, then `--evaluate`")
+        raise UsageError(f"`--model_name_or_path` = {str(folder)!r} holds no converted model; convert first")
     name = (config.get("architectures") or [""])[0]
     task = head_of_config(config).task
     if task not in MEASURED_TASKS:
-        raise UsageError(f"`--evaluate` has figures for {', '.join(MEASURED_TASKS)}, and {name} is none of these")
+        raise UsageError(f"There are figures for {', '.join(MEASURED_TASKS)}, and {name} is none of these")
     return str(task)
 
 
 def _check_original(source: Source, folder: Path, task: str) -> None:
     original, ours = read_json(source.config_file), read_json(folder / "config.json")
     kind, own = original.get("model_type"), str(ours.get("model_type")).removeprefix(PREFIX)
-    given = f"`--model_name_or_path` = {source.name!r}"
+    given = f"`--teacher_name_or_path` = {source.name!r}"
     if "linear_attention" in original:
         raise UsageError(f"{given} is converted itself; give the original, with softmax attention")
     if task == "causal_lm" and kind != own:  # an embedding model may be compared with another one
@@ -165,9 +156,8 @@ def measure(folder: Path, source: Source, task: str, data: HeldOut, healed: Path
 
 def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path | None) -> dict[str, Any]:
     # Here and not at the top: it imports `datasets`, which most conversions do without.
-    from hf_linear_attention.conversion.language_figures import Controls, language_figures, possible_controls
-    from hf_linear_attention.conversion.shown_samples import shown_continuations
-    from hf_linear_attention.training.evaluation.position_figures import most_positions, running_text
+    from hf_linear_attention.conversion.figures import Controls, continuations, language_figures, possible_controls
+    from hf_linear_attention.training.evaluation.retention import most_positions, running_text
 
     recipe, text = held_out_text(folder, source, data)
     student, teacher = load_models(recipe, folder)
@@ -181,7 +171,7 @@ def _measure_language(folder: Path, source: Source, data: HeldOut, healed: Path 
         figures["control"]["healed_tokens"] = sum(run["training"]["tokens"] for run in training_history(str(healed)))
     tokenizer, longest = load_tokenizer(recipe), most_positions(teacher) or text.max_length
     stream = running_text(text.examples)
-    samples = shown_continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
+    samples = continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
     return {**figures, "samples": samples, **_costs_and_heads(student, teacher, tokenizer, writes=True)}
 
 
@@ -194,7 +184,7 @@ def held_out_text(folder: Path, source: Source, data: HeldOut) -> tuple[Any, Any
 
 def read_text(recipe: Any, max_eval_length: int) -> Any:
     """The validation and training files of a recipe, as `language_figures` takes them."""
-    from hf_linear_attention.conversion.language_figures import HeldOutText
+    from hf_linear_attention.conversion.figures import HeldOutText
     from hf_linear_attention.training.data.processors import load_config, sequence_length
     from hf_linear_attention.training.data.splits import load_data
 
@@ -211,7 +201,7 @@ def _documents(examples: Any) -> Any:
     """The tokens of every document; those of packed ones are in one stream."""
     if isinstance(examples, PackedBlocks):
         return np.split(examples.stream, examples.documents[1:])
-    return examples.documents
+    return examples.columns["input_ids"]
 
 
 def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
@@ -223,7 +213,7 @@ def load_models(recipe: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str, Any]:
-    from hf_linear_attention.conversion.embedding_figures import embedding_figures
+    from hf_linear_attention.conversion.figures import embedding_figures
 
     texts = {"validation_file": data.path, "max_eval_tokens": data.max_tokens}
     pairs = None if data.pairs is None else {"validation_file": data.pairs, **PAIR_COLUMNS}
@@ -240,7 +230,7 @@ def _measure_embeddings(folder: Path, source: Source, data: HeldOut) -> dict[str
 
 def _costs_and_heads(student: Any, teacher: Any, tokenizer: Any, writes: bool) -> dict[str, Any]:
     """The errors of the heads and, on a CPU, the times of a layer and of the whole model."""
-    from hf_linear_attention.training.evaluation.position_figures import most_positions
+    from hf_linear_attention.training.evaluation.retention import most_positions
 
     speed = None
     if student.device.type == "cpu":

@@ -19,9 +19,9 @@ from hf_linear_attention import __version__
 from hf_linear_attention._common.command_line import PROGRAM
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
+from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments, Request
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.preset_plan import Training
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments, Request
 
 
 RECIPE = "recipe.yaml"

@@ -1,7 +1,13 @@
-"""A plan and its result as conversion_report.json, and as the short text that the command prints."""
+"""conversion_report.json: what it holds, the tables of its figures, and the short text that the command prints.
+
+A conversion writes its plan and its checks; an evaluation adds `quality`, the figures of held-out text. Terminal,
+report.html and model card print the tables that are made here.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,27 +16,91 @@ import torch
 import transformers
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
+from hf_linear_attention._common.layers import layers_text
+from hf_linear_attention._common.model_card import REPORT, format_value, write_model_card
+from hf_linear_attention._common.options import option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
-from hf_linear_attention.conversion.diagnosis import describe_diagnosis
-from hf_linear_attention.conversion.head_ranking import KEPT_HEADS, describe_heads
+from hf_linear_attention.conversion.head_figures import describe_diagnosis
 from hf_linear_attention.conversion.plan import Plan, TensorPlan
-from hf_linear_attention.conversion.softmax_layers import CHOICE, describe_ranking
+from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, describe_heads, describe_ranking
 from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes
 from hf_linear_attention.kernels.cpu import kernel_backend
-from hf_linear_attention.layer_ranges import layers_text
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 MAX_LISTED = 8
+
+# Figures of `quality` with their names in the tables.
+LABELS = {
+    "teacher": "nats per token, the original",
+    "student": "nats per token",
+    "gap": "gap to the original, nats per token",
+    "window_alone": "nats per token, untrained window and sinks alone",
+    "without_far": "nats per token, linear part switched off",
+    "agreement": "same top token",
+    "kl": "KL(original, this model), nats per token",
+    "cosine": "cosine of embeddings",
+    "cosine_min": "cosine of embeddings, lowest",
+    "same_neighbour": "same nearest neighbour",
+    "spearman_teacher": "Spearman's correlation with the pairs' scores, the original",
+    "spearman": "Spearman's correlation with the pairs' scores",
+    "recall_at_1_teacher": "recall of retrieval at 1, the original",
+    "recall_at_1": "recall of retrieval at 1",
+    "recall_at_10_teacher": "recall of retrieval at 10, the original",
+    "recall_at_10": "recall of retrieval at 10",
+    "ndcg_at_10_teacher": "nDCG of retrieval at 10, the original",
+    "ndcg_at_10": "nDCG of retrieval at 10",
+}
+# The columns of the table by position and distance.
+COLUMNS = {
+    "targets": "targets",
+    "teacher": "original",
+    "student": "this model",
+    "window_alone": "its window alone",
+    "same_bytes": "window of the same bytes",
+    "healed": "the same, healed",
+    "student_minus_window_alone": "less than its window",
+    "student_minus_same_bytes": "less than the same bytes",
+    "student_minus_healed": "less than these, healed",
+}
+GENERATION = {
+    "agreement_length": "tokens of greedy agreement, of {greedy}",
+    "teacher_on_student": "nats of the original on samples of this model",
+    "teacher_on_teacher": "nats of the original on its own samples",
+    "repeated_student": "repeated 4-grams in samples of this model",
+    "repeated_teacher": "repeated 4-grams in samples of the original",
+}
+# Figures on the built-in samples, as the command prints them.
+CHECKED = {
+    "hidden_state_error": "error of hidden states {:.1%}",
+    "mean_embedding_cosine": "cosine of embeddings {:.3f}",
+    "logits_error": "of logits {:.1%}",
+    "kl_to_teacher": "KL {:.3f} nats/token",
+    "top1_agreement": "same top token {:.1%}",
+}
+
+# The entry of `quality` with earlier evaluations, and what says whether two evaluations read the same text.
+EARLIER = "earlier"
+SAME_TEXT = ("validation_file", "max_tokens", "max_length", "targets")
+# Figures of embeddings that come from files of their own, and what is measured without a text.
+OF_OTHER_FILES = ("pairs_file", "spearman", "retrieval", "recall_at", "ndcg_at", "heads", "speed")
+
+
+# ---- What a conversion writes and prints
 
 
 def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, **details: Any) -> dict[str, Any]:
     """The content of conversion_report.json. `figures` is the part that the model card shows."""
     counts = {kind: len(getattr(plan, kind)) for kind in ("mapped", "new", "dropped", "tied")}
-    outputs = (checks or {}).get("student_against_teacher")
+    outputs = (checks or {}).get("student_against_teacher") or {}
+    calibrated = None  # if there is nothing to calibrate
+    if (facts := details.get("calibration")) is not None:
+        calibrated = f"{facts['tokens']:,} tokens ({facts['inputs']})" if facts["tokens"] else "nothing"
     figures = {
         **plan.figures,
-        "calibrated on": _calibration(details.get("calibration")),
-        **({name.replace("_", " "): value for name, value in outputs.items()} if outputs else {}),
+        "calibrated on": calibrated,
+        **{name.replace("_", " "): value for name, value in outputs.items()},
     }
     return {
         "base_model": source.name,
@@ -45,57 +115,40 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
     }
 
 
-def published_words(words: Sequence[str]) -> list[str]:
-    """The words of a command for the report: of an absolute path only the name, since a folder may be published."""
-    shown = []
-    for word in words:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        path = Path(value).expanduser()
-        shown.append(option + equals + (path.name if path.is_absolute() and value else value))
-    return shown
-
-
-def _calibration(facts: Mapping[str, Any] | None) -> str | None:
-    """What the model was calibrated on; None if there is nothing to calibrate."""
-    if facts is None:
-        return None
-    return f"{facts['tokens']:,} tokens ({facts['inputs']})" if facts["tokens"] else "nothing"
+def published_words(options: Mapping[str, Any]) -> list[str]:
+    """The options as one types them, for the report: of an absolute path only the name, as they may be published."""
+    words = []
+    for name, value in options.items():
+        text = option_text(value)
+        path = Path(text).expanduser()
+        shown = path.name if path.is_absolute() else text
+        words += [f"--{name}"] if value is True else [f"--{name}", shown]
+    return words
 
 
 def describe(plan: Plan, source: Source) -> str:
     """What the conversion does, in a few lines."""
+    entries = plan.settings
+    if not isinstance(entries, list):
+        entries = [{**entries, "layers": [layer.layer for layer in plan.layers]}]
+    tied = f", {len(plan.tied)} tied" if plan.tied else ""
+    tensors = f"{len(plan.mapped)} mapped, {len(plan.new)} new, {len(plan.dropped)} dropped{tied}"
     lines = [
         f"{source.name}",
         _line("class", f"{plan.stock_class.__name__} -> {plan.linear_class.__name__}"),
-        *(_line("attention", text) for text in _attention_lines(plan)),
+        *(_line("attention", _attention_text(entry, plan.num_layers)) for entry in entries),
         *([] if plan.extension is None else [_line("positions", plan.extension.describe())]),
-        _line("tensors", _tensor_line(plan)),
+        _line("tensors", tensors),
         _line("weights", f"{plan.weights['total']:,}, of which {plan.weights['new']:,} are new"),
     ]
     if plan.state_bytes:
-        lines.append(_line("state", _state_line(plan)))
+        lines.append(_line("state", _state_text(plan)))
     if plan.dropped:
         lines.append(_line("dropped", _names([tensor.source for tensor in plan.dropped])))
     if plan.new_base:
         lines.append(_line("untrained", f"{_names([t.target for t in plan.new_base])} (not in the checkpoint)"))
     lines += [_line("left out", feature) for feature in plan.dropped_features]
     return "\n".join(lines)
-
-
-def _attention_lines(plan: Plan) -> list[str]:
-    """One line for the settings of each group of layers."""
-    if not isinstance(plan.settings, list):
-        return [_attention_line(plan.settings, [layer.layer for layer in plan.layers], plan.num_layers)]
-    return [_attention_line(entry, entry["layers"], plan.num_layers) for entry in plan.settings]
-
-
-def _attention_line(settings: Mapping[str, Any], layers: Sequence[int], num_layers: int) -> str:
-    options = {name: value for name, value in settings.items() if name not in ("mechanism", "layers")}
-    # Settings that every mechanism has are shown only if they differ from their defaults.
-    shown = {name: value for name, value in options.items() if value != COMMON_SETTINGS.get(name)}
-    chosen = ", ".join(f"{name}={value}" for name, value in shown.items())
-    mechanism = settings["mechanism"] + (f" ({chosen})" if chosen else "")
-    return f"{mechanism} in " + (f"{layers_text(layers)} of {num_layers}" if layers else "no layer")
 
 
 def describe_tensors(plan: Plan) -> str:
@@ -116,12 +169,18 @@ def describe_result(
     plan: Plan, source: Source, output_dir: str, report: Mapping[str, Any], training: Sequence[str] = ()
 ) -> str:
     """The text at the end of a conversion: the result, how to load it, and what to do next or how it was trained."""
-    lines, checks = [describe(plan, source)], report["checks"]
+    lines, checks, auto_class = [describe(plan, source)], report["checks"], plan.head.auto_class
     if calibrated := report["figures"]["calibrated on"]:
         lines.append(_line("calibrated", f"on {calibrated}"))
     if checks is not None:
-        lines += _check_lines(checks, has_layers=bool(plan.layers))
-    lines += [_line("written to", output_dir), "", "Load it:", *_loading_lines(plan, output_dir)]
+        lines += describe_checks(checks, has_layers=bool(plan.layers))
+    lines += [
+        _line("written to", output_dir),
+        "",
+        "Load it:",
+        f"  from transformers import {auto_class}",
+        f'  model = {auto_class}.from_pretrained("{output_dir}", trust_remote_code=True)',
+    ]
     if (choice := report.get(CHOICE)) is not None:
         lines += ["", *describe_ranking(choice)]
     if (heads := report.get(KEPT_HEADS)) is not None:
@@ -129,64 +188,30 @@ def describe_result(
     if training:
         lines += ["", *training]
     elif plan.layers:
-        lines += ["", *_healing_lines(plan, source, output_dir)]
+        lines += ["", *healing_lines(plan, source, output_dir)]
     if report["diagnosis"]:
         lines += ["", describe_diagnosis(report["diagnosis"], plan.mechanisms)]
     return "\n".join(lines)
 
 
-def _line(label: str, text: str) -> str:
-    return f"  {label:<11} {text}"
-
-
-def _tensor_line(plan: Plan) -> str:
-    tied = f", {len(plan.tied)} tied" if plan.tied else ""
-    return f"{len(plan.mapped)} mapped, {len(plan.new)} new, {len(plan.dropped)} dropped{tied}"
-
-
-def _state_line(plan: Plan) -> str:
-    sizes = {layers: size for layers, size in plan.state_sizes.items() if size}  # an encoder's layers have none
-    if len(sizes) == 1:
-        text = f"{next(iter(sizes.values())):,} bytes per layer"
-    else:
-        text = "bytes per layer: " + "; ".join(f"{size:,} in {layers}" for layers, size in sizes.items())
-    text += f"{',' if len(sizes) == 1 else ';'} {plan.state_bytes:,} in all, per sequence of any length"
-    if plan.head.task == "causal_lm" and plan.state_bytes:
-        cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
-        text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens)"
-    if plan.growing_bytes_per_token:
-        text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
-    return text
-
-
-def _check_lines(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
+def describe_checks(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
+    """What the comparison with the source has found, in two lines."""
     tensors, outputs = checks["tensors"], checks["student_against_teacher"]
     padding = outputs.get("padding_difference")
     unmoved = "" if padding is None else f"; padding moves the output by {padding:.1e}"
     left = tensors.get("not_compared", 0)  # reports of an interrupted run of an earlier version lack it
     others = f", {left} not compared (tied to others, or stored merged with them)" if left else ""
-    lines = [_line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{others}{unmoved}")]
-    texts = {
-        "hidden_state_error": "error of hidden states {:.1%}",
-        "mean_embedding_cosine": "cosine of embeddings {:.3f}",
-        "logits_error": "of logits {:.1%}",
-        "kl_to_teacher": "KL {:.3f} nats/token",
-        "top1_agreement": "same top token {:.1%}",
-    }
-    found = [text.format(outputs[name]) for name, text in texts.items() if name in outputs]
-    label = "untrained" if has_layers else "outputs"
-    return [*lines, _line(label, "against the original, on each built-in sample alone: " + ", ".join(found))]
-
-
-def _loading_lines(plan: Plan, output_dir: str) -> list[str]:
-    auto_class = plan.head.auto_class
+    found = [text.format(outputs[name]) for name, text in CHECKED.items() if name in outputs]
     return [
-        f"  from transformers import {auto_class}",
-        f'  model = {auto_class}.from_pretrained("{output_dir}", trust_remote_code=True)',
+        _line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{others}{unmoved}"),
+        _line(
+            "untrained" if has_layers else "outputs",
+            "against the original, on each built-in sample alone: " + ", ".join(found),
+        ),
     ]
 
 
-def _healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
+def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
     """How the model is trained after its conversion, or that there is no recipe for it."""
     if plan.head.task is None:
         return [
@@ -210,6 +235,34 @@ def _healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
     ]
 
 
+def _line(label: str, text: str) -> str:
+    return f"  {label:<11} {text}"
+
+
+def _attention_text(settings: Mapping[str, Any], num_layers: int) -> str:
+    """The settings of a group of layers; those that every mechanism has only if they differ from their defaults."""
+    options = {name: value for name, value in settings.items() if name not in ("mechanism", "layers")}
+    chosen = [f"{name}={value}" for name, value in options.items() if value != COMMON_SETTINGS.get(name)]
+    mechanism = settings["mechanism"] + (f" ({', '.join(chosen)})" if chosen else "")
+    layers = settings["layers"]
+    return f"{mechanism} in " + (f"{layers_text(layers)} of {num_layers}" if layers else "no layer")
+
+
+def _state_text(plan: Plan) -> str:
+    sizes = {layers: size for layers, size in plan.state_sizes.items() if size}  # an encoder's layers have none
+    if len(sizes) == 1:
+        text = f"{next(iter(sizes.values())):,} bytes per layer"
+    else:
+        text = "bytes per layer: " + "; ".join(f"{size:,} in {layers}" for layers, size in sizes.items())
+    text += f"{',' if len(sizes) == 1 else ';'} {plan.state_bytes:,} in all, per sequence of any length"
+    if plan.head.task == "causal_lm" and plan.state_bytes:
+        cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
+        text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens)"
+    if plan.growing_bytes_per_token:
+        text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
+    return text
+
+
 def _tensor_name(tensor: TensorPlan) -> str:
     if tensor.source is None or tensor.target is None or tensor.source == tensor.target:
         return str(tensor.target or tensor.source)
@@ -217,5 +270,201 @@ def _tensor_name(tensor: TensorPlan) -> str:
 
 
 def _names(names: list[str | None]) -> str:
-    shown = ", ".join(str(name) for name in names[:MAX_LISTED])
-    return shown if len(names) <= MAX_LISTED else f"{shown} and {len(names) - MAX_LISTED} more"
+    listed = ", ".join(str(name) for name in names[:MAX_LISTED])
+    return listed if len(names) <= MAX_LISTED else f"{listed} and {len(names) - MAX_LISTED} more"
+
+
+# ---- Models that were converted in Python, of which nothing was measured
+
+
+def write_conversion_files(model: Any, save_directory: str | os.PathLike) -> None:
+    """Write what `convert_and_heal` left in the model, or else a report and a card, beside the saved weights.
+
+    A card or report that stands in the folder already is kept.
+    """
+    folder = Path(save_directory)
+    if (files := getattr(model, "conversion_files", None)) is not None:
+        for name, content in files.items():
+            if not (folder / name).exists():
+                (folder / name).write_bytes(content)
+        return
+    if not (folder / REPORT).exists():
+        (folder / REPORT).write_text(json.dumps(report_of(model), indent=2) + "\n", encoding="utf-8")
+    if not (folder / "README.md").exists():
+        facts = {"base_model": model.converted_from, "settings": model.config.linear_attention, "is_in_python": True}
+        write_model_card(folder, facts)
+
+
+def report_of(model: Any) -> dict[str, Any]:
+    """What is known of a model that `convert` made: its settings and sizes; nothing was measured."""
+    modules = linear_attention_modules(model)
+    tensors = {name: tensor.numel() for name, tensor in model.state_dict().items()}
+    sizes = {name: state_bytes(module) for name, module in modules.items()}
+    figures = {
+        "layers converted": len(modules),
+        "weights": sum(tensors.values()),
+        "new weights": sum(count for name, count in tensors.items() if ".linear_attention." in name),
+        "state bytes per sequence": sum(size or 0 for size in sizes.values()) or None,
+        "bytes per token of heads with softmax": sum(map(growing_bytes, modules.values())) or None,
+    }
+    return {
+        "base_model": model.converted_from,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "model_type": model.config.model_type,
+        "linear_class": type(model).__name__,
+        "settings": model.config.linear_attention,
+        "layers": [{"module": name, "state_bytes": size} for name, size in sizes.items()],
+        "checks": None,
+        "figures": figures,
+    }
+
+
+# ---- The figures of held-out text
+
+
+def quality_rows(quality: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures under their names."""
+    rows = {text: quality[name] for name, text in LABELS.items() if quality.get(name) is not None}
+    for count in quality.get("dims", ()):
+        found = {text: quality.get(f"{name}_dim_{count}") for name, text in LABELS.items()}
+        rows |= {f"{text}, first {count:,} dimensions": value for text, value in found.items() if value is not None}
+    for entry in quality.get("generation", ()):
+        for name, text in GENERATION.items():
+            rows[f"{text.format(**entry)}, at length {entry['length']:,}"] = entry[name]
+    return rows
+
+
+def comparison(quality: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The table of nats per token by position and distance: `header`, `rows` (texts) and `notes`; None without one."""
+    if "positions" not in quality:
+        return None
+    positions, recall = quality["positions"], quality["recall"]
+    entries = [("whole text, inside the length", quality)]
+    entries += [(f"positions {part['from']:,} to {part['to'] - 1:,}", part) for part in positions["buckets"]]
+    entries += [
+        (f"recall, {part['from']:,} to {part['to'] - 1:,} tokens back", part) for part in recall.get("buckets", ())
+    ]
+    names = [name for name in COLUMNS if any(part.get(name) is not None for _, part in entries)]
+    rows = [[text, *(_cell(part.get(name)) for name in names)] for text, part in entries]
+    header = ["nats per token", *(COLUMNS[name] for name in names)]
+    return {"header": header, "rows": rows, "notes": _notes(quality)}
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Mapping):  # a difference that is less than 0 is a gain
+        error = value["standard_error"]
+        return "-" if value["mean"] is None else f"{-value['mean']:z.3f}" + ("" if error is None else f" ± {error:.3f}")
+    return f"{value:.4f}" if isinstance(value, float) else format_value(value)
+
+
+def _notes(quality: Mapping[str, Any]) -> list[str]:
+    control, positions, recall = quality["control"], quality["positions"], quality["recall"]
+    notes = [
+        f"By position in windows of {positions['length']:,} tokens ({positions['windows']:,} of them), which end with "
+        f"{positions['ended_by']}; the trained length is {positions['trained_length']:,}. ± is a standard error of the "
+        "paired difference."
+    ]
+    if "window_size" in control:
+        notes.append(
+            f"The window of the same bytes has {control['window_size']:,} tokens and {control['num_sinks']} sinks "
+            f"({control['state_bytes']:,} bytes), the better of windows with and without sinks."
+        )
+    elif control.get("left_out"):
+        notes.append(f"There is no window of the same bytes: {control['left_out']}.")
+    if "left_out" in recall:
+        notes.append(f"There are no figures of recall: {recall['left_out']}.")
+        return notes
+    counted = f" ({quality['train_file']})" if quality.get("train_file") else ""
+    notes.append(
+        f"Recall is measured on tokens that end a sequence of four which the context already had, and which the "
+        f"training text{counted} has 20 times at most."
+    )
+    if recall.get("validation_file"):  # of an earlier evaluation
+        notes.append(f"Recall was measured on {recall['validation_file']}.")
+    return notes
+
+
+def data_notes(quality: Mapping[str, Any]) -> list[str]:
+    """What the figures of pairs and of retrieval were measured on."""
+    notes = [f"Pairs with scores: {quality['pairs_file']}."] if quality.get("pairs_file") else []
+    if test := quality.get("retrieval"):
+        notes.append(f"Retrieval: {test['queries']:,} queries among {test['documents']:,} documents of {test['file']}.")
+    return notes
+
+
+def describe_quality(quality: Mapping[str, Any]) -> str:
+    """The figures for the terminal."""
+    rows = quality_rows(quality)
+    width = max(map(len, rows))
+    lines = [f"On {quality['validation_file']} (about {quality['max_tokens']:,} tokens at most):"]
+    lines += [f"  {name:<{width}}  {format_value(value)}" for name, value in rows.items()]
+    if notes := data_notes(quality):
+        lines += ["", *(f"  {note}" for note in notes)]
+    if (table := comparison(quality)) is not None:
+        cells = [table["header"], *table["rows"]]
+        first, *widths = (max(map(len, column)) for column in zip(*cells))
+        aligned = [
+            "  ".join([f"  {row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))])
+            for row in cells
+        ]
+        lines += ["", *aligned, "", *(f"  {note}" for note in table["notes"])]
+    return "\n".join(lines)
+
+
+def with_earlier(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The figures `now`, and those of `before` that `now` lacks, where both are `quality` in conversion_report.json.
+
+    On the same text they are put together. An evaluation of another text stays as a whole under `earlier` if it has
+    figures that are not there now, but for those that do not depend on the text, and for recall, which names its text.
+    """
+    result = dict(now)
+    records = [] if not before else [before, *before.get(EARLIER, ())]
+    others = []
+    for record in records:
+        record = {name: value for name, value in record.items() if name != EARLIER}
+        if all(record.get(name) == now.get(name) for name in SAME_TEXT):
+            result = _filled(result, record)
+        else:
+            result = _filled(result, _of_any_text(record))
+            others.append(record)
+    left = [record for record in others if _named_figures(record) - _named_figures(result)]
+    return {**result, EARLIER: left} if left else result
+
+
+def _of_any_text(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures that do not depend on the held-out text, and recall with the name of its text."""
+    kept = {name: value for name, value in record.items() if name.startswith(OF_OTHER_FILES)}
+    recall = record.get("recall") or {}
+    if recall.get("buckets"):
+        kept["recall"] = {"validation_file": record["validation_file"], **recall}
+        kept["train_file"] = record.get("train_file")
+    return {**kept, "dims": record["dims"]} if "dims" in record else kept
+
+
+def _filled(now: Any, before: Any) -> Any:
+    """`now` with what only `before` has; of lists, only buckets with the same edges are put together."""
+    if isinstance(now, Mapping) and isinstance(before, Mapping):
+        if now.get("left_out") and not before.get("left_out"):
+            return before
+        filled = {name: _filled(now.get(name), before.get(name)) for name in {**now, **before}}
+        if "dims" in filled:
+            filled["dims"] = sorted({*(now.get("dims") or ()), *(before.get("dims") or ())})
+        return filled
+    if _edges(now) and _edges(now) == _edges(before):
+        return [_filled(*parts) for parts in zip(now, before, strict=True)]
+    return before if now is None else now
+
+
+def _edges(value: Any) -> list[tuple[Any, ...]]:
+    if not isinstance(value, Sequence) or not all(isinstance(part, Mapping) and "from" in part for part in value):
+        return []
+    return [(part["from"], part["to"], part.get("targets")) for part in value]
+
+
+def _named_figures(quality: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """The names of all figures in the tables."""
+    table = comparison(quality) or {"header": [], "rows": []}
+    cells = {(row[0], name) for row in table["rows"] for name, cell in zip(table["header"], row) if cell != "-"}
+    return {*((name,) for name in quality_rows(quality)), *cells}

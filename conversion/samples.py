@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention.configuration_linear_attention import max_length_of
 
@@ -21,6 +21,15 @@ TEXTS = (
 )
 MAX_TOKENS = 128
 RANDOM_LENGTHS = (7, 48, 17, 64)
+
+
+def samples_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
+    """Main inputs of a model, each without padding."""
+    if model.main_input_name == "input_ids":
+        return text_samples(model.config, tokenizer)
+    if model.main_input_name == "pixel_values":
+        return pixel_samples(model.config)
+    return sound_samples(model.config, model.main_input_name)
 
 
 def text_samples(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:

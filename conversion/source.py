@@ -99,13 +99,13 @@ class Source:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
-def open_source(name: str, allow_pickle: bool = False) -> Source:
-    """Find the files of a checkpoint in a folder or on the hub.
+def open_source(name: str, allow_pickle: bool = False, option: str = "model_name_or_path") -> Source:
+    """Find the files of a checkpoint in a folder or on the hub; `option` has named it.
 
     Raises:
         UsageError: if there is no such checkpoint, or it does not have a form that can be converted.
     """
-    root = _root(name, allow_pickle)
+    root = _root(name, allow_pickle, option)
     modules = _first_module(root)
     folder = root / modules[0]["path"] if modules else root
     for part in {root, folder}:
@@ -129,20 +129,20 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
         return file.get_tensor(name)
 
 
-def _root(name: str, allow_pickle: bool) -> Path:
+def _root(name: str, allow_pickle: bool, option: str) -> Path:
     path = Path(name).expanduser()
     if os.path.isdir(path):  # unlike `Path.is_dir`, it is False below a folder that this user may not read
         require_permission(path)
         return path.resolve()
     if os.path.exists(path):
-        raise UsageError(f"`--model_name_or_path` = {name!r} is a file; give the folder that contains config.json")
+        raise UsageError(f"`--{option}` = {name!r} is a file; give the folder that contains config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UsageError(f"`--model_name_or_path` = {name!r}: there is no such folder")
+        raise UsageError(f"`--{option}` = {name!r}: there is no such folder")
     patterns = [*HUB_PATTERNS, "*.bin"] if allow_pickle else list(HUB_PATTERNS)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(HUB_IGNORED)))
     except (OSError, ValueError) as error:
-        raise UsageError(f"`--model_name_or_path` = {name!r} is not a folder, and {_hub_problem(error)}") from error
+        raise UsageError(f"`--{option}` = {name!r} is not a folder, and {_hub_problem(error)}") from error
 
 
 def _hub_problem(error: Exception) -> str:

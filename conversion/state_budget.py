@@ -12,9 +12,10 @@ from torch import nn
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
-from hf_linear_attention.conversion.request import SIZES
+from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.base import AttentionMechanism
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
 
@@ -91,14 +92,16 @@ def with_budget(settings: Mapping[str, Any], stock_class: type, stock: Any, dtyp
     budget = settings.pop("state_bytes", None)
     if budget is None:
         return settings
+    config = convert_config(stock, **settings)
+    with torch.device("meta"):
+        modules = list(linear_attention_modules(linear_model_class(stock_class)(config)).values())
 
     def bytes_of(sized: Mapping[str, Any]) -> int:
-        modules = linear_attention_modules(_on_meta(sized, stock_class, stock)).values()
-        return sum(state_bytes(module, dtype) or 0 for module in modules)
+        sizes = {name: sized[name] for name in LEAST if name in sized}
+        return sum(state_bytes(_resized(module, sizes), dtype) or 0 for module in modules)
 
     if budget == AS_SIZED:
-        model = _on_meta(settings, stock_class, stock)
-        heads = [module.linear_attention.shape.head_dim for module in linear_attention_modules(model).values()]
+        heads = [module.linear_attention.shape.head_dim for module in modules]
         if not heads or max(heads) >= LARGE_HEAD:
             return settings
         budget = bytes_of(settings)
@@ -106,10 +109,13 @@ def with_budget(settings: Mapping[str, Any], stock_class: type, stock: Any, dtyp
     return split_budget(budget, settings, bytes_of)
 
 
-def _on_meta(settings: Mapping[str, Any], stock_class: type, stock: Any) -> Any:
-    config = convert_config(stock, **settings)
+def _resized(module: Any, sizes: Mapping[str, Any]) -> Any:
+    """The same layer, whose mechanism is replaced by one of these sizes."""
+    before = module.linear_attention
     with torch.device("meta"):
-        return linear_model_class(stock_class)(config)
+        mechanism = MECHANISMS[before.settings["mechanism"]]({**before.settings, **sizes}, before.shape)
+    module.linear_attention = mechanism
+    return module
 
 
 def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | None:

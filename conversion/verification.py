@@ -20,12 +20,12 @@ from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_token
-from hf_linear_attention.configuration_linear_attention import is_causal_config
 from hf_linear_attention.conversion.head_figures import head_figures
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.samples import pixel_samples, sound_samples, text_samples
+from hf_linear_attention.conversion.samples import samples_of
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.default_settings import direction_of
+from hf_linear_attention.training.recipe import MECHANISM
 
 
 LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
@@ -65,12 +65,12 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
         if tensor.source is None or not names:
             not_compared += tensor.source is not None
             continue  # it was merged from several tensors, or is tied to another tensor and not stored
-        ours, theirs = result.read(names[0]), source.read(tensor.source)
+        written, original = result.read(names[0]), source.read(tensor.source)
         compared += 1
         if plan.extension is not None and tensor.target in plan.extension.tables:
-            is_equal = plan.extension.has_grown_from(str(tensor.target), ours, theirs)
+            is_equal = plan.extension.has_grown_from(str(tensor.target), written, original)
         else:
-            is_equal = torch.equal(ours, theirs.to(ours.dtype))
+            is_equal = torch.equal(written, original.to(written.dtype))
         if not is_equal:
             changed.append(names[0])
     if not compared:
@@ -88,7 +88,7 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
 @torch.no_grad()
 def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, float]:
     """Compare student and teacher on each built-in sample, and the student on a padded batch of the samples."""
-    samples = _samples(model, tokenizer)
+    samples = samples_of(model, tokenizer)
     is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     student, logits = zip(*(_outputs(model, sample) for sample in samples))
     with softmax_attention(model):
@@ -96,7 +96,7 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     if not all(torch.isfinite(output).all() for output in student):
         raise ConversionError("the outputs of the converted model on the built-in samples are not finite")
     figures = {"hidden_state_error": _relative_error(student, teacher)}
-    if is_text and not _is_causal(model):
+    if is_text and direction_of(model.config) != "causal":
         means = zip(student, teacher)
         cosines = [F.cosine_similarity(a.mean(1), b.mean(1)).item() for a, b in means]
         figures["mean_embedding_cosine"] = sum(cosines) / len(cosines)
@@ -107,14 +107,6 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     if is_text:
         figures["padding_difference"] = _padding_difference(model, samples, student)
     return figures
-
-
-def _samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
-    if model.main_input_name == "input_ids":
-        return text_samples(model.config, tokenizer)
-    if model.main_input_name == "pixel_values":
-        return pixel_samples(model.config)
-    return sound_samples(model.config, model.main_input_name)
 
 
 def _inputs(model: PreTrainedModel, sample: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -141,15 +133,18 @@ def _outputs(model: PreTrainedModel, sample: torch.Tensor) -> tuple[torch.Tensor
     return seen[0].decoder_hidden_states[-1].float(), logits  # T5's model with a head contains no base model
 
 
+def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """`[...]`: KL(teacher || student) in nats of logits `[..., V]`, computed in float32."""
+    log_q, log_p = (logits.float().log_softmax(-1) for logits in (student, teacher))
+    return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+
+
 def _distribution_figures(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> tuple[float, float]:
     """The mean of KL(teacher || student) over all tokens, and the share of tokens with the same most likely token."""
-    divergence, same, count = 0.0, 0.0, 0
-    for ours, theirs in zip(student, teacher):
-        log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
-        divergence += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
-        same += (ours.argmax(-1) == theirs.argmax(-1)).sum().item()
-        count += ours.shape[:-1].numel()
-    return divergence / count, same / count
+    pairs = list(zip(student, teacher, strict=True))
+    nats = torch.cat([divergence(s, t).flatten() for s, t in pairs])
+    same = torch.cat([(s.argmax(-1) == t.argmax(-1)).flatten() for s, t in pairs])
+    return nats.double().mean().item(), same.double().mean().item()
 
 
 def _relative_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> float:
@@ -165,7 +160,8 @@ def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alo
     test anything, because causal attention does not see it.
     """
     pad = special_token(model.config, "pad_token_id")
-    left = _is_causal(model) and "position_ids" in inspect.signature(model.base_model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    left = takes_positions and direction_of(model.config) == "causal"
     width = max(sample.shape[1] for sample in samples)
     ids = torch.full((len(samples), width), pad)
     mask = torch.zeros_like(ids)
@@ -178,7 +174,3 @@ def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alo
     positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if left else {}
     output = model.base_model(input_ids=ids, attention_mask=mask, **positions).last_hidden_state.float()
     return _relative_error([output[row : row + 1, place] for row, place in enumerate(places)], alone)
-
-
-def _is_causal(model: PreTrainedModel) -> bool:
-    return is_causal_config(model.config, model.config.stock_model_type)

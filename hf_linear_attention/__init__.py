@@ -40,7 +40,7 @@ _LAZY = {
     "save_prompt_state": "state.prompt_state",
     "softmax_attention": "modeling_linear_attention",
     "supported_model_types": "tested_architectures",
-    "write_conversion_files": "conversion.python_report",
+    "write_conversion_files": "conversion.report",
 }
 __all__ = [
     "LinearAttentionSettings",
@@ -133,6 +133,6 @@ PROVIDERS.append(_on_demand("kernels.register", "register_kernels"))
 EXTENSIONS["first_instance"] = _on_demand("registration", "register_heads")
 EXTENSIONS["checkpoint_code"] = _on_demand("checkpoint_code", "checkpoint_code")
 EXTENSIONS["observed_rotary"] = _on_demand("rotary_positions", "observed_rotary")
-EXTENSIONS["after_saving"] = _on_demand("conversion.python_report", "write_conversion_files")
+EXTENSIONS["after_saving"] = _on_demand("conversion.report", "write_conversion_files")
 for _name in ("convert", "save_prompt_state", "load_prompt_state"):
     EXTENSIONS[_name] = _on_demand(_LAZY[_name], _name)

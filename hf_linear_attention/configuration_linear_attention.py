@@ -29,7 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from .attention.transformers_internals import is_causal_lm, is_masked_lm, stock_heads
 from .extensions import EXTENSIONS, FORMAT_VERSION, PREFIX, installed_package
-from .mechanisms.options import MECHANISM_OPTIONS, MechanismOptions, Option
+from .mechanisms.options import DROPPABLE, MECHANISM_OPTIONS, NAMED_LAYERS, MechanismOptions, Option
 
 
 MODELING_MODULE = "modeling_linear_attention"
@@ -40,9 +40,6 @@ LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0\n"
 COMMON_SETTINGS: dict[str, Any] = {
     "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
 }  # fmt: skip
-# Features of stock attention that a state of constant size cannot represent: the values of the setting `drop`.
-DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
-NAMED_LAYERS = ("all", "full_attention", "none")
 
 
 class LinearAttentionSettings(dict):
@@ -266,26 +263,6 @@ def _cross_attention_problems(
     return []
 
 
-def parse_layers(text: str) -> str | list[int]:
-    """The value of the setting `layers` for a text such as `all`, `full_attention`, `none` or `0,2,4-7`.
-
-    Raises:
-        ValueError: if the text has none of these forms.
-    """
-    if text in NAMED_LAYERS:
-        return text
-    layers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
-        if match is None:
-            raise ValueError(f"`layers` = {text!r}; it must be {_names(NAMED_LAYERS)} or a list such as `0,2,4-7`")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < 10_000:  # no model has more, and the numbers are listed here
-            raise ValueError(f"`layers` = {text!r}; the range {part.strip()} runs backwards or beyond layer 9999")
-        layers.update(range(first, last + 1))
-    return sorted(layers)
-
-
 def mechanisms_of(settings: Any) -> set[str]:
     """The names of the mechanisms in these `linear_attention` settings, which are one dict or a list of dicts."""
     return {entry["mechanism"] for entry in entries_of(settings)}
@@ -307,7 +284,8 @@ def taken_elsewhere(name: str, value: object) -> str:
     able = [
         key for key, kind in MECHANISM_OPTIONS.items() if name in kind.options and not kind.options[name].problem(value)
     ]
-    return f"; for it, set `mechanism` to `{'linear' if 'linear' in able else able[0]}`" if able else ""
+    other = "linear" if "linear" in able or not able else able[0]
+    return f"; for it, set `mechanism` to `{other}` (`--attention {other}`)" if able else ""
 
 
 def own_code(config: PreTrainedConfig) -> dict[str, str]:

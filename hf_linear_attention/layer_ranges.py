@@ -15,55 +15,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from ._common.layers import EXAMPLES, is_by_layer, layers_text
 from .configuration_linear_attention import COMMON_SETTINGS, LinearAttentionSettings, unknown_mechanism
 from .mechanisms.registry import MECHANISMS
-
-
-EXAMPLES = "`3`, `0-3` or `4-`"
-
-
-def is_by_layer(settings: Mapping[str, Any]) -> bool:
-    """Whether any of these settings has a value by layer."""
-    return any(isinstance(value, Mapping) for value in settings.values())
-
-
-def parse_by_layer(text: str) -> dict[str, str]:
-    """`0-3:hybrid,4-:linear` -> `{"0-3": "hybrid", "4-": "linear"}`.
-
-    Raises:
-        ValueError: if a part has no range in front of a colon, or two parts have the same range.
-    """
-    values: dict[str, str] = {}
-    for part in text.split(","):
-        layers, colon, value = (piece.strip() for piece in part.partition(":"))
-        if not colon or not layers or not value:
-            raise ValueError(f"{part.strip()!r} is not of the form LAYERS:VALUE, where LAYERS is like {EXAMPLES}")
-        if layers in values:
-            raise ValueError(f"the layers {layers} are given twice")
-        values[layers] = value
-    return values
-
-
-def ranges_of(layers: Iterable[int]) -> str:
-    """`[0, 2, 4, 5, 6]` -> `0, 2, 4-6`."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def layers_text(layers: Collection[int]) -> str:
-    """`[0, 2, 4, 5, 6]` -> `layers 0, 2, 4-6`."""
-    return f"layer{'s' if len(layers) > 1 else ''} {ranges_of(layers)}"
 
 
 def spread(settings: Mapping[str, Any], stock_class: type, config: PreTrainedConfig) -> Any:

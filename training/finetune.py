@@ -2,36 +2,36 @@ r"""Train a converted model to imitate its original again (healing), or fine-tun
 
 Distil a causal language model from its softmax original (KL divergence of the logits), training all parameters:
 
-    python training/finetune.py --task causal_lm --model_name_or_path CONVERTED --teacher_name_or_path ORIGINAL \
+    %(prog)s --task causal_lm --model_name_or_path CONVERTED --teacher_name_or_path ORIGINAL \
         --train_file train.jsonl --validation_file valid.txt --output_dir OUT \
         --learning_rate 1e-3 --max_train_tokens 1000000 --lr_scheduler_type cosine --warmup_ratio 0.05
 
 Do the same from a recipe file; options on the command line override those in the file:
 
-    python training/finetune.py --config training/configs/distil_causal_lm.yaml --model_name_or_path CONVERTED \
+    %(prog)s --config distil_causal_lm --model_name_or_path CONVERTED \
         --teacher_name_or_path ORIGINAL --train_file train.jsonl --output_dir OUT
 
 Run both stages of the default preset, attention transfer and distillation; --resume_from_checkpoint latest resumes it:
 
-    python training/finetune.py --preset default --task causal_lm --model_name_or_path CONVERTED \
+    %(prog)s --preset default --task causal_lm --model_name_or_path CONVERTED \
         --teacher_name_or_path ORIGINAL --train_file train.jsonl --output_dir OUT --max_train_tokens 2000000
 
 Distil a sentence-embedding model (hidden states and pooled embedding) on unlabelled text:
 
-    python training/finetune.py --config training/configs/distil_embedding.yaml --model_name_or_path CONVERTED \
+    %(prog)s --config distil_embedding --model_name_or_path CONVERTED \
         --teacher_name_or_path ORIGINAL --train_file texts.txt --validation_file other.txt --output_dir OUT
 
 Train with two processes, with or without GPUs (`accelerate launch --cpu --num_processes 2` starts only one):
 
-    accelerate launch --config_file training/launch/cpu2.yaml training/finetune.py ...
+    accelerate launch --config_file training/launch/cpu2.yaml -m hf_linear_attention.training.finetune ...
 
 Resume after an interruption, exactly as if there had been none (this needs --checkpointing_steps):
 
-    python training/finetune.py ... --resume_from_checkpoint latest
+    %(prog)s ... --resume_from_checkpoint latest
 
 Evaluate a model without training it:
 
-    python training/finetune.py --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
+    %(prog)s --task causal_lm --model_name_or_path MODEL --validation_file valid.txt --output_dir OUT
 
 `hf-linear-attention finetune`, or `accelerate launch --module hf_linear_attention finetune`, takes the same options. It
 also writes report.html into OUT, if the model was converted before, and with --push_to_hub NAME uploads OUT to the Hub.
@@ -69,9 +69,9 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import run_command
 from hf_linear_attention._common.output_lock import only_writer
-from hf_linear_attention.training.presets.preset import Preset
+from hf_linear_attention.training.presets import Preset
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.recipe_parser import parse, parse_preset
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 logger = logging.getLogger("finetune")
@@ -91,10 +91,11 @@ def main(argv: Sequence[str] | None = None, finished: Callable[[Path], None] | N
 
 def _finetune(argv: Sequence[str], speaks: bool, finished: Callable[[Path], None] | None) -> None:
     """Train or evaluate as `argv` asks, and log the final figures."""
-    asked = parse_preset(argv, __doc__) or parse(argv, __doc__)
+    asked = parse_options(argv, __doc__)
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     is_first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("accelerate.checkpointing").setLevel(logging.WARNING)  # it would name every file of a checkpoint
     folder = asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"])
     with only_writer(folder.resolve()) if is_first else nullcontext():
         figures = _run(asked)
@@ -108,13 +109,12 @@ def _run(asked: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
-    from hf_linear_attention.training.distributed.launching import disconnect
-    from hf_linear_attention.training.presets.stages import run_stages
-    from hf_linear_attention.training.run import run
+    from hf_linear_attention.training.distributed import disconnect
+    from hf_linear_attention.training.run import run, run_stages
 
     datasets.disable_progress_bars()  # the only progress bar is that of the training loop
     disable_progress_bar()
-    figures = run(asked) if isinstance(asked, Recipe) else run_stages(*asked, parse, run)
+    figures = run(asked) if isinstance(asked, Recipe) else run_stages(*asked, run)
     disconnect()
     return figures
 

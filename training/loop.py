@@ -1,6 +1,8 @@
-"""The training loop: it accumulates gradients, steps, logs, evaluates and saves.
+"""A run's models and evaluation, and its training loop: it accumulates gradients, steps, logs, evaluates and saves.
 
-The gradients do not depend on the number of processes.
+The gradients do not depend on the number of processes, nor on how a step is divided into batches (`combined_loss.py`).
+So the loop counts the units of all batches of a step before the first backward pass, which `Accelerator.accumulate`
+cannot do: it sees one batch at a time, and divides each loss by their number.
 """
 
 from __future__ import annotations
@@ -11,57 +13,238 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, get_scheduler
 
 from hf_linear_attention._common.errors import TerminatedError, TrainingError
-from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
-from hf_linear_attention.training.checkpoints.weights import TrainedParameters
-from hf_linear_attention.training.context import RunContext
-from hf_linear_attention.training.data.batches import Batch, count_units
-from hf_linear_attention.training.distributed import zero
-from hf_linear_attention.training.evaluation.evaluator import Selection
-from hf_linear_attention.training.losses.combined_loss import LOSS, weighted_sum
-from hf_linear_attention.training.losses.layer_transfer import layer_name
-from hf_linear_attention.training.training_plan import TrainingPlan
+from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParameters, TrainingState
+from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, count_units, loader
+from hf_linear_attention.training.data.inputs import TrainInputs
+from hf_linear_attention.training.data.processors import Processor, tokenizer_of
+from hf_linear_attention.training.distributed import (
+    engine_of,
+    load_whole,
+    prepare_zero,
+    uses_deepspeed,
+    zero_backward,
+    zero_stage,
+    zero_step,
+)
+from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator, RetrievalTest
+from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation, Selection
+from hf_linear_attention.training.losses.combined_loss import LOSS, StudentWithObjectives, TransferLayers
+from hf_linear_attention.training.losses.objectives import Objective
+from hf_linear_attention.training.losses.teacher import Teacher
+from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
+from hf_linear_attention.training.models import WindowDropout, freeze, parameter_groups
+from hf_linear_attention.training.recipe import Recipe, parse_dims, parse_rates
+from hf_linear_attention.training.tracking import MetricsFile
 
 
 logger = logging.getLogger(__name__)
 
+Objectives = dict[str, tuple[float, Objective]]
+"""Objectives with their weights, by name."""
+
+
+class WeightAverage:
+    """An exponential moving average of the weights: average <- decay * average + (1 - decay) * weights at every step.
+
+    Polyak and Juditsky 1992. `torch.optim.swa_utils.AveragedModel` would copy frozen parameters too, and FSDP2 refuses
+    the copy. This covers the parameters of `model` that require gradients, starts at their values, and needs as much
+    memory.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.move = get_ema_multi_avg_fn(decay)
+        self.weights = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.average = {name: value.detach().clone() for name, value in self.weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights; called after every optimizer step."""
+        self.move(list(self.average.values()), list(self.weights.values()), None)
+
+    @contextmanager
+    @torch.no_grad()
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards, it has its own again."""
+        trained = {name: value.clone() for name, value in self.weights.items()}
+        self._set(self.average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._set(trained)
+
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The average of every parameter, by name."""
+        return self.average
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load whole tensors, as `state_dict` names them, also if the parameters are in shards."""
+        load_whole(self.average, state)
+
+
+@dataclass
+class RunContext:
+    """What a run works with, and how its student is evaluated; `run.py` builds it."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    processor: Processor
+    student: PreTrainedModel
+    teacher: Teacher | None
+    pad_token_id: int
+    validation: Stream | None
+    metrics: MetricsFile
+    average: WeightAverage | None = None
+    retrieval: RetrievalTest | None = None
+    known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
+
+    def final_weights(self) -> AbstractContextManager[None]:
+        """Inside, the student has the weights that would be saved as the result: with `--ema_decay`, the average."""
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    def evaluate(self, step: int, tokens: int) -> dict[str, float]:
+        """Evaluate the student on the validation data, and write the figures to metrics.jsonl and the trackers."""
+        if self.validation is None:
+            return {}
+        figures = self.known if step == 0 and self.known else self._measured(self.validation)
+        self.record({"step": step, self.recipe.unit: tokens, **figures})
+        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
+        return figures
+
+    def _measured(self, validation: Stream) -> dict[str, float]:
+        accelerator = self.accelerator
+        plan = EvaluationBatches(
+            len(validation),
+            self.recipe.optimization.per_device_eval_batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        evaluator = self._evaluator(validation)
+        with self.final_weights():
+            return evaluator(self.student, loader(validation, plan, self.pad_token_id))
+
+    def _evaluator(self, validation: Stream) -> Evaluator | EmbeddingEvaluator:
+        recipe = self.recipe
+        if recipe.task.logits is not None:
+            return Evaluator(self.accelerator, recipe.model.task, self.teacher, self._generation(), validation.examples)
+        if self.teacher is None:
+            raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
+        dims = parse_dims(recipe.task_options.matryoshka_dims)
+        return EmbeddingEvaluator(
+            self.accelerator,
+            self.teacher,
+            recipe.pooling,
+            dims,
+            self.retrieval,
+            recipe.optimization.per_device_eval_batch_size,
+        )
+
+    def _generation(self) -> Generation | None:
+        options = self.recipe.task_options
+        if not options.predict_with_generate:
+            return None
+        is_sharded = self.accelerator.is_fsdp2 or uses_deepspeed(self.accelerator)
+        return Generation(tokenizer_of(self.processor), options.generation_max_length, is_sharded)
+
+    def record(self, event: dict[str, Any]) -> None:
+        """Write a line to metrics.jsonl, and send it to the trackers."""
+        self.metrics.write(event)
+        self.accelerator.log({name: value for name, value in event.items() if name != "step"}, step=event["step"])
+
 
 class TrainingLoop:
-    """Runs `plan`, starting at `state`; a step is one optimizer step."""
+    """Trains the student of `context`; a step is one optimizer step.
 
-    def __init__(self, context: RunContext, plan: TrainingPlan, state: TrainingState) -> None:
-        self.context, self.plan, self.state = context, plan, state
-        self.accelerator, self.run = context.accelerator, context.recipe.run
-        self.engine = zero.engine_of(self.accelerator)
-        self.objectives, self.selection, self.termination = plan.objectives, Selection(context.recipe), Termination()
-        self.is_terminated = False
+    It freezes, wraps or shards the parameters of the student as the recipe and the launch file say.
+    """
+
+    def __init__(self, context: RunContext, inputs: TrainInputs, objectives: Objectives) -> None:
+        self.context, self.accelerator, self.run = context, context.accelerator, context.recipe.run
+        self.inputs, self.objectives = inputs, objectives
+        self.selection, self.termination = Selection(context.recipe), Termination()
+        self.total_steps = inputs.total_steps()
+        inputs.warn_of_repetition(self.total_steps)
+        self._prepare()
+        self.engine = engine_of(self.accelerator)
+        self.state, self.is_terminated = TrainingState(), False
         self.sums: dict[str, Tensor] = {}
         self.rates: dict[bool, float] = {}  # learning rates of the last step; True is the key of the mechanism's rate
-        self.started, self.tokens_at_start = time.perf_counter(), state.tokens
+        self._restart_clock()
+
+    def _prepare(self) -> None:
+        """Make optimizer, schedule and losses, wrapped by accelerate."""
+        context, recipe, accelerator = self.context, self.context.recipe, self.accelerator
+        optimization, student = recipe.optimization, context.student
+        if recipe.model.freeze_pattern is not None:
+            freeze(student, recipe.model.freeze_pattern)
+        optimizer = torch.optim.AdamW(parameter_groups(student, recipe))
+        warmup = math.ceil(optimization.warmup_ratio * self.total_steps)
+        # The scheduler is not prepared, because accelerate would advance it once per process.
+        self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
+        is_sharded = accelerator.is_fsdp2 or uses_deepspeed(accelerator)
+        transfer = TransferLayers(student, recipe.objective.transfer_layers, is_sharded)
+        self.window_dropout = WindowDropout(student, parse_rates(recipe.objective.window_dropout), self.total_steps)
+        self.cached = cached_teacher(context, self.inputs, self.objectives)
+        layers, note = hidden_layers_of(recipe, self.objectives), None
+        if self.cached is not None and self.cached.teacher is None:
+            note, layers = self.cached.note, _kept_layers(recipe)
+        module = StudentWithObjectives(student, self.objectives, layers, transfer, note)
+        # The student needs no device placement, because it is on its device already.
+        if uses_deepspeed(accelerator):
+            wrapped, self.optimizer = prepare_zero(accelerator, student, module, optimizer)
+        else:
+            wrapped, self.optimizer = accelerator.prepare(
+                student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
+            )
+        self.synchronized = wrapped
+        # FSDP2 shards the student in place, inside `module`.
+        self.module = module if accelerator.is_fsdp2 else wrapped
+        facts = recipe.facts() | {
+            "metric_for_best_model": self.selection.name,
+            **self.inputs.facts(),
+            "world_size": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
+            "zero_stage": zero_stage(accelerator),
+        }
+        self.checkpointer = Checkpointer(accelerator, self.scheduler, recipe.output_dir, facts, recipe.run)
+        if optimization.ema_decay is not None:
+            context.average = WeightAverage(student, optimization.ema_decay)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint, whose weights the student has already."""
+        self.state = self.checkpointer.read_state(checkpoint)
+        self.checkpointer.restore(checkpoint, self.stateful)
+        logger.info("resuming from %s: step %d of %d", checkpoint, self.state.step, self.total_steps)
 
     @property
     def stateful(self) -> dict[str, Any]:
-        """The objects whose state a checkpoint holds besides the weights and the random state, by name."""
-        found: dict[str, Any] = {"scheduler": self.plan.scheduler}
-        if self.engine is None:
-            found["optimizer"] = self.plan.optimizer
+        """The objects whose state a checkpoint holds besides what accelerate saves, by name."""
+        found: dict[str, Any] = {} if self.engine is not None else {"optimizer": self.optimizer}
         if self.context.recipe.model.trains_beside:
             found["trained"] = TrainedParameters(self.context.student)
-        if self.plan.transfer.patience is not None:
-            found["transfer"] = self.plan.transfer
         if self.context.average is not None:
             found["average"] = self.context.average
-        return found if self.accelerator.scaler is None else {**found, "scaler": self.accelerator.scaler}
+        return found
 
     def train(self) -> dict[str, float]:
         """Train to the end, and return the figures of the last evaluation."""
@@ -69,7 +252,7 @@ class TrainingLoop:
         self.context.student.train()
         self._restart_clock()
         quiet = not self.accelerator.is_main_process
-        progress = tqdm(total=self.plan.total_steps, initial=self.state.step, disable=quiet, desc="training")
+        progress = tqdm(total=self.total_steps, initial=self.state.step, disable=quiet, desc="training")
         with progress, self.termination:
             for window in self._windows():
                 self._step([self._to_device(batch) for batch in window])
@@ -79,16 +262,13 @@ class TrainingLoop:
                     count = self.state.evaluations_since_best
                     logger.info("training stops early, because the last %d evaluations brought no improvement", count)
                     break
-                if self.plan.transfer.is_over:
-                    logger.info("training stops early, because no layer improves any more")
-                    break
         return figures
 
     def _windows(self) -> Iterator[list[Batch]]:
         """The batches of this process, in lists for one optimizer step each."""
         size = self.context.recipe.optimization.gradient_accumulation_steps
         window: list[Batch] = []
-        for batch in self.plan.inputs.batches(self.state.step, self.plan.total_steps):
+        for batch in self.inputs.batches(self.state.step, self.total_steps):
             window.append(batch)
             if len(window) == size:
                 yield window
@@ -105,11 +285,11 @@ class TrainingLoop:
         losses: list[Tensor] = []
         for number, batch in enumerate(window, 1):
             last = number == len(window)
-            synchronization = nullcontext() if last else self.accelerator.no_sync(self.plan.synchronized)
-            with synchronization, self.plan.window_dropout.drawn(self.state.step):
-                teacher = self.plan.cached or self.context.teacher
+            synchronization = nullcontext() if last else self.accelerator.no_sync(self.synchronized)
+            with synchronization, self.window_dropout.drawn(self.state.step):
+                teacher = self.cached or self.context.teacher
                 targets = teacher(batch) if self._uses_teacher() and teacher else None
-                loss, figures = self.plan.module(batch, targets, scales)
+                loss, figures = self.module(batch, targets, scales)
                 self._backward(loss, last)
             losses.append(loss.detach())
             self._add({name: value / self.accelerator.num_processes for name, value in figures.items()})
@@ -125,7 +305,7 @@ class TrainingLoop:
         if self.engine is None:
             self.accelerator.backward(loss)
         else:
-            zero.backward(self.engine, loss, last)
+            zero_backward(self.engine, loss, last)
 
     def _uses_teacher(self) -> bool:
         return any(objective.needs_teacher for _, objective in self.objectives.values())
@@ -143,9 +323,9 @@ class TrainingLoop:
     def _clip(self) -> Tensor:
         """Clip the gradients (DeepSpeed also steps), and return their norm before that, the same on all processes."""
         if self.engine is not None:
-            return zero.step(self.engine).to(self.accelerator.device)
+            return zero_step(self.engine).to(self.accelerator.device)
         limit = self.context.recipe.optimization.max_grad_norm
-        parameters = [parameter for parameter in self.plan.module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         norm = self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -165,19 +345,19 @@ class TrainingLoop:
         what = "loss" if any(found[0]) else "gradient"
         raise TrainingError(
             f"the {what} of step {self.state.step + 1} is not finite (training examples {examples}); "
-            f"nothing was overwritten, and {self.plan.checkpointer.last_good()}; lower `--learning_rate` or check the "
+            f"nothing was overwritten, and {self.checkpointer.last_good()}; lower `--learning_rate` or check the "
             "data"
         )
 
     def _update(self, norm: Tensor) -> None:
         self._add({"grad_norm": norm.detach() / self.accelerator.num_processes})
-        self.rates = {group["mechanism"]: group["lr"] for group in self.plan.optimizer.param_groups}
-        self.plan.optimizer.step()
+        self.rates = {group["mechanism"]: group["lr"] for group in self.optimizer.param_groups}
+        self.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:
-            self.plan.scheduler.step()
+            self.scheduler.step()
             if self.context.average is not None:
                 self.context.average.update()
-        self.plan.optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def _add(self, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
@@ -193,10 +373,9 @@ class TrainingLoop:
         self.sums = {}
 
     def _after_step(self, progress: Any) -> dict[str, float]:
-        step, run, last = self.state.step, self.run, self.state.step == self.plan.total_steps
+        step, run, last = self.state.step, self.run, self.state.step == self.total_steps
         if step % run.logging_steps == 0 or last:
             self._log(progress)
-        last = last or self.plan.transfer.is_over
         pause = time.perf_counter()
         figures = self.context.evaluate(step, self.state.tokens) if last or _due(step, run.eval_steps) else {}
         is_best = bool(figures) and self.selection.note(self.state, figures)
@@ -207,7 +386,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._collect()
-        saved = self.plan.checkpointer.save(self.state, self.context.student, self.context.processor, self.stateful)
+        saved = self.checkpointer.save(self.state, self.context.student, self.context.processor, self.stateful)
         if self.is_terminated:
             raise TerminatedError(f"{saved} was written; `--resume_from_checkpoint latest` resumes from it")
 
@@ -229,17 +408,8 @@ class TrainingLoop:
         self.context.record(event)
         speed = f"{unit}_per_second"
         progress.set_postfix({LOSS: f"{loss:.4g}", speed: f"{event[speed]:,.0f}"})
-        self._note_layers(means)
         self.state.sums, self.state.steps_in_sums = {}, 0
         self._restart_clock()
-
-    def _note_layers(self, means: dict[str, float]) -> None:
-        errors = {
-            layer: weighted_sum(self.objectives, {name: means[layer_name(name, layer)] for name in self.objectives})
-            for layer in self.plan.transfer.learning
-            if any(objective.observes_attention for _, objective in self.objectives.values())
-        }
-        self.plan.transfer.note(errors)
 
     def _restart_clock(self) -> None:
         self.started, self.tokens_at_start = time.perf_counter(), self.state.tokens
@@ -268,3 +438,43 @@ class Termination:
     ) -> None:
         if self._is_main:
             signal.signal(signal.SIGTERM, self._previous)
+
+
+def hidden_layers_of(recipe: Recipe, objectives: Objectives) -> str | None:
+    """Which hidden states the models must return: "last", "all" or None for none."""
+    if not any(objective.needs_hidden_states for _, objective in objectives.values()):
+        return None
+    return recipe.objective.hidden_state_layers
+
+
+def _kept_layers(recipe: Recipe) -> str | None:
+    """The hidden states that attention transfer writes for the stages that follow it."""
+    return recipe.objective.hidden_state_layers if recipe.task.logits is None else None
+
+
+def cached_teacher(context: RunContext, inputs: TrainInputs, objectives: Objectives) -> CachedTeacher | None:
+    """The teacher with the outputs that are kept for it (`--cache_teacher`); None without the option.
+
+    In attention transfer, the student computes what the teacher would, and only writes it: the logits, or the hidden
+    states if its task has no logits. In mixed precision it writes nothing, because its weights are in float32.
+    """
+    recipe, source = context.recipe, inputs.source
+    if recipe.objective.cache_teacher is None or not isinstance(source, Stream):
+        return None
+    precision = context.accelerator.mixed_precision
+    used = [objective for _, objective in objectives.values()]
+    is_transfer = any(objective.observes_attention for objective in used)
+    if is_transfer and precision != "no":
+        logger.info("attention transfer in mixed precision does not write the outputs of the teacher")
+        return None
+    layers = _kept_layers(recipe) if is_transfer else hidden_layers_of(recipe, objectives)
+    logits = any(objective.needs_logits and objective.needs_teacher for objective in used)
+    logits = logits or (is_transfer and recipe.task.logits is not None)
+    model = context.student if is_transfer or context.teacher is None else context.teacher.model
+    config = model.config.get_text_config()
+    kinds: list[Kind] = [Logits(config.vocab_size, recipe.objective.temperature)] if logits else []
+    if layers is not None:
+        kinds.append(HiddenStates(layers, config.num_hidden_layers if layers == "all" else 1, config.hidden_size))
+    with context.accelerator.main_process_first():
+        files = open_cache(Path(recipe.objective.cache_teacher), model, source.examples, kinds, precision)
+    return CachedTeacher(None if is_transfer else context.teacher, files)

@@ -1,4 +1,4 @@
-"""Loading of student and teacher, and the mapping from the labels of the data to the classes of a model.
+"""Student and teacher: how they are loaded, which parameters are trained and at which rate, and adapters.
 
 The weights of a student larger than memory (`--offload_folder`) are on disk, and hooks of accelerate read those of a
 layer when it runs. Only the mechanisms, which are trained, stay in memory: attention transfer needs no gradients
@@ -7,26 +7,280 @@ through the layers.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite, shown
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.training.adapters import add_adapters
+from hf_linear_attention.configuration_linear_attention import mechanisms_of
+from hf_linear_attention.mechanisms.hybrid import HybridAttention
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
-from hf_linear_attention.training.parameters import MECHANISM
-from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe import MECHANISM, ModelArguments, Recipe
 from hf_linear_attention.training.tasks import TASKS
 
 
 logger = logging.getLogger(__name__)
+
+# What models of speech read from their config while they are trained, so that no module holds it.
+IN_CONFIG = ("layerdrop", "apply_spec_augment")
+
+
+def disable_dropout(model: Any) -> None:
+    """Set every probability to drop an activation or a layer to 0, and mask no part of recordings (SpecAugment).
+
+    What is saved keeps the values of its config (`with_dropout`).
+    """
+    off = {name: type(value)(0) for name, value in vars(model.config).items() if name in IN_CONFIG and value}
+    if off:
+        model.values_without_training = {name: getattr(model.config, name) for name in off}
+        model.config.update(off)
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+@contextmanager
+def with_dropout(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the config has again what `disable_dropout` set to 0 in it."""
+    values = getattr(model, "values_without_training", {})
+    off = {name: getattr(model.config, name) for name in values}
+    model.config.update(values)
+    try:
+        yield
+    finally:
+        model.config.update(off)
+
+
+def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Refuse options about the mechanism's parameters if it has none.
+
+    A learning rate is allowed for a converted model, so that one recipe suits every mechanism.
+    """
+    if any(MECHANISM in name for name, _ in model.named_parameters()):
+        return
+    settings = getattr(model.config, "linear_attention", None)
+    mechanisms = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(settings))) if settings else None
+    rate = recipe.optimization.mechanism_learning_rate
+    if recipe.model.trainable == "mechanism" or (rate is not None and mechanisms is None):
+        raise SetupError(
+            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which `--mechanism_learning_rate` and "
+            "`--trainable mechanism` need; convert it (conversion/convert_checkpoint.py) to a mechanism with learned "
+            "parameters, or drop the option"
+        )
+    if rate is not None:
+        logger.info("`--mechanism_learning_rate` has no effect, because %s has no learned parameters", mechanisms)
+
+
+def _is_trained(name: str, trainable: str) -> bool:
+    return trainable == "all" or (MECHANISM if trainable == "mechanism" else ADAPTER) in name
+
+
+def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
+    """The parameter groups for AdamW: base and mechanism, each with and without weight decay.
+
+    Parameters that are not trained are frozen. One-dimensional ones (biases, norms) have no weight decay.
+
+    Raises:
+        SetupError: if only the mechanism is to be trained, and it has no parameters.
+    """
+    plan = recipe.optimization
+    _check_mechanism(model, recipe)
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        in_mechanism = MECHANISM in name
+        parameter.requires_grad_(parameter.requires_grad and _is_trained(name, recipe.model.trainable))
+        if parameter.requires_grad:
+            groups.setdefault((in_mechanism, parameter.dim() > 1), []).append(parameter)
+    rates = {False: plan.learning_rate, True: plan.mechanism_learning_rate or plan.learning_rate}
+    return [
+        {"params": members, "lr": rates[key[0]], "weight_decay": plan.weight_decay * key[1], "mechanism": key[0]}
+        for key, members in groups.items()
+    ]
+
+
+def freeze(model: nn.Module, pattern: str) -> None:
+    """Freeze the trainable parameters whose names contain a match of `pattern` (`--freeze_pattern`).
+
+    Raises:
+        SetupError: if no name or every name contains a match.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found = {name for name in names if re.search(pattern, name)}
+    if not found or len(found) == len(names):
+        raise SetupError(
+            f"`--freeze_pattern {pattern}` matches {len(found)} of the {len(names)} names of parameters, such as "
+            f"{', '.join(names[:3])}; it must match some of them, but not all"
+        )
+    for name in found:
+        model.get_parameter(name).requires_grad_(False)
+    logger.info("%d of %d parameters are frozen", len(found), len(names))
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give every tied parameter of `model` a separate copy of the value, in place.
+
+    Training changes the output layer in other ways than the input embeddings (RADLADS 2025, section 8).
+
+    Raises:
+        SetupError: if the model has no tied parameters.
+    """
+    ties = list(model.all_tied_weights_keys)
+    if not ties:
+        raise SetupError(f"{type(model).__name__} has no tied embeddings; drop `--untie_embeddings`")
+    for name in ties:
+        owner, _, attribute = name.rpartition(".")
+        value = nn.Parameter(model.get_parameter(name).detach().clone())
+        setattr(model.get_submodule(owner), attribute, value)
+    model.config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
+
+
+@torch.no_grad()
+def retie(model: PreTrainedModel) -> None:
+    """Tie the parameters that `untie` has separated again, in place, at the mean of their values."""
+    model.config.tie_word_embeddings = True
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for source in set(ties.values()):
+        names = [source, *(name for name, other in ties.items() if other == source)]
+        mean = torch.stack([model.get_parameter(name) for name in names]).mean(0)
+        model.get_parameter(source).copy_(mean)
+    model.all_tied_weights_keys = ties
+    model.tie_weights(recompute_mapping=False)
+
+
+def checkpoint_gradients(student: PreTrainedModel) -> None:
+    """Have the activations of the layers recomputed in the backward pass (`--gradient_checkpointing`).
+
+    Raises:
+        SetupError: if the model does not support it.
+    """
+    if not student.supports_gradient_checkpointing:
+        raise SetupError(f"{type(student).__name__} does not support `--gradient_checkpointing`; drop the option")
+    student.gradient_checkpointing_enable({"use_reentrant": False})
+    # For the reentrant form, transformers makes the outputs of the embeddings require gradients. Here, that would only
+    # recompute frozen layers, and change what observed layers compute.
+    student.disable_input_require_grads()
+
+
+ADAPTER = ".lora_"  # part of the name of every parameter of an adapter
+
+
+def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
+    """Add adapters to `model`, in place. The base weights are frozen; parameters of the mechanisms stay trainable.
+
+    Raises:
+        SetupError: if peft finds no module to adapt.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets: Any = arguments.lora_target_modules
+    if targets == "attention":
+        targets = attention_projections(model)
+    elif targets is not None and targets != "all-linear":
+        targets = targets.split(",")
+    config = LoraConfig(
+        r=arguments.lora_r,
+        lora_alpha=arguments.lora_alpha,
+        target_modules=targets,
+    )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise SetupError(
+            f"peft could not add adapters ({error}); choose modules with `--lora_target_modules`"
+        ) from error
+    for name, parameter in model.named_parameters():
+        if name in trained and ".linear_attention." in name:
+            parameter.requires_grad_(True)
+
+
+def attention_projections(model: PreTrainedModel) -> list[str]:
+    """The names of the query, key, value and output projections of every converted attention module."""
+    return [
+        f"{name}.{child}"
+        for name, attention in linear_attention_modules(model).items()
+        for child, layer in attention.named_modules()
+        if isinstance(layer, (nn.Linear, Conv1D)) and not child.startswith("linear_attention")
+    ]
+
+
+@torch.no_grad()
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of `model` with its adapters merged into the base weights; `model` itself is not changed."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    state = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            merged: Any = copy.deepcopy(layer)  # one layer at a time, so that memory use does not double
+            merged.merge()
+            state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
+            state |= {f"{name}.{key}": value for key, value in merged.get_base_layer().state_dict().items()}
+    return state
+
+
+class WindowDropout:
+    """Shortens the windows of a model to the token itself, with probability `rates[i]` in the i-th part of a run.
+
+    The parts are equally long.
+    """
+
+    def __init__(self, model: nn.Module, rates: tuple[float, ...], total_steps: int) -> None:
+        """Find the `hybrid` layers of `model`.
+
+        Raises:
+            SetupError: if `rates` are given and no layer is a `hybrid`.
+        """
+        mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
+        # Others have nothing beside their window that could be trained (`window`), or positions in it (`aft`).
+        self.mechanisms = [mechanism for mechanism in mechanisms if isinstance(mechanism, HybridAttention)]
+        self.rates, self.total_steps = rates, total_steps
+        if rates and not self.mechanisms:
+            found = ", ".join(sorted({mechanism.settings["mechanism"] for mechanism in mechanisms})) or "softmax"
+            raise SetupError(
+                f"`--window_dropout` needs `hybrid` layers, and those of the model are {found}; drop the option"
+            )
+
+    def rate(self, step: int) -> float:
+        """The probability of a batch without windows at optimizer step `step`, counted from 0."""
+        return self.rates[min(step * len(self.rates) // self.total_steps, len(self.rates) - 1)] if self.rates else 0.0
+
+    @contextlib.contextmanager
+    def drawn(self, step: int) -> Iterator[None]:
+        """Draw whether the forward and backward passes inside the context use the windows."""
+        rate = self.rate(step)
+        # The state of this generator is in every checkpoint, so a resumed run draws the same.
+        if not rate or torch.rand(()).item() >= rate:
+            yield
+            return
+        sizes = [mechanism.window_size for mechanism in self.mechanisms]
+        try:
+            for mechanism in self.mechanisms:
+                mechanism.window_size = 1
+            yield
+        finally:
+            for mechanism, size in zip(self.mechanisms, sizes, strict=True):
+                mechanism.window_size = size
+
 
 # The endings of the names of classifiers, whose checkpoints have classes of their own.
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")

@@ -1,39 +1,371 @@
-"""Parsing of `sys.argv` and an optional YAML file into a checked `Recipe`; one `UsageError` names every problem."""
+"""Command lines and YAML files become recipes: the parser, defaults that depend on other options, and every impossible
+combination of options. One `UsageError` names every problem.
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attention._common.command_line import (
-    CONFIG_HELP,
-    Parser,
-    as_typed,
-    given_names,
-    typed_name,
-    value_of,
-    words_of,
-)
+from hf_linear_attention._common.checkpoint_files import check_checkpoint
+from hf_linear_attention._common.command_line import Parser, given_options, typed_name
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.options import COUNT, facts_of, option, out_of_bounds, unusable_texts
-from hf_linear_attention.training.arguments import FACTS, GROUPS
-from hf_linear_attention.training.presets.preset import (
+from hf_linear_attention._common.folders import file_above
+from hf_linear_attention._common.options import (
+    COUNT,
+    built,
+    facts_of,
+    kinds_of,
+    option,
+    out_of_bounds,
+    typed_options,
+    without_needs,
+    without_task,
+)
+from hf_linear_attention.training.data.file_checks import (
+    SUFFIXES,
+    check_retrieval_file,
+    column_instead,
+    file_problems,
+    folder_files,
+    wanted_columns,
+)
+from hf_linear_attention.training.evaluation.libraries import missing_library, needs
+from hf_linear_attention.training.presets import (
     BLOCK_SIZE,
     Preset,
     Stage,
-    command_lines,
     is_transfer,
     load_preset,
     preset_names,
+    stage_runs,
+    stages_file,
 )
-from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.validation import fill_defaults, find_problems
+from hf_linear_attention.training.recipe import (
+    FACTS,
+    GONE,
+    GROUPS,
+    TEACHER_WEIGHTS,
+    TRANSFER_WEIGHTS,
+    Recipe,
+    parse_dims,
+    parse_layer_numbers,
+    parse_rates,
+)
+from hf_linear_attention.training.tasks import RETRIEVAL
+from hf_linear_attention.training.tracking import tracker_problems
 
 
-OPTIONS = tuple(FACTS)
+FILE_TYPES = SUFFIXES
+GENERATED = ("exact_match", "f1", "same_text", "wer", "cer")
+WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
+
+
+def fill_defaults(recipe: Recipe) -> None:
+    """Set what was not given to the defaults for the task and the teacher: columns and objective weights, in place."""
+    has_teacher = recipe.model.teacher_name_or_path is not None
+    embedding = recipe.task.logits is None
+    if "text_column_name" not in recipe.given:
+        recipe.data.text_column_name = recipe.task.text_column
+    if "text_pair_column_name" not in recipe.given:
+        recipe.data.text_pair_column_name = recipe.task.pair_column
+    is_transfer = any(getattr(recipe.objective, name) for name in TRANSFER_WEIGHTS)
+    suggested = {
+        "task_loss_weight": not has_teacher and not embedding and not is_transfer,
+        "logits_kl_weight": has_teacher and not embedding and not is_transfer,
+        "hidden_state_weight": has_teacher and embedding and not is_transfer,
+        "embedding_weight": has_teacher and embedding and not is_transfer,
+    }
+    for name, use in suggested.items():
+        if getattr(recipe.objective, name) is None:
+            setattr(recipe.objective, name, float(use))
+    if recipe.objective.disable_dropout is None:  # the teacher's outputs are computed without dropout
+        weights = (getattr(recipe.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
+        recipe.objective.disable_dropout = any(weights)
+
+
+def find_problems(recipe: Recipe) -> list[str]:
+    """One sentence per problem, with the option and its value, what is allowed, and what to do."""
+    checks = (
+        _facts,
+        _checkpoints,
+        _files,
+        _data_folder,
+        _streaming,
+        _caching,
+        _columns,
+        _objectives,
+        _adapters,
+        _schedule,
+        _folder,
+        _selection,
+        _texts,
+        tracker_problems,
+        _modes,
+    )
+    return [problem for check in checks for problem in check(recipe)]
+
+
+def _facts(recipe: Recipe) -> Iterator[str]:
+    """Check the facts that stand beside every option."""
+    values = recipe.flat()
+    yield from out_of_bounds(FACTS, values)
+    yield from without_needs(FACTS, values, recipe.given)
+    yield from without_task(FACTS, recipe.given, recipe.model.task)
+
+
+def _checkpoints(recipe: Recipe) -> Iterator[str]:
+    """Check the files of the models before anything is written. The stages of a preset write some of them later."""
+    model = recipe.model
+    for path in dict.fromkeys((model.model_name_or_path, model.teacher_name_or_path, model.tokenizer_name)):
+        if path is not None and os.path.isdir(path):
+            try:
+                check_checkpoint(Path(path))
+            except UsageError as error:
+                yield str(error)
+
+
+def _files(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    for name in ("train_file", "validation_file"):
+        path = getattr(data, name)
+        if path is None:
+            continue
+        if Path(path).suffix not in FILE_TYPES:
+            yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
+        elif not os.path.isfile(path):  # unlike `Path.is_file`, it is False in a folder that may not be read
+            what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
+            yield f"`--{name} {path}`: {what}; check the path"
+        elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
+            what = {"text": "classes", "images": "images", "sound": "recordings"}[recipe.task.inputs]
+            what = "targets" if recipe.task.pair_column else what
+            what = "questions" if recipe.task.logits == "spans" else what
+            yield (
+                f"`--{name} {path}`: a .txt file has no {what}; use .jsonl, .csv, .tsv or .parquet with the columns of "
+                f"`--task {recipe.model.task}`"
+            )
+        else:
+            columns = wanted_columns(recipe, name.removesuffix("_file"))
+            yield from file_problems(path, columns, data.on_bad_rows == "skip", column_instead(recipe))
+    if recipe.task_options.retrieval_file is not None:
+        try:
+            check_retrieval_file(recipe.task_options.retrieval_file)
+        except UsageError as error:
+            yield from error.problems
+    if data.dataset_name is not None and data.train_file is not None:
+        yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
+    if not recipe.has_training and data.validation_file is None:
+        yield (
+            "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` alone to "
+            "evaluate"
+        )
+
+
+def _data_folder(recipe: Recipe) -> Iterator[str]:
+    """Check the files of `--dataset_name FOLDER`, which are otherwise read only when the models are."""
+    if recipe.task.inputs == "images":
+        return
+    for split in ("train", "validation"):
+        columns = wanted_columns(recipe, split)
+        try:
+            files = folder_files(recipe.data, split)
+        except UsageError as error:
+            yield str(error)
+            return
+        for path in files:
+            if Path(path).suffix in FILE_TYPES:
+                yield from file_problems(path, columns, recipe.data.on_bad_rows == "skip", column_instead(recipe))
+
+
+def _streaming(recipe: Recipe) -> Iterator[str]:
+    if not recipe.data.streaming:
+        return
+    if recipe.data.join_documents:
+        yield "`--join_documents` and `--streaming` exclude each other; drop one of them"
+    if recipe.task_options.group_by_length:
+        yield "`--group_by_length` needs the lengths of all texts, which `--streaming` does not know; drop one of them"
+    if not recipe.task.reads_running_text:
+        yield f"`--streaming` reads text without labels; drop it for `--task {recipe.model.task}`"
+    if (recipe.data.train_file or "").endswith(".txt"):
+        yield (
+            f"`--streaming` reads rows, but {recipe.data.train_file} is one text; use .jsonl, .csv, .tsv or "
+            "`--dataset_name`"
+        )
+    limits = {"num_train_epochs", "max_train_tokens"} & recipe.given
+    if limits or recipe.optimization.max_train_steps is None:
+        yield (
+            "`--streaming` reads data of unknown length; give `--max_train_steps`, and neither `--num_train_epochs` "
+            "nor `--max_train_tokens`"
+        )
+
+
+def _caching(recipe: Recipe) -> Iterator[str]:
+    objective = recipe.objective
+    if objective.cache_teacher is None:
+        return
+    if recipe.data.streaming:
+        yield "`--cache_teacher` numbers the rows, which `--streaming` does not know; drop one of them"
+    if recipe.model.offload_folder is not None:
+        yield "`--cache_teacher` reads all weights, which `--offload_folder` keeps on disk; drop one of them"
+    if any(getattr(objective, name) for name in TRANSFER_WEIGHTS):
+        if not objective.disable_dropout:
+            yield "`--cache_teacher` keeps outputs without dropout; drop it, or drop `--disable_dropout false`"
+    elif not any(getattr(objective, name) for name in TEACHER_WEIGHTS):
+        yield f"`--cache_teacher` needs an objective with a teacher: give one of {', '.join(TEACHER_WEIGHTS)}"
+
+
+def _columns(recipe: Recipe) -> Iterator[str]:
+    given, task, data = recipe.given, recipe.model.task, recipe.data
+    only_txt = all(path is None or path.endswith(".txt") for path in (data.train_file, data.validation_file))
+    if "text_column_name" in given and only_txt and data.dataset_name is None:
+        yield "`--text_column_name` has no effect on .txt files; drop it"
+    if task == "embedding" and "label_column_name" in given and data.text_pair_column_name is None:
+        yield "`--label_column_name` needs `--text_pair_column_name` with `--task embedding`; give both or neither"
+    if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
+        yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
+    best = str(recipe.run.metric_for_best_model)
+    if best.removeprefix("eval_") in RETRIEVAL and recipe.task_options.retrieval_file is None:
+        yield f"`--metric_for_best_model {best}` needs a `--retrieval_file`; give one"
+    if data.max_eval_chars is not None and not (data.validation_file or "").endswith(".txt"):
+        yield (
+            f"`--max_eval_chars` needs a .txt `--validation_file`, got {data.validation_file}; give one, or use "
+            "`--max_eval_tokens`"
+        )
+
+
+def _objectives(recipe: Recipe) -> Iterator[str]:
+    weights, task = recipe.objective, recipe.model.task
+    teacher = recipe.model.teacher_name_or_path
+    if recipe.task.logits is None:
+        if teacher is None:
+            yield f"`--task {task}` needs a teacher; give `--teacher_name_or_path`"
+        for name in ("task_loss_weight", "logits_kl_weight"):
+            if getattr(weights, name):
+                yield f"`--{name} {getattr(weights, name)}`: an embedding model has no logits; set it to 0"
+    if not recipe.has_training:
+        return
+    used = [name for name in TEACHER_WEIGHTS if getattr(weights, name)]
+    if not any(getattr(weights, name) for name in WEIGHTS):
+        names = ", ".join(f"`--{name}`" for name in WEIGHTS)
+        yield f"there is nothing to learn from, because every weight is 0; set one of {names} above 0"
+    elif used_here := [name for name in TRANSFER_WEIGHTS if getattr(weights, name)]:
+        yield from _transfer(recipe, used_here[0], [name for name in WEIGHTS[2:] if getattr(weights, name)])
+    elif teacher is not None and not used and recipe.task.logits is not None:
+        names = ", ".join(f"`--{name}`" for name in TEACHER_WEIGHTS)
+        yield f"`--teacher_name_or_path {teacher}` is not used; set one of {names} above 0, or drop the teacher"
+
+
+def _transfer(recipe: Recipe, used: str, others: list[str]) -> Iterator[str]:
+    """In attention transfer, the student computes softmax attention: other objectives could learn nothing from it."""
+    weight = f"`--{used} {getattr(recipe.objective, used)}`"
+    for name in others:
+        yield f"{weight} and `--{name}` exclude each other; train twice, with the transfer first"
+    if recipe.model.trainable != "mechanism":
+        yield f"{weight} trains only the mechanisms; add `--trainable mechanism`"
+    if recipe.model.teacher_name_or_path is not None and recipe.task.logits is not None:
+        yield f"{weight} makes the model its own teacher; drop `--teacher_name_or_path`"
+
+
+def _adapters(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    if model.use_peft:
+        if importlib.util.find_spec("peft") is None:
+            yield "`--use_peft` needs peft; install it with `pip install peft`"
+        if model.trainable == "mechanism":
+            yield "`--use_peft` and `--trainable mechanism` exclude each other; use `--trainable all` or `adapter`"
+        if model.untie_embeddings is not None:
+            yield "`--use_peft` does not train the embeddings that `--untie_embeddings` separates; drop one of the two"
+    elif model.trainable == "adapter":
+        yield "`--trainable adapter` needs `--use_peft`; give it too"
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    plan = recipe.optimization
+    if plan.lr_scheduler_type == "constant" and plan.warmup_ratio:
+        yield "`--lr_scheduler_type constant` has no warmup; use `constant_with_warmup`, or drop the warmup"
+    if recipe.model.trainable == "adapter" and "mechanism_learning_rate" in recipe.given:
+        yield "`--mechanism_learning_rate` has no effect with `--trainable adapter`; drop it"
+    if recipe.model.trainable == "mechanism" and recipe.model.untie_embeddings is not None:
+        yield (
+            "`--trainable mechanism` does not train the embeddings that `--untie_embeddings` separates; drop one of "
+            "the two"
+        )
+    if recipe.model.trainable == "mechanism" and {"learning_rate", "mechanism_learning_rate"} <= recipe.given:
+        yield "`--learning_rate` has no effect with `--trainable mechanism` and `--mechanism_learning_rate`; drop it"
+
+
+def _folder(recipe: Recipe) -> Iterator[str]:
+    run, path = recipe.run, recipe.output_dir
+    resume = run.resume_from_checkpoint
+    if resume is not None and run.overwrite_output_dir:
+        yield "`--resume_from_checkpoint` and `--overwrite_output_dir` exclude each other; give only one of them"
+    if resume not in (None, "latest") and not (Path(str(resume)) / "trainer_state.json").is_file():
+        yield (
+            f"`--resume_from_checkpoint {resume}` is not a checkpoint folder of this script; give `latest` or the path "
+            "of a checkpoint-<step> folder"
+        )
+    for name in ("model_name_or_path", "teacher_name_or_path"):
+        model = getattr(recipe.model, name)
+        if model is not None and Path(model).is_dir() and Path(model).resolve() in path.resolve().parents:
+            yield f"`--output_dir {path}` is inside of `--{name} {model}`; choose another folder"
+    if (file := file_above(path)) is not None:
+        yield f"`--output_dir {path}`: {file} is a file; choose another folder"
+    if path.exists() and not path.is_dir():
+        yield f"`--output_dir {path}` is a file; give the path of a folder"
+    elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:
+        yield (
+            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest` to resume the "
+            "run in it, or `--overwrite_output_dir` to start over"
+        )
+
+
+def _texts(recipe: Recipe) -> Iterator[str]:
+    """Check the texts that name several numbers, and the regular expression."""
+    layers, pattern = recipe.objective.transfer_layers, recipe.model.freeze_pattern
+    for read in (
+        lambda: parse_rates(recipe.objective.window_dropout),
+        lambda: parse_layer_numbers("0" if layers is None else layers),
+        lambda: parse_dims(recipe.task_options.matryoshka_dims),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            yield str(error)
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        yield f"`--freeze_pattern {pattern}` is not a regular expression ({error}); correct it"
+
+
+def _selection(recipe: Recipe) -> Iterator[str]:
+    run, allowed = recipe.run, recipe.task.figures
+    name = (run.metric_for_best_model or allowed[0]).removeprefix("eval_")
+    if name not in allowed:
+        yield (
+            f"`--metric_for_best_model {run.metric_for_best_model}` is not a figure of `--task {recipe.model.task}`; "
+            f"choose one of {', '.join(allowed)}"
+        )
+    library = missing_library(recipe.model.task, name)
+    if library is not None and (run.metric_for_best_model or run.load_best_model_at_end or run.early_stopping_patience):
+        yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
+    if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
+        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
+
+
+def _modes(recipe: Recipe) -> Iterator[str]:
+    if recipe.has_training:
+        return
+    for name in sorted(name for name in recipe.given & FACTS.keys() if not FACTS[name].for_evaluation):
+        yield f"`--{name}` has no effect without training data; give `--train_file`, or drop it"
+    if recipe.model.teacher_name_or_path is not None and not recipe.task.compares:
+        yield f"`--teacher_name_or_path` is not used if `--task {recipe.model.task}` is only evaluated; drop it"
+
+
 # `--config` may name these files without their path.
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -53,86 +385,98 @@ class PresetArguments:
 
 
 def build_parser(description: str | None = None) -> Parser:
-    """The parser of every option of `training/finetune.py`; `description` is printed by `--help` as it is."""
-    groups = [*GROUPS, PresetArguments]
-    parser = Parser(
-        list[Any](groups),
-        headings={name: _heading(group) for group in groups for name in group.__dataclass_fields__},
-        prog=typed_name("finetune.py"),
+    """The parser of every option of `training/finetune.py`; `description` is printed by `--help`."""
+    return Parser(
+        [*GROUPS, PresetArguments],
+        prog=typed_name("python training/finetune.py"),
         usage="%(prog)s --task TASK --model_name_or_path MODEL --output_dir OUT [options]",
-        description=as_typed(description),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=description,
+        gone=GONE,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP)
-    return parser
 
 
-def _heading(group: type) -> str:
-    """`DataArguments` -> `data`."""
-    return group.__name__.removesuffix("Arguments").lower()
-
-
-def parse_preset(argv: Sequence[str], description: str | None = None) -> tuple[Preset, dict[str, Any]] | None:
-    """The preset that `argv` names and the options given with it; None if `argv` names no preset.
+def parse_options(argv: Sequence[str], description: str | None = None) -> Recipe | tuple[Preset, dict[str, Any]]:
+    """What `argv` describes: one recipe, or a preset and the options given with it.
 
     Raises:
-        UsageError: if the options cannot work; it names all problems of the first stage that has any.
+        UsageError: if the options cannot work; it names all problems (of the first stage that has any).
     """
-    if (name := value_of("preset", argv)) is None:
-        return None
-    preset = load_preset(name)
-    words = _words(argv)
-    namespace = build_parser(description).parse_args(words)
-    known = [*OPTIONS, BLOCK_SIZE]
-    given = {entry: getattr(namespace, entry) for entry in given_names(words) if entry in known}
-    if problems := list(out_of_bounds(facts_of(PresetArguments), vars(namespace))):
-        raise UsageError(*problems)
-    lines = command_lines(preset, given)
-    if unused := _unused(given, lines):
-        place = f"has no effect in any stage of `--preset {name}`; drop it"
-        raise UsageError(*(f"`--{entry}` {place}" for entry in unused))
-    # What is in the folder of a stage now may be of an older run, and is checked when the next stage begins.
-    model = f"--model_name_or_path={given['model_name_or_path']}"
-    *before, last = [[*words, model] for _, _, words in lines]
-    for words in before:
-        parse([*words, "--overwrite_output_dir=true"])
-    about_folder = {"resume_from_checkpoint", "overwrite_output_dir"} & given.keys()
-    parse([*last, *(f"--{entry}={given[entry]}" for entry in about_folder)])
-    return preset, given
+    parser, groups = build_parser(description), [*GROUPS, PresetArguments]
+    words = vars(parser.parse_args(list(argv)))
+    name, config = words.get("preset"), words.get("config")
+    if config is not None and stages_file(config) is not None:
+        if name is not None:
+            raise UsageError(f"`--preset {name}` and the stages of `--config {config}` exclude each other; give one")
+        del words["config"]
+        given = typed_options(words | {"preset": config}, kinds_of(*groups))
+    else:
+        given = given_options(parser, groups, argv, CONFIGS)
+    if (name := given.pop("preset", None)) is not None:
+        preset = load_preset(name)
+        check_stages(preset, given)
+        return preset, given
+    if BLOCK_SIZE in given:
+        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
+    return make_recipe(given)
 
 
-def _unused(given: dict[str, Any], lines: Sequence[tuple[Stage, Path, list[str]]]) -> list[str]:
-    """The given options that no stage uses. A teacher may be given even if no stage learns from it."""
-    taken = {name for _, _, words in lines for name in given_names(words)} | {"teacher_name_or_path"}
-    taken |= {name for name, fact in FACTS.items() if fact.is_per_stage}
-    if any(is_transfer(stage) for stage, _, _ in lines):
-        taken.add(BLOCK_SIZE)
-    return [name for name, value in given.items() if value is not None and name not in taken]
+def parse(argv: Sequence[str]) -> Recipe:
+    """The recipe of one run that `argv` describes.
+
+    Raises:
+        UsageError: as in `parse_options`, and for a preset.
+    """
+    recipe = parse_options(argv)
+    if not isinstance(recipe, Recipe):
+        raise UsageError("a preset has several stages; leave it out")
+    return recipe
 
 
-def parse(argv: Sequence[str], description: str | None = None) -> Recipe:
-    """The recipe that `argv` describes.
+def make_recipe(options: Mapping[str, Any]) -> Recipe:
+    """The recipe with these options, and with defaults for all others.
 
     Raises:
         UsageError: if the options cannot work; it names all problems.
     """
-    argv = _words(argv)
-    namespace = build_parser(description).parse_args(argv)
-    if problems := list(unusable_texts(vars(namespace))):  # the checks below would stumble over these
-        raise UsageError(*problems)
-    if getattr(namespace, BLOCK_SIZE) is not None:
-        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
-    recipe = Recipe(*(_group(group, namespace) for group in GROUPS))
-    recipe.given = frozenset(given_names(argv))
+    values = typed_options(options, kinds_of(*GROUPS), gone=GONE)
+    recipe = Recipe(*built(GROUPS, values))
+    recipe.given = frozenset(values)
     fill_defaults(recipe)
     if problems := find_problems(recipe):
         raise UsageError(*problems)
     return recipe
 
 
-def _group(group: type, namespace: argparse.Namespace) -> Any:
-    return group(**{name: getattr(namespace, name) for name in group.__dataclass_fields__})
+def check_stages(preset: Preset, given: dict[str, Any]) -> None:
+    """Check the options of every stage before any work.
+
+    Args:
+        preset: the preset.
+        given: options for all stages, which become values of their types in place.
+
+    Raises:
+        UsageError: if the options cannot work; it names all problems of the first stage that has any.
+    """
+    given |= typed_options(given, kinds_of(*GROUPS, PresetArguments), gone=GONE)
+    built(GROUPS, given)  # refuses what is missing
+    if problems := list(out_of_bounds(facts_of(PresetArguments), {"preset": None, BLOCK_SIZE: None, **given})):
+        raise UsageError(*problems)
+    runs = stage_runs(preset, given)
+    if unused := _unused(given, runs):
+        place = f"has no effect in any stage of `--preset {preset.name}`; drop it"
+        raise UsageError(*(f"`--{entry}` {place}" for entry in unused))
+    # What is in the folder of a stage now may be of an older run, and is checked when the next stage begins.
+    *before, last = [{**options, "model_name_or_path": given["model_name_or_path"]} for _, options in runs]
+    for options in before:
+        make_recipe({**options, "overwrite_output_dir": True})
+    about_folder = {"resume_from_checkpoint", "overwrite_output_dir"} & given.keys()
+    make_recipe({**last, **{name: given[name] for name in about_folder}})
 
 
-def _words(argv: Sequence[str]) -> list[str]:
-    return words_of(argv, OPTIONS, only_in_argv=("preset", BLOCK_SIZE), named=CONFIGS)
+def _unused(given: Mapping[str, Any], runs: Sequence[tuple[Stage, Mapping[str, Any]]]) -> list[str]:
+    """The given options that no stage uses. A teacher may be given even if no stage learns from it."""
+    taken = {name for _, options in runs for name in options} | {"teacher_name_or_path"}
+    taken |= {name for name, fact in FACTS.items() if fact.is_per_stage}
+    if any(is_transfer(stage) for stage, _ in runs):
+        taken.add(BLOCK_SIZE)
+    return [name for name, value in given.items() if value is not None and name not in taken]

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import SetupError, TrainingError
-from hf_linear_attention.training.checkpoints.checkpointing import (
+from hf_linear_attention._common.model_card import HISTORY, training_history
+from hf_linear_attention.training.checkpoints import (
+    TrainedParameters,
     TrainingState,
     clear_output,
     damage_of,
+    latest_checkpoint,
     newest_intact_checkpoint,
+    save_final,
+    whole_weights,
 )
-from hf_linear_attention.training.checkpoints.final_model import save_final
-from hf_linear_attention.training.checkpoints.weights import TrainedParameters, whole_weights
-from hf_linear_attention.training.context import RunContext
-from hf_linear_attention.training.data.batches import Stream
+from hf_linear_attention.training.data.batches import Stream, stream_of
 from hf_linear_attention.training.data.inputs import (
+    StreamedExamples,
     TrainInputs,
     keeps_documents_apart,
     sequences_per_step,
@@ -32,22 +37,25 @@ from hf_linear_attention.training.data.inputs import (
 )
 from hf_linear_attention.training.data.packing import Examples, PackedBlocks
 from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
-from hf_linear_attention.training.data.splits import load_data, masking_of, stream_of
-from hf_linear_attention.training.data.streaming import StreamedExamples
-from hf_linear_attention.training.distributed import zero
-from hf_linear_attention.training.distributed.launching import start_processes
-from hf_linear_attention.training.distributed.sharding import load_whole
-from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_test
-from hf_linear_attention.training.loop import TrainingLoop
+from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.distributed import load_whole, start_processes, uses_deepspeed
+from hf_linear_attention.training.evaluation.embeddings import retrieval_test
+from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.combined_loss import build_objectives
 from hf_linear_attention.training.losses.objectives import Objective
-from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.losses.teacher_windows import windows_for
-from hf_linear_attention.training.models import load_student, load_teacher
-from hf_linear_attention.training.parameters import WeightAverage, checkpoint_gradients, disable_dropout, retie, untie
+from hf_linear_attention.training.losses.teacher import Teacher, windows_for
+from hf_linear_attention.training.models import (
+    checkpoint_gradients,
+    disable_dropout,
+    load_student,
+    load_teacher,
+    retie,
+    untie,
+)
+from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe_parser import make_recipe
 from hf_linear_attention.training.tracking import MetricsFile, start_trackers
-from hf_linear_attention.training.training_plan import hidden_layers_of, make_training_plan
 
 
 logger = logging.getLogger(__name__)
@@ -89,7 +97,7 @@ def _run(
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
     if recipe.model.untie_embeddings is not None and source is None:
         untie(student)
-    shards = (accelerator.is_fsdp2 or zero.uses_deepspeed(accelerator)) and data.train is not None
+    shards = (accelerator.is_fsdp2 or uses_deepspeed(accelerator)) and data.train is not None
     if recipe.model.offload_folder is None and not shards:  # shards are moved to the device when they are made
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
@@ -148,14 +156,20 @@ def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | 
         checkpoint = newest_intact_checkpoint(output_dir)
         if checkpoint is None:
             logger.warning("there is no intact checkpoint in %s; training starts from the beginning", output_dir)
-        return checkpoint
-    damage = damage_of(Path(wanted).resolve())
-    if damage is None:
-        return Path(wanted)
-    return SetupError(
-        f"`--resume_from_checkpoint {wanted}` is damaged ({damage}); give another checkpoint, or `latest` for the "
-        "newest one that is intact"
-    )
+            return None
+    elif (damage := damage_of(Path(wanted).resolve())) is None:
+        checkpoint = Path(wanted)
+    else:
+        return SetupError(
+            f"`--resume_from_checkpoint {wanted}` is damaged ({damage}); give another checkpoint, or `latest` for the "
+            "newest one that is intact"
+        )
+    if not (checkpoint / "scheduler.bin").is_file():
+        return SetupError(
+            f"{checkpoint} was written by an earlier version, which kept the state of a run in another form; resume it "
+            "with that version, or remove the checkpoint to start this run again"
+        )
+    return checkpoint
 
 
 def _teacher(
@@ -193,19 +207,13 @@ def _train(
         disable_dropout(context.student)
     if recipe.optimization.gradient_checkpointing:
         checkpoint_gradients(context.student)
-    plan = make_training_plan(context, inputs, objectives)
-    if recipe.optimization.ema_decay is not None:
-        context.average = WeightAverage(context.student, recipe.optimization.ema_decay)
-    state = TrainingState()
+    loop = TrainingLoop(context, inputs, objectives)
     # Dropout differs between processes; new heads, which exist already, do not.
     set_seed(recipe.run.seed + accelerator.process_index)
     if checkpoint is not None:
-        state = plan.checkpointer.read_state(checkpoint)
-    loop = TrainingLoop(context, plan, state)
-    if checkpoint is not None:
-        plan.checkpointer.restore(checkpoint, loop.stateful)
-        logger.info("resuming from %s: step %d of %d", checkpoint, state.step, plan.total_steps)
-    with nullcontext() if plan.cached is None else closing(plan.cached):
+        loop.resume(checkpoint)
+    state = loop.state
+    with nullcontext() if loop.cached is None else closing(loop.cached):
         # Even if no step was left to train, the model is evaluated.
         figures = loop.train() or context.evaluate(state.step, state.tokens)
     # There is no best evaluation if the evaluation has changed and nothing was trained since.
@@ -237,7 +245,7 @@ def _train_inputs(context: RunContext, examples: Examples | StreamedExamples) ->
         recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
         together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
         source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
-    return TrainInputs(source, recipe, context.accelerator, masking_of(recipe, processor), context.pad_token_id)
+    return TrainInputs(source, recipe, context.accelerator, context.pad_token_id)
 
 
 def _can_pack(context: RunContext) -> bool:
@@ -268,3 +276,56 @@ def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:
             context.average.load_state_dict(saved["average"])
         logger.info("the best model is that of step %d of %d", step, state.step)
     return state.best["figures"]
+
+
+Run = Callable[[Recipe, dict[str, float]], dict[str, float]]
+"""A function of a stage's recipe and of the figures of the model that it starts from, which are empty if unknown."""
+
+
+def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, float]:
+    """Run every stage that is not finished yet, and return the figures of the last one.
+
+    Args:
+        given: options of `finetune.py` that hold for all stages, which share `max_train_tokens`.
+        run: the function above, or one that calls it.
+    """
+    is_resumed = given.get("resume_from_checkpoint") is not None
+    figures: dict[str, float] = {}
+    before: Recipe | None = None
+    preset = fit_to(preset, model_without_weights(given))
+    runs = stage_runs(preset, given)
+    if not is_resumed and is_main_process():  # resuming later must not find finished stages of an older run
+        for _, options in runs:
+            clear_output(Path(options["output_dir"]), everything=True)
+    for number, (stage, options) in enumerate(runs, 1):
+        folder = Path(options["output_dir"])
+        if is_resumed and (folder / HISTORY).is_file():  # this file is written with the finished model
+            continue
+        if is_resumed and latest_checkpoint(folder) is not None:
+            options["resume_from_checkpoint"] = "latest"
+        elif folder.exists():  # the last folder contains the others; a stage without a checkpoint starts again
+            options["overwrite_output_dir"] = True
+        place = f"stage {number} of {len(runs)}"
+        logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
+        recipe = make_recipe(options)
+        figures = run(recipe, figures if before and _evaluates_alike(before, recipe) else {})
+        before = recipe
+        AcceleratorState._reset_state(reset_partial_state=True)  # the processes of the next stage connect anew
+    return figures or training_history(given["output_dir"])[-1]["metrics"]
+
+
+def _evaluates_alike(before: Recipe, recipe: Recipe) -> bool:
+    """Whether a stage would begin with the evaluation, of the same weights, with which the one before it has ended."""
+
+    def evaluation(stage: Recipe) -> tuple[Any, ...]:
+        compares = stage.task.compares or stage.task.logits is None
+        teacher = stage.model.teacher_name_or_path if compares else None
+        size = stage.optimization.per_device_eval_batch_size
+        return stage.data, stage.task_options, stage.run.mixed_precision, size, teacher
+
+    return evaluation(before) == evaluation(recipe) and not before.model.use_peft  # saving merges adapters
+
+
+def is_main_process() -> bool:
+    """Whether this is the first process, before there is an accelerator that knows it."""
+    return os.environ.get("RANK", "0") == "0"

@@ -31,22 +31,20 @@ from benchmarks.common import save, table, write
 from benchmarks.papers.recall_tasks import TASKS, accuracy, new_teacher, tokenizer, train_teacher, write_documents
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention.conversion.controls import model_state_bytes
-from hf_linear_attention.conversion.request import SIZES
+from hf_linear_attention.conversion.figures import model_state_bytes
+from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
-from hf_linear_attention.training.presets.preset import (
+from hf_linear_attention.training.presets import (
     Preset,
     fit_to,
     load_preset,
     model_without_weights,
     preset_names,
 )
-from hf_linear_attention.training.presets.stages import run_stages
-from hf_linear_attention.training.recipe_parser import parse
-from hf_linear_attention.training.run import run
+from hf_linear_attention.training.run import run, run_stages
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, task:
         "output_dir": str(folder),
         "resume_from_checkpoint": "latest",
     }
-    run_stages(fit_to(preset, model_without_weights(given)), given, parse, run)
+    run_stages(fit_to(preset, model_without_weights(given)), given, run)
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import contextvars
-import difflib
+import dataclasses
 import logging
 import os
 import re
@@ -17,10 +17,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from transformers import HfArgumentParser
 
 from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, one_line
-from hf_linear_attention._common.options import unusable_texts
+from hf_linear_attention._common.options import (
+    NOTHING,
+    Gone,
+    Kind,
+    kinds_of,
+    typed_options,
+    unknown_option,
+    unusable_texts,
+)
 from hf_linear_attention._common.reading import require_permission
 from hf_linear_attention._common.safe_yaml import load_yaml
 
@@ -32,8 +39,6 @@ DEBUG = "HF_LINEAR_ATTENTION_DEBUG"
 TRAINING_LIBRARIES = ("accelerate", "datasets", "evaluate")
 CONFIG_HELP = "YAML file with defaults for these options; options on the command line take precedence."
 PROGRAM = "hf-linear-attention"
-# The scripts of a checkout, and what one types for them where the package is installed.
-SUBCOMMANDS = {"python conversion/convert_checkpoint.py": "convert", "python training/finetune.py": "finetune"}
 _TYPED: contextvars.ContextVar[str | None] = contextvars.ContextVar("the command as it was typed", default=None)
 
 
@@ -53,55 +58,45 @@ def typed_name(script: str) -> str:
     return _TYPED.get() or (started if started.startswith(f"{PROGRAM}-") else script)
 
 
-def as_typed(text: str | None) -> str | None:
-    """A help text in the words of the command that was typed; unchanged for a script of a checkout."""
-    if text is None or not typed_name("").startswith(PROGRAM):
-        return text
-    for script, name in SUBCOMMANDS.items():
-        text = text.replace(script, f"{PROGRAM} {name}")
-    # A launcher takes a module too, and `--config` the name of a file that the package contains.
-    text = text.replace("training/finetune.py", "-m hf_linear_attention.training.finetune")
-    return re.sub(r"--config training/configs/(\w+)\.yaml", r"--config \1", text)
-
-
-class Parser(HfArgumentParser):
-    """An HfArgumentParser that accepts no abbreviations and raises an error instead of printing the usage.
+class Parser(argparse.ArgumentParser):
+    """A parser that accepts no abbreviations and raises a `UsageError` instead of printing the usage.
 
     Args:
-        headings: for each option, the heading under which `--help` lists it, if its facts name no group.
+        groups: dataclasses whose fields are options. Their values stay texts; `given_options` gives them their types.
         order: the headings in the order of `--help`; others follow.
+        gone: options of earlier versions, and what to do instead.
+        **options: as in argparse.
     """
 
     def __init__(
-        self, *arguments: Any, headings: Mapping[str, str] | None = None, order: Sequence[str] = (), **options: Any
+        self,
+        groups: Sequence[type] = (),
+        *,
+        order: Sequence[str] = (),
+        gone: Mapping[str, Gone] = NOTHING,
+        **options: Any,
     ) -> None:
-        self.headings, self.order, self.groups = dict(headings or {}), list(order), dict[str, Any]()
-        super().__init__(*arguments, **{"allow_abbrev": False, **options})
-
-    def add_argument(self, *names: Any, facts: Any = None, **options: Any) -> argparse.Action:
-        """As in argparse, under the heading of the option, and without its `facts`, which argparse does not know."""
-        heading = getattr(facts, "group", None) or self.headings.get(str(names[0]).removeprefix("--"))
-        if heading is None:
-            return super().add_argument(*names, **options)
-        for name in [*self.order, heading]:
-            if name not in self.groups:
-                self.groups[name] = self.add_argument_group(name)
-        return self.groups[heading].add_argument(*names, **options)
-
-    def parse_args_into_dataclasses(self, *arguments: Any, **options: Any) -> Any:
-        """As in transformers, with a `UsageError` for words that belong to no option."""
-        try:
-            return super().parse_args_into_dataclasses(*arguments, **options)
-        except ValueError as error:
-            raise (
-                error if isinstance(error, UsageError) else UsageError(f"{error} (`--help` lists the options)")
-            ) from None
+        self.gone = gone
+        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+        headings = {heading: self.add_argument_group(heading) for heading in order}
+        for group in groups:
+            kinds = kinds_of(group)
+            for entry in dataclasses.fields(group):
+                # `DataArguments` -> `data`
+                heading = entry.metadata["facts"].group or group.__name__.removesuffix("Arguments").lower()
+                if heading not in headings:
+                    headings[heading] = self.add_argument_group(heading)
+                _add_option(headings[heading], entry, *kinds[entry.name])
+        if groups:
+            self.add_argument("--config", metavar="FILE.yaml", help=CONFIG_HELP, default=argparse.SUPPRESS)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, with every option that there is not in one `UsageError`."""
+        """As in argparse, with every option that there is not in one `UsageError`, and no text that none can use."""
         known = [name[2:].replace("-", "_") for action in self._actions for name in action.option_strings]
-        if unknown := [name for name in given_names(sys.argv[1:] if args is None else args) if name not in known]:
-            raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, known)}" for name in unknown))
+        words = sys.argv[1:] if args is None else args
+        given = [word[2:].split("=", 1)[0].replace("-", "_") for word in words if word.startswith("--")]
+        if unknown := [name for name in given if name not in known]:
+            raise UsageError(*(unknown_option(name, known, self.gone) for name in unknown))
         values = super().parse_args(args, namespace)
         if problems := list(unusable_texts(vars(values))):
             places = [action.dest for action in self._actions if not action.option_strings]
@@ -115,42 +110,40 @@ class Parser(HfArgumentParser):
         raise UsageError(f"{message} (`--help` lists the options)")
 
 
-def value_of(name: str, argv: Sequence[str]) -> str | None:
-    """The value of one option in `argv`, ignoring all others; None if the option is missing."""
-    parser = Parser([], add_help=False)
-    parser.add_argument(f"--{name}")
-    return getattr(parser.parse_known_args(argv)[0], name)
+def _add_option(heading: Any, entry: dataclasses.Field, kind: Any, choices: Sequence[str] | None) -> None:
+    text = entry.metadata["help"]
+    names = dict.fromkeys([f"--{entry.name}", f"--{entry.name.replace('_', '-')}"])
+    metavar = f"{{{','.join(choices)}}}" if choices else entry.name.upper()
+    values: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
+    heading.add_argument(*names, metavar=metavar, help=text, default=argparse.SUPPRESS, **values)
 
 
-def given_names(argv: Sequence[str]) -> list[str]:
-    """The names of the options in `argv`, spelled like the dataclass fields."""
-    return [word[2:].split("=", 1)[0].replace("-", "_") for word in argv if word.startswith("--")]
-
-
-def words_of(
-    argv: Sequence[str],
-    names: Sequence[str],
-    *,
-    only_in_argv: Sequence[str] = (),
-    joins_lists: bool = False,
-    named: Path | None = None,
-) -> list[str]:
-    """The options of the YAML file that `--config` names, as words, followed by `argv`: one parser checks them all.
+def given_options(
+    parser: Parser, groups: Sequence[type], argv: Sequence[str], named: Path | None = None
+) -> dict[str, Any]:
+    """The options that `argv` gives, and those that it does not from the YAML file of its `--config`, in their types.
 
     Args:
-        names: the options that the file may contain.
-        only_in_argv: further options that only the command line may contain, besides `config` and `help`.
-        joins_lists: whether a list in the file becomes one value with commas; otherwise it is refused.
+        parser: the parser of `groups`.
+        groups: the dataclasses of the options.
+        argv: the command line.
         named: a folder with files that `--config` may name without their path.
 
     Raises:
-        UsageError: naming every unknown option at once.
+        UsageError: naming every option that there is not, and every value that cannot be used.
     """
-    words = [*_yaml_words(_config_path(value_of("config", argv), named), names, joins_lists), *argv]
-    known = [*names, *only_in_argv, "config", "help"]
-    if unknown := [name for name in given_names(words) if name not in known]:
-        raise UsageError(*(f"`--{name}` is not an option{_suggestion(name, known)}" for name in unknown))
-    return words
+    values, kinds = vars(parser.parse_args(list(argv))), kinds_of(*groups)
+    path = _config_path(values.pop("config", None), named)
+    return ({} if path is None else file_options(path, kinds, parser.gone)) | typed_options(values, kinds)
+
+
+def file_options(path: str, kinds: Mapping[str, Kind], gone: Mapping[str, Gone] = NOTHING) -> dict[str, Any]:
+    """The options in a YAML file, as `typed_options` gives them.
+
+    Raises:
+        UsageError: if it is no YAML of options, or has an option that there is not or a value that cannot be used.
+    """
+    return typed_options(_read_yaml(path), kinds, f" in {path}", gone)
 
 
 def _config_path(path: str | None, named: Path | None) -> str | None:
@@ -168,54 +161,6 @@ def _config_path(path: str | None, named: Path | None) -> str | None:
     raise UsageError(f"`--config {path}`: there is no such file{names}")
 
 
-def _yaml_words(path: str | None, names: Sequence[str], joins_lists: bool) -> list[str]:
-    if path is None:
-        return []
-    values = _read_yaml(path)
-    problems = [
-        f"`{name}` in {path} is not an option{_suggestion(str(name), names)}" for name in values if name not in names
-    ]
-    if not joins_lists:
-        problems += [
-            f"`{name}` in {path} is {value!r}; give a single value"
-            for name, value in values.items()
-            if isinstance(value, (list, dict))
-        ]
-    if problems:
-        raise UsageError(*problems)
-    return option_words(values, f" in {path}")
-
-
-def option_words(values: Mapping[str, Any], place: str = "") -> list[str]:
-    """Options as words: a list with commas, values by layer as `0-3:64,4-:16`; None leaves an option out.
-
-    Args:
-        place: of the options, for errors, as in " in recipe.yaml".
-
-    Raises:
-        UsageError: for lists in lists, and for a dict whose keys are no layers.
-    """
-    words = []
-    for name, value in values.items():
-        parts = [value]
-        if isinstance(value, Mapping):
-            parts = [part for pair in value.items() for part in pair]
-            text = ",".join(f"{layers}:{part}" for layers, part in value.items())
-            if not all(re.fullmatch(r"[\d -]+", str(layers)) for layers in value):
-                raise UsageError(f"`{name}`{place} is {dict(value)!r}; give a single value, or values by layer")
-        elif isinstance(value, (list, tuple)):
-            parts, text = list(value), ",".join(map(str, value))
-        else:
-            text = str(value)
-        if any(isinstance(part, (Mapping, list, tuple, set)) for part in parts):
-            raise UsageError(
-                f"`{name}`{place} is {value!r}, which has lists in it; give it as on the command line, in one text"
-            )
-        if value is not None:
-            words.append(f"--{name}={text}")
-    return words
-
-
 def _read_yaml(path: str) -> dict[Any, Any]:
     try:
         require_permission(Path(path))
@@ -227,13 +172,6 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"`--config {path}` contains a {type(values).__name__}; it must map options to values")
     return values
-
-
-def _suggestion(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"; did you mean `{close[0]}`?"
-    return "; `--help` lists the options, and abbreviations are not allowed"
 
 
 def run_command(name: str, action: Callable[[], object], *, stopped: str, speaks: bool = True) -> int:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.reading import AGAIN, short
 
@@ -20,6 +18,8 @@ from hf_linear_attention._common.reading import AGAIN, short
 Check = Callable[[Any], bool]
 MAX_COUNT = 2**31  # no dimension of a published model comes near it
 MAX_LAYERS = 10_000
+# The floating-point types of torch, which this file does without.
+FLOATING_POINT = r"auto|(torch\.)?(b?float16|float32|float64|half|float|double|float8_\w+)"
 
 
 def _is_number(value: Any) -> bool:
@@ -49,8 +49,7 @@ def _is_class_name(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
-    return value == "auto" or (isinstance(found, torch.dtype) and found.is_floating_point)
+    return isinstance(value, str) and re.fullmatch(FLOATING_POINT, value) is not None
 
 
 def _are_tokens(value: Any) -> bool:

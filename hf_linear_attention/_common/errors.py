@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import re
-
 
 class UsageError(ValueError):
     """The command cannot do what its arguments ask for: exit code 2.
@@ -62,10 +60,4 @@ class TerminatedError(SystemExit):
 def one_line(error: object) -> str:
     """The message of an error on one line, also if it is a list; the name of its type if it has no message."""
     text = " ".join(str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ").split())
-    # Errors of the Python API name settings; on a command line these are options.
-    dropped = r"set `drop` to a list with ((?:`\w+`(?:, )?)+)"
-    text = re.sub(dropped, lambda found: f"give `--drop {re.sub('[` ]', '', found[1])}`", text)
-    text = re.sub(r"set `mechanism` to `(\w+)`", r"give `--attention \1`", text)
-    layers = r"set `layers` to `\[?([\w, ]+)\]?`"
-    text = re.sub(layers, lambda found: f"give `--layers {found[1].replace(' ', '')}`", text)
     return text or type(error).__name__

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from hf_linear_attention._common.errors import RunError
@@ -232,6 +231,8 @@ def saving(folder: Path) -> Iterator[None]:
 
 def save_tensors(value: Any, path: Path) -> None:
     """`torch.save` that raises OSError on a full disk, where torch's writer raises RuntimeError."""
+    import torch
+
     try:
         torch.save(value, path)
     except RuntimeError as error:

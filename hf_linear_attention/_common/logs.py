@@ -8,9 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-import huggingface_hub.utils
 from tqdm.auto import tqdm
-from transformers.utils import logging as transformers_logging
 
 
 T = TypeVar("T")
@@ -56,6 +54,9 @@ def quiet_transformers() -> Iterator[None]:
 
     The report says "newly initialized, train your model"; our own messages explain new parameters better.
     """
+    import huggingface_hub.utils
+    from transformers.utils import logging as transformers_logging
+
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     hub_bars_off = huggingface_hub.utils.are_progress_bars_disabled()
     transformers_logging.set_verbosity_error()

@@ -12,12 +12,11 @@ from typing import Any
 
 import jinja2
 import yaml
-from transformers.utils import cached_file
 
 from hf_linear_attention import model_cards
 from hf_linear_attention._common.heads import head_of_config, is_without_head
+from hf_linear_attention._common.layers import ranges_of
 from hf_linear_attention._common.safe_yaml import load_yaml
-from hf_linear_attention.layer_ranges import ranges_of
 
 
 TEMPLATE = Path(next(iter(model_cards.__path__))) / "template.md"
@@ -25,6 +24,7 @@ REPORT = "conversion_report.json"
 # The training runs of the weights, oldest first, with their options and final figures.
 HISTORY = "training_report.json"
 PLOT = "loss.png"
+PAGE = "report.html"
 LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
 # The metadata of the source's card that also holds for the result.
 KEPT = ("license", "license_name", "license_link", "language")
@@ -222,6 +222,8 @@ def metric_type(name: str) -> str:
 
 def training_history(source: str) -> list[dict[str, Any]]:
     """The training runs of a model (folder or hub name), oldest first; empty if it records none."""
+    from transformers.utils import cached_file
+
     found = cached_file(
         source, HISTORY, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )

@@ -2,21 +2,29 @@
 
     learning_rate: float = option("Peak learning rate.", 5e-5, bounds=POSITIVE, on_resume=OnResume.WARNED)
 
-The parser reads the help text and the choices; other code looks up the remaining metadata (`Facts`) by name.
+The parser reads the help text and the choices; other code looks up the remaining metadata (`Facts`) by name. Whatever
+names options (a command line, YAML, a dict of Python, a stage of a preset) becomes values by `typed_options`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import errno
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_linear_attention._common.errors import one_line
+from hf_linear_attention._common.errors import UsageError, one_line
+
+
+T = TypeVar("T")
 
 
 class OnResume(enum.Flag):
@@ -103,7 +111,12 @@ class Facts:
         return value is not None and value is not False and not (self.off is not None and value == self.off)
 
 
-def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str] | None = None, **facts: Any) -> Any:
+def option(
+    text: str,
+    default: Any = dataclasses.MISSING,
+    choices: Sequence[str] | None = None,
+    **facts: Any,
+) -> Any:
     """A dataclass field for an option, which is required unless it has a `default`.
 
     Args:
@@ -164,9 +177,10 @@ def without_needs(facts: Mapping[str, Facts], values: Mapping[str, Any], given: 
         fact = facts.get(name)
         if fact is None or not fact.needs or not fact.is_on(values[name]):
             continue
-        if not any(facts[other].is_on(values[other]) for other in fact.needs):
+        known = [other for other in fact.needs if other in facts]  # of a shared option, another command has others
+        if known and not any(facts[other].is_on(values[other]) for other in known):
             got = f"`--{name}`" if values[name] is True else f"`--{name} {values[name]}`"
-            yield f"{got} needs {_listed(fact.needs)}; give that as well, or leave out `--{name}`"
+            yield f"{got} needs {_listed(known)}; give that as well, or leave out `--{name}`"
 
 
 def without_task(facts: Mapping[str, Facts], given: Collection[str], task: str) -> Iterator[str]:
@@ -179,3 +193,141 @@ def without_task(facts: Mapping[str, Facts], given: Collection[str], task: str) 
 
 def _listed(names: Sequence[str]) -> str:
     return " or ".join(f"`--{name}`" for name in names)
+
+
+Kind = tuple[Any, tuple[str, ...] | None]
+"""The type of an option's value (`Any`: whoever reads the option turns it into its own type), and its choices."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    """An option of earlier versions: what to do instead, and its values that ask for what is done anyway."""
+
+    instead: str
+    harmless: tuple[Any, ...] = ()
+
+
+NOTHING: Mapping[str, Gone] = types.MappingProxyType({})
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def kinds_of(*groups: type) -> dict[str, Kind]:
+    """The kind of every option of these dataclasses, by name."""
+    return {
+        entry.name: _kind(hints[entry.name], entry.metadata.get("choices"))
+        for group in groups
+        for hints in [typing.get_type_hints(group)]
+        for entry in dataclasses.fields(group)
+    }
+
+
+def _kind(hint: Any, choices: Sequence[str] | None) -> Kind:
+    if typing.get_origin(hint) is typing.Literal:
+        return str, typing.get_args(hint)
+    inner = [part for part in typing.get_args(hint) if part is not type(None)]
+    return _kind(inner[0], choices) if inner else (hint, tuple(choices) if choices else None)
+
+
+def typed_options(
+    values: Mapping[Any, Any], kinds: Mapping[str, Kind], place: str = "", gone: Mapping[str, Gone] = NOTHING
+) -> dict[str, Any]:
+    """The options with values of their own types, from texts of a command line or values of YAML or Python.
+
+    Lists and values by layer become a text with commas, unless the type of the option is `Any`. An option that is None
+    is left out.
+
+    Args:
+        values: the values by the names of options.
+        kinds: all options that there are.
+        place: where the values stand, for errors, as in " in recipe.yaml".
+        gone: options of earlier versions, which an old file may still name.
+
+    Raises:
+        UsageError: naming every option that there is not, and every value that cannot be used.
+    """
+    values = {name: value for name, value in values.items() if not _is_harmless(gone.get(name), value)}
+    problems = [unknown_option(str(name), kinds, gone, place) for name in values if name not in kinds]
+    found = {}
+    for name, value in values.items():
+        if name in kinds and value is not None:
+            try:
+                found[name] = _typed(value, *kinds[name])
+            except ValueError as error:
+                shown = value if isinstance(value, (str, int, float)) else repr(value)
+                problems.append(f"`--{name} {shown}`{place}: {error}")
+    if problems := [*problems, *unusable_texts(found)]:
+        raise UsageError(*problems)
+    return found
+
+
+def _is_harmless(gone: Gone | None, value: Any) -> bool:
+    return gone is not None and (value is None or value in gone.harmless)
+
+
+def _typed(value: Any, kind: Any, choices: tuple[str, ...] | None) -> Any:
+    """The value in its type.
+
+    Raises:
+        ValueError: if it has none in that type; the message says what to give.
+    """
+    if kind is Any or type(value) is kind:
+        result = value
+    elif kind is str:
+        result = option_text(value)
+    elif kind is bool:
+        text = str(value).lower()
+        result = text in TRUE
+        if text not in (*TRUE, *FALSE):
+            raise ValueError(f"give {NEEDED[bool]}")
+    else:
+        try:
+            result = kind(str(value))
+        except ValueError:
+            raise ValueError(f"give {NEEDED[kind]}") from None
+    if choices is not None and result not in choices:
+        raise ValueError(f"it must be one of {', '.join(choices)}")
+    return result
+
+
+def option_text(value: Any) -> str:
+    """A value as one types it: a list with commas, values by layer as `0-3:64,4-:16`, others as they are.
+
+    Raises:
+        ValueError: for lists in lists, and for a dict whose keys are no layers.
+    """
+    parts, texts = [value], [str(value)]
+    if isinstance(value, Mapping):
+        parts, texts = list(value.values()), [f"{layers}:{part}" for layers, part in value.items()]
+        if not all(re.fullmatch(r"[\d -]+", str(layers)) for layers in value):
+            raise ValueError("give a single value, or values by layer")
+    elif isinstance(value, (list, tuple)):
+        parts, texts = list(value), list(map(str, value))
+    if any(isinstance(part, (Mapping, list, tuple, set)) for part in parts):
+        raise ValueError("it has lists in it; give it as on the command line, in one text")
+    return ",".join(texts)
+
+
+def built(groups: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
+    """These dataclasses, each with those of its options that are in `values`.
+
+    Raises:
+        UsageError: naming every option that is missing.
+    """
+    entries = {group: dataclasses.fields(group) for group in groups}
+    required = [part.name for found in entries.values() for part in found if part.default is dataclasses.MISSING]
+    if missing := [f"`--{name}`" for name in required if name not in values]:
+        raise UsageError(f"{', '.join(missing)} must be given (`--help` lists the options)")
+    return [
+        group(**{part.name: values[part.name] for part in found if part.name in values})
+        for group, found in entries.items()
+    ]
+
+
+def unknown_option(name: str, names: Iterable[str], gone: Mapping[str, Gone] = NOTHING, place: str = "") -> str:
+    """A sentence about an option that there is not: what replaces it, or what may have been meant."""
+    if name in gone:
+        return f"`--{name}`{place} is not an option any more; {gone[name].instead}"
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean `{close[0]}`?" if close else "`--help` lists the options, and abbreviations are not allowed"
+    return f"`--{name}`{place} is not an option; {hint}"

@@ -194,9 +194,14 @@ def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[s
         ]
         by_type = all(layer_type(converted[layer]) == "full_attention" for layer in clean)
         others = "full_attention" if clean and by_type else clean
-        problems.append("keep these layers softmax" + (f": set `layers` to `{others}`" if clean else " (`layers`)"))
-        if names := [f"`{feature}`" for feature in kept if feature in DROPPABLE]:
-            problems.append(f"or convert them without it: set `drop` to a list with {', '.join(names)}")
+        typed = others if isinstance(others, str) else ",".join(map(str, others))
+        how = f": set `layers` to `{others}` (`--layers {typed}`)" if clean else " (`layers`)"
+        problems.append(f"keep these layers softmax{how}")
+        if names := [feature for feature in kept if feature in DROPPABLE]:
+            listed = ", ".join(f"`{name}`" for name in names)
+            problems.append(
+                f"or convert them without it: set `drop` to a list with {listed} (`--drop {','.join(names)}`)"
+            )
     if problems:
         raise ValueError(
             f"{type(model).__name__} has attention that linear attention cannot reproduce:\n"

@@ -16,6 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 # Above this an input takes seconds or gigabytes, however short it is: features, landmarks and the like per head, and
 # exact keys.
 MOST_FEATURES = MOST_KEYS = 2**17
+NAMED_LAYERS = ("all", "full_attention", "none")  # the texts that the setting `layers` may be
+# Features of stock attention that a state of constant size cannot represent: the values of the setting `drop`.
+DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 
 

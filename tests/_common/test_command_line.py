@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
 
-from hf_linear_attention._common.command_line import given_names, run_command, value_of, words_of
+from hf_linear_attention._common.command_line import Parser, given_options, run_command
 from hf_linear_attention._common.errors import ConversionError, RunError, TerminatedError, TrainingError, UsageError
+from hf_linear_attention._common.options import Gone, option
 from hf_linear_attention._common.safe_yaml import load_yaml
 
 
-NAMES = ("learning_rate", "layers", "task")
+@dataclass
+class Arguments:
+    learning_rate: float = option("Rate.", 0.1)
+    layers: str | None = option("Layers.", None)
+    task: str = option("Task.", "a")
+    dtype: Literal["float16", "float32"] | None = option("Type.", None)
+    is_fast: bool = option("Fast.", False)
 
 
 def fail(error: BaseException):
@@ -105,26 +114,27 @@ def test_help_still_ends_with_its_own_code() -> None:
     assert caught.value.code == 0
 
 
+def given(*argv: str) -> dict[str, object]:
+    return given_options(Parser([Arguments], gone={"lost": Gone("give `--task`", (0,))}), [Arguments], argv)
+
+
 def test_unknown_options_are_listed_at_once_with_what_was_meant() -> None:
     with pytest.raises(UsageError) as caught:
-        words_of(["--learning-rat", "1", "--banana=2", "--task", "a", "--extra", "3"], NAMES, only_in_argv=["extra"])
+        given("--learning-rat", "1", "--banana=2", "--task", "a", "--lost", "3")
     assert caught.value.problems == [
         "`--learning_rat` is not an option; did you mean `learning_rate`?",
         "`--banana` is not an option; `--help` lists the options, and abbreviations are not allowed",
+        "`--lost` is not an option any more; give `--task`",
     ]
 
 
-def test_a_file_comes_before_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("learning_rate: 1e-3\nlayers: [0, 2]\ntask:\n", encoding="utf-8")
-    argv = ["--config", str(file), "--task", "b"]
-    assert words_of(argv, NAMES, joins_lists=True) == ["--learning_rate=1e-3", "--layers=0,2", *argv]
-    assert given_names(["--learning-rate=1", "x", "--task", "b"]) == ["learning_rate", "task"]
-    assert value_of("config", ["--task", "b", f"--config={file}"]) == str(file)
-    with pytest.raises(UsageError, match=r"`layers` in .* is \[0, 2\]; give a single value"):
-        words_of(argv, NAMES)
+    file.write_text("learning_rate: 1e-3\nlayers: [0, 2]\ntask: a\ndtype:\n", encoding="utf-8")
+    found = given("--config", str(file), "--task", "b", "--is-fast")
+    assert found == {"learning_rate": 1e-3, "layers": "0,2", "task": "b", "is_fast": True}
     file.write_text("# only a comment\n", encoding="utf-8")
-    assert words_of(argv, NAMES) == argv
+    assert given(f"--config={file}", "--task", "b") == {"task": "b"}
 
 
 def test_a_file_means_what_the_same_words_mean_on_the_command_line(tmp_path: Path) -> None:
@@ -132,7 +142,7 @@ def test_a_file_means_what_the_same_words_mean_on_the_command_line(tmp_path: Pat
     file = tmp_path / "a.yaml"
     for text in ("1:30", "1:30.5", "-2:30", "0-3:64,4-:16", "010", "no", "on", "12", "0.5", "1e-3", "-3"):
         file.write_text(f"task: {text}\n", encoding="utf-8")
-        assert words_of(["--config", str(file)], NAMES)[0] == f"--task={text}"
+        assert given("--config", str(file)) == given(f"--task={text}") == {"task": text}
     typed = load_yaml("[12, -3, 1_000, 1.5, .5, 1.5e-3, .inf, true, False, null, 1:30, no]")
     assert typed == [12, -3, 1000, 1.5, 0.5, 0.0015, float("inf"), True, False, None, "1:30", "no"]
     written = {"window_size": "1:30", "task": "no", "layers": "010"}
@@ -146,14 +156,18 @@ def test_a_file_means_what_the_same_words_mean_on_the_command_line(tmp_path: Pat
         (b"{", "is not valid YAML"),
         (b"\xff\xfe\xfa", "is not valid YAML"),
         (b"layers: {a: {b: 1}}", "give a single value, or values by layer"),
-        (b"banana: 1\nlearning_rat: 2\nextra: 3", r"3 problems: .*banana.*did you mean `learning_rate`.*extra"),
-        (b"3: 1", "`3` in .* is not an option"),
+        (b"layers: [[1]]", "has lists in it"),
+        (b"learning_rate: [1]", r"`--learning_rate \[1\]` in .*a.yaml: give a number"),
+        (b"dtype: x", "`--dtype x` in .*a.yaml: it must be one of float16, float32"),
+        (b"is_fast: 2", "`--is_fast 2` in .*a.yaml: give true or false"),
+        (b"banana: 1\nlearning_rat: 2\nlost: 3", r"3 problems: .*banana.*did you mean `learning_rate`.*`--lost` in .*"),
+        (b"3: 1", "`--3` in .* is not an option"),
     ],
 )
 def test_a_file_that_cannot_be_used(content: bytes, said: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=said):
-        words_of(["--config", str(file)], NAMES, only_in_argv=["extra"], joins_lists=True)
+        given("--config", str(file))
     with pytest.raises(UsageError, match="there is no such file"):
-        words_of(["--config", f"{file}.absent"], NAMES)
+        given("--config", f"{file}.absent")

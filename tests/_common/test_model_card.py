@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from hf_linear_attention._common.model_card import escaped, metric_type, write_model_card
-from hf_linear_attention.conversion.figure_tables import GENERATION, LABELS, quality_rows
-from hf_linear_attention.training.evaluation.metrics import GREATER_IS_BETTER
+from hf_linear_attention.conversion.report import GENERATION, LABELS, quality_rows
+from hf_linear_attention.training.evaluation.scores import GREATER_IS_BETTER
 
 
 def read_card(folder):

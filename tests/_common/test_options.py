@@ -19,8 +19,8 @@ from hf_linear_attention._common.options import (
     without_needs,
     without_task,
 )
-from hf_linear_attention.conversion.request import CONVERSION_FACTS
-from hf_linear_attention.training.arguments import FACTS
+from hf_linear_attention.conversion.options import CONVERSION_FACTS
+from hf_linear_attention.training.recipe import FACTS
 from hf_linear_attention.training.tasks import TASKS
 
 

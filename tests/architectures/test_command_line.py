@@ -14,7 +14,7 @@ from transformers import AutoModel
 from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.report import _healing_lines
+from hf_linear_attention.conversion.report import healing_lines
 from hf_linear_attention.tested_architectures import ARCHITECTURES
 from hf_linear_attention.training.tasks import TASKS
 
@@ -89,7 +89,7 @@ def test_the_hint_after_a_conversion_names_the_recipe_of_the_head(model_type, he
     assert found.recipe == recipe
     assert (found.task is None) == (recipe is None)
     if recipe is None:
-        assert f"no task for {type(stock).__name__}" in _healing_lines(plan, None, "OUT")[0]
+        assert f"no task for {type(stock).__name__}" in healing_lines(plan, None, "OUT")[0]
     else:
         path = Path(__file__).resolve().parents[2] / "training" / "configs" / recipe
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == found.task

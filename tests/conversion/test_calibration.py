@@ -146,11 +146,12 @@ def test_the_command_calibrates_and_a_reload_keeps_it(bert, tmp_path):
     assert torch.equal(torch.cat(norm_weights(AutoModel.from_pretrained(again))), torch.cat(norm_weights(result)))
 
 
-def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path):
+def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "CALIBRATION_TOKENS", 100)
     texts = [f"The number {number} follows the number {number - 1}." for number in range(1, 40)]
     rows = tmp_path / "texts.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = ("--calibration_file", rows, "--calibration_tokens", 100, "--no_verify")
+    words = ("--calibration_file", rows, "--no_verify")
     report = convert_folder(bert, tmp_path / "bert", *FAVOR, *words)
     tokenizer = tiny_tokenizer()
     ids, count = [], 0
@@ -195,10 +196,6 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
     report = convert_folder(source, tmp_path / "with", *FAVOR, "--calibration_file", images)
     # 12 x 12 pixels in patches of 2 x 2, and the class token.
     assert report["calibration"] == {"inputs": "images in images", "tokens": 3 * 37}
-    few = convert_folder(
-        source, tmp_path / "few", *FAVOR, "--calibration_file", images, "--calibration_tokens", 38, "--no_verify"
-    )
-    assert few["calibration"]["tokens"] == 2 * 37
     without, with_ = (AutoModel.from_pretrained(tmp_path / name) for name in ("without", "with"))
     assert not torch.cat(norm_weights(without)).any()
     assert (torch.cat(norm_weights(with_)) < 0).all()
@@ -208,11 +205,9 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
     ("words", "said"),
     [
         (["--calibration_file", "TEXT"], ["`hybrid` with these settings has nothing to calibrate", "add `--spectrum`"]),
-        ([*FAVOR, "--calibration_tokens", 9], ["on all built-in sentences", "or give a `--calibration_file`"]),
-        (["--calibration_tokens", 9], ["`--calibration_tokens`", "nothing to calibrate; leave it out"]),
         (
-            [*FAVOR, "--calibration_file", "TEXT", "--calibration_tokens", 0],
-            ["_tokens 0`: it must be 1 or more"],
+            [*FAVOR, "--calibration_tokens", 9],
+            ["not an option any more; the first 4096 tokens of"],
         ),
         ([*FAVOR, "--calibration_file", "nowhere.txt"], ["'nowhere.txt': there is no such file"]),
         ([*FAVOR, "--calibration_file", "."], ["`--calibration_file` = '.': give a file named *.txt, *.jsonl"]),

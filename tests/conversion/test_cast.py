@@ -15,8 +15,8 @@ from checkpoints import files, run, save_twin
 from safetensors.torch import load_file
 
 from hf_linear_attention.conversion import cast
+from hf_linear_attention.conversion.options import parse
 from hf_linear_attention.conversion.pipeline import load_converted, prepare
-from hf_linear_attention.conversion.request import parse
 
 
 BY_FILES = 1000  # bytes; what of a tiny model is larger goes through files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline
-from hf_linear_attention.conversion.request import ConversionArguments, mechanism_arguments, parse
+from hf_linear_attention.conversion.options import ConversionArguments, mechanism_arguments, parse
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -29,12 +30,12 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--attention", "flash"], ["'flash'", "linear", "linformer", "performer"]),
         (["--num_features", "many"], ["`--num_features many`", "a whole number"]),
         (["--num_features", "0"], ["`num_features` = 0", "at least 1"]),
-        (["--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
+        (["--dtype", "int8"], ["`--dtype int8`", "bfloat16"]),
         (["--layers", "4-2"], ["'4-2'", "backwards"]),
         (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
         (["--attention", "performer", "--feature_map", "exp"], ["`feature_map` is not an option", "`performer`"]),
         (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
-        (["--model_class", "BertModel"], ["`--model_class` = 'BertModel'", "`LlamaForCausalLM`"]),
+        (["--model_class", "BertModel"], ["`--model_class` is not an option any more", "`save_pretrained`"]),
         (["--projection_size", "3", "--max_length", "3"], ["`projection_size`", "`max_length`"]),
     ],
 )
@@ -131,8 +132,8 @@ def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
     with pytest.raises(UsageError) as caught:
         parse(["--config", str(path)])
     assert len(caught.value.problems) == 2
-    assert "`num_featurs`" in str(caught.value)
-    assert "`colour`" in str(caught.value)
+    assert "`--num_featurs`" in str(caught.value)
+    assert "`--colour`" in str(caught.value)
     for text, said in (("- a", "contains a list"), ("{", "not valid YAML")):
         path.write_text(text)
         with pytest.raises(UsageError, match=said):
@@ -186,8 +187,9 @@ def test_the_command_that_heals_it_names_no_relative_path(llama, tmp_path, monke
 
 def test_a_missing_head_is_said_in_our_own_words(tmp_path):
     save_twin(tmp_path / "base", "bert", "AutoModel")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
     words = ("--model_name_or_path", tmp_path / "base", "--output_dir", tmp_path / "out")
-    words += ("--model_class", "AutoModelForMaskedLM")
     code, _, err = run(*words)
     assert code == 2
     assert "does not contain `cls.predictions" in err

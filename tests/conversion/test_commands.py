@@ -95,13 +95,11 @@ def test_a_config_of_the_package_needs_no_path(tmp_path, monkeypatch):
     assert recipe_parser.parse(["--config", "distil_causal_lm", *shared]).data.max_length == 8
 
 
-def test_evaluate_means_what_convert_evaluate_means(linear_llama, llama):
-    request = evaluate_model.request_of(
+def test_evaluate_takes_the_original_from_the_report(linear_llama, llama):
+    arguments = evaluate_model.parse(
         ["--model_name_or_path", str(linear_llama), "--validation_file", "v.txt", "--max-eval-tokens", "99"]
     )
-    assert request.arguments.model_name_or_path == str(llama)  # from the report
-    assert request.arguments.output_dir == str(linear_llama)
-    assert (request.arguments.evaluate, request.arguments.max_eval_tokens) == (True, 99)
+    assert (arguments.teacher_name_or_path, arguments.max_eval_tokens) == (str(llama), 99)
 
 
 TEXT = Path(__file__).parents[1] / "fixtures" / "4b9c102" / "run" / "valid.txt"
@@ -129,7 +127,10 @@ def test_evaluate_names_its_own_options(words, said, capsys):
 def test_a_refused_feature_is_named_as_an_option(tmp_path, capsys):
     save_twin(tmp_path / "mistral", "mistral", sliding_window=8)
     assert main(["convert", "--model_name_or_path", str(tmp_path / "mistral"), "--dry_run"]) == 2
-    assert "convert them without it: give `--drop sliding_window`" in capsys.readouterr().err
+    assert (
+        "convert them without it: set `drop` to a list with `sliding_window` (`--drop sliding_window`)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_dry_run_is_short_unless_it_is_asked_for_more(llama, capsys):

@@ -18,9 +18,17 @@ from checkpoints import files, save_twin
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BertModel
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion import compare, layer_speed
-from hf_linear_attention.conversion.compare import distance, main, preset_for
-from hf_linear_attention.conversion.compare_tables import comparison_page, recommendation, speed_text, table_of
+from hf_linear_attention.conversion import comparison as comparisons
+from hf_linear_attention.conversion import layer_speed
+from hf_linear_attention.conversion.compare import main
+from hf_linear_attention.conversion.comparison import (
+    comparison_page,
+    distance,
+    preset_for,
+    recommendation,
+    speed_text,
+    table_of,
+)
 from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -104,11 +112,11 @@ def test_the_minutes_are_of_the_preset_at_the_speed_of_ten_steps_or_more(llama, 
         scale = 1 if len(calls) == len(asked) else 10
         return [(0.25, curve(100.0 * scale, 60)), (0.75, curve(50.0 * scale, max(10, steps) if changes else steps))]
 
-    monkeypatch.setattr(compare, "_run", run)
-    comparison = compare.Comparison(None, [], "causal", 1000, tmp_path, tmp_path / "text.jsonl", None)
+    monkeypatch.setattr(comparisons, "_run", run)
+    comparison = comparisons.Comparison(None, {}, "causal", 1000, tmp_path, tmp_path / "text.jsonl", None)
     comparison.train_file.write_text('{"text": "A text."}\n')
-    words = ["--model_name_or_path", str(llama), "--preset", "default", "--train_file", str(comparison.train_file)]
-    row = compare._trained(comparison, [*words, "--output_dir", str(tmp_path / "out")], None, [])
+    options = {"model_name_or_path": llama, "preset": "default", "train_file": comparison.train_file}
+    row = comparisons._trained(comparison, {**options, "output_dir": tmp_path / "out"}, None, [])
     assert calls == asked
     assert row["minutes"] == pytest.approx((500_000 / 100 + 1_500_000 / 50) / 60)
     assert row["preset_tokens"] == 2_000_000

@@ -8,22 +8,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoints import convert_folder, run, save_twin
+from checkpoints import convert_folder, evaluate, run, save_twin
 from matrix import stock_model
 from page_reports import QUALITY
 
 from hf_linear_attention import convert
 from hf_linear_attention._common import logs
-from hf_linear_attention.conversion.controls import model_state_bytes, windows_of_same_bytes
-from hf_linear_attention.conversion.figure_tables import comparison, describe_quality
-from hf_linear_attention.conversion.language_figures import (
+from hf_linear_attention.conversion.figures import (
     Controls,
     HeldOutText,
     better_window,
     language_figures,
+    model_state_bytes,
     possible_controls,
+    windows_of_same_bytes,
 )
 from hf_linear_attention.conversion.quality import finite
+from hf_linear_attention.conversion.report import comparison, describe_quality
 from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.evaluation.retention import nats_of
 
@@ -216,13 +217,13 @@ def test_a_text_that_is_not_recorded_by_position_has_no_table() -> None:
 def converted(llama, tmp_path):
     convert_folder(llama, tmp_path / "out", "--attention", "hybrid", "--window_size", 4, "--num_features", 8)
     (tmp_path / "valid.txt").write_text("a word and another " * 80)
-    return ["--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--evaluate", "--validation_file"]
+    return ["--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--validation_file"]
 
 
 def test_evaluate_without_controls(converted, tmp_path, monkeypatch) -> None:
     bars = set()
     monkeypatch.setattr(logs, "tqdm", lambda parts, desc, **_: bars.add(desc) or parts)
-    code, _, err = run(*converted, tmp_path / "valid.txt", "--controls", "none", "--max_eval_length", 90)
+    code, _, err = evaluate(*converted, tmp_path / "valid.txt", "--controls", "none", "--max_eval_length", 90)
     assert code == 0, err
     quality = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
     assert quality["control"] == {"left_out": "`--controls none` was given"}
@@ -235,12 +236,12 @@ def test_evaluate_keeps_what_it_does_not_measure_again(converted, tmp_path) -> N
     out, text, other = (tmp_path / name for name in ("out", "valid.txt", "other.txt"))
     (tmp_path / "train.txt").write_text("some words that are rare here " * 40)
     other.write_text("another text of many words " * 80)
-    assert run(*converted, text, "--train_file", tmp_path / "train.txt")[0] == 0
+    assert evaluate(*converted, text, "--train_file", tmp_path / "train.txt")[0] == 0
     report = json.loads((out / "conversion_report.json").read_text())
     first = report["quality"]
     first["recall"] = QUALITY["recall"]  # the text of this model is too short for buckets of its own
     (out / "conversion_report.json").write_text(json.dumps(report))
-    code, said, _ = run(*converted, text, "--controls", "none")
+    code, said, _ = evaluate(*converted, text, "--controls", "none")
     assert code == 0
     assert said.endswith("Figures of earlier evaluations that were not measured now stay in the report.\n")
     again = json.loads((out / "conversion_report.json").read_text())["quality"]
@@ -252,7 +253,7 @@ def test_evaluate_keeps_what_it_does_not_measure_again(converted, tmp_path) -> N
     for shown in (card, page):
         assert "(train.txt)" in shown
         assert "window of the same bytes" in shown
-    assert run(*converted, other, "--controls", "none")[0] == 0
+    assert evaluate(*converted, other, "--controls", "none")[0] == 0
     last = json.loads((out / "conversion_report.json").read_text())["quality"]
     assert last["validation_file"] == "other.txt"
     assert last["recall"] == {"validation_file": "valid.txt", **first["recall"]}
@@ -262,20 +263,20 @@ def test_evaluate_keeps_what_it_does_not_measure_again(converted, tmp_path) -> N
     assert "| nats per token, on valid.txt |" in card
     assert "window of the same bytes" in card
     assert "Measured earlier, on valid.txt" in page
-    assert run(*converted, other)[0] == 0  # now nothing is lacking
+    assert evaluate(*converted, other)[0] == 0  # now nothing is lacking
     assert "earlier" not in json.loads((out / "conversion_report.json").read_text())["quality"]
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--controls", "healed"], "`--evaluate` trains nothing"),
+        (["--controls", "healed"], "this command trains nothing"),
         (["--max_eval_length", 3], "it must be 16 or more"),
         (["--train_file", "absent.txt"], "`--train_file` = 'absent.txt'"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(converted, tmp_path, more, said) -> None:
-    code, _, err = run(*converted, tmp_path / "valid.txt", *more)
+    code, _, err = evaluate(*converted, tmp_path / "valid.txt", *more)
     assert code == 2
     assert said in err
 
@@ -285,7 +286,7 @@ def test_controls_of_other_models_are_refused(bert, tmp_path) -> None:
     (tmp_path / "valid.txt").write_text("a word and another " * 80)
     where = ("--model_name_or_path", tmp_path / "bert", "--output_dir", tmp_path / "out")
     assert run(*where, "--layers", "none")[0] == 0
-    code, _, err = run(*where, "--evaluate", "--validation_file", tmp_path / "valid.txt", "--controls", "none")
+    code, _, err = evaluate(*where, "--validation_file", tmp_path / "valid.txt", "--controls", "none")
     assert code == 2
     assert "`--controls` is only for causal_lm, but the task of this model is" in err
     for command in (("--controls", "healed"), ("--max_eval_length", 64)):

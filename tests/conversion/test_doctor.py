@@ -17,15 +17,15 @@ from checkpoints import convert_folder
 from safetensors.torch import load_file, save_file
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import doctor
-from hf_linear_attention.conversion.doctor import (
+from hf_linear_attention.conversion import findings
+from hf_linear_attention.conversion.doctor import main
+from hf_linear_attention.conversion.findings import (
     BROKEN,
     LIBRARIES,
     NOTE,
     OK,
     environment_findings,
     folder_findings,
-    main,
     numbers,
 )
 from hf_linear_attention.kernels.cpu import KernelBackend
@@ -40,7 +40,7 @@ def folder(linear_llama, tmp_path) -> Path:
     return Path(shutil.copytree(linear_llama, tmp_path / "model"))
 
 
-def found(folder: Path, topic: str, **options) -> doctor.Finding:
+def found(folder: Path, topic: str, **options) -> findings.Finding:
     return {finding.topic: finding for finding in folder_findings(folder, **options)}[topic]
 
 
@@ -57,11 +57,11 @@ def test_a_good_folder_is_fine_also_without_this_package(folder):
         "model": OK, "code": OK, "weights": OK, "alone": OK, "length": NOTE,
     }  # fmt: skip
     assert "linear_llama with linear" in findings[0].text
-    assert "there are no figures by length" in findings[-1].text
+    assert "nothing was measured by length yet" in findings[-1].text
 
 
 def test_the_command_examines_both_and_the_exit_code_says_what_it_found(folder, monkeypatch):
-    monkeypatch.setattr(doctor, "TOKENS", 128)
+    monkeypatch.setattr(findings, "TOKENS", 128)
     code, out, err = answer(folder)
     assert (code, err) == (0, "")
     assert out.endswith("Nothing is broken.\n")
@@ -95,7 +95,7 @@ def test_code_that_does_not_load_alone(folder, monkeypatch):
         commands.append(command)
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: broken on purpose\n")
 
-    monkeypatch.setattr(doctor.subprocess, "run", run)
+    monkeypatch.setattr(findings.subprocess, "run", run)
     finding = found(folder, "alone", runs_its_code=True)
     assert finding == (BROKEN, "alone", "it does not load without this package: RuntimeError: broken on purpose")
     assert commands[0][3:] == ["AutoModelForCausalLM", str(folder)]
@@ -157,12 +157,12 @@ def test_an_encoder_with_other_files(bert, tmp_path):
 
 
 def test_versions_that_are_too_old_too_new_or_missing(monkeypatch):
-    monkeypatch.setattr(doctor, "LIBRARIES", {
+    monkeypatch.setattr(findings, "LIBRARIES", {
         "torch": ("", "999", "999.1", None), "transformers": ("", "1", "1", "2"), "absent-a": ("", "1", "1", None),
         "absent-b": ("training", "1", "1", None), "safetensors": ("", "0.1", "0.1.5", None),
     })  # fmt: skip
-    kinds = {name: doctor._library(name) for name in doctor.LIBRARIES}
-    assert [kinds[name].kind for name in doctor.LIBRARIES] == [BROKEN, BROKEN, BROKEN, NOTE, OK]
+    kinds = {name: findings._library(name) for name in findings.LIBRARIES}
+    assert [kinds[name].kind for name in findings.LIBRARIES] == [BROKEN, BROKEN, BROKEN, NOTE, OK]
     assert "at least 999 is needed" in kinds["torch"].text
     assert "below 2" in kinds["transformers"].text
     assert "the tests ran with 0.1.5" in kinds["safetensors"].text
@@ -182,20 +182,20 @@ def test_the_versions_are_those_of_the_project():
 
 
 def test_without_kernels_it_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(doctor, "TOKENS", 16)
+    monkeypatch.setattr(findings, "TOKENS", 16)
     reason = "The package was installed without its C kernels; install the package on a machine with a C compiler."
     monkeypatch.setattr("hf_linear_attention.kernel_backend", lambda: KernelBackend("torch", None, reason))
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
     finding = {finding.topic: finding for finding in environment_findings()}["kernels"]
     assert finding.kind == NOTE
     assert reason in finding.text
-    assert "no C compiler here" in finding.text
+    assert "no C compiler (cc" in finding.text
 
 
 def test_a_kernel_that_fails_is_broken(monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(doctor, "layer_times", fail)
+    monkeypatch.setattr(findings, "layer_times", fail)
     finding = {finding.topic: finding for finding in environment_findings()}["speed"]
     assert (finding.kind, "no such instruction" in finding.text) == (BROKEN, True)

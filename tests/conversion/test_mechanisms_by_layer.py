@@ -15,7 +15,7 @@ from checkpoints import run, save_twin
 from matrix import sample_inputs
 from transformers import AutoModelForCausalLM
 
-from hf_linear_attention.conversion.request import parse
+from hf_linear_attention.conversion.options import parse
 from hf_linear_attention.kernels import cpu as kernels_cpu
 
 

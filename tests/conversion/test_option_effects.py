@@ -17,12 +17,12 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from checkpoints import run, save_twin
+from checkpoints import evaluate, run, save_twin
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from hf_linear_attention.conversion import pipeline
-from hf_linear_attention.conversion.request import CONVERSION_FACTS, ConversionArguments
+from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
 
 
 FIELDS = {field.name: field for field in fields(ConversionArguments)}
@@ -82,7 +82,6 @@ def second(folder: Path) -> Options:
         "position_init": "interpolated",
         "dtype": "bfloat16",
         "calibration_file": folder / "valid.txt",
-        "calibration_tokens": 20,
         "preset": "default",
         "train_file": folder / "train.txt",
         "validation_file": folder / "valid.txt",
@@ -97,7 +96,6 @@ def second(folder: Path) -> Options:
         "controls": "none",
         "checkpointing_steps": 7,
         "cache_teacher": "cache",
-        "model_class": "LlamaModel",
         "base_model": "someone/model",
         "push_to_hub": "someone/model",  # these tests are offline, and that is said before the work
     }
@@ -115,7 +113,6 @@ def beside(folder: Path) -> dict[str, Options]:
         "attention": {"layers": "all"},
         "cross_attention": {"attention": "linear"},
         "calibration_file": FITTED,
-        "calibration_tokens": {**FITTED, "calibration_file": folder / "valid.txt"},
         "max_position_embeddings": {"model_name_or_path": folder / "embedding"},
         "position_init": {"model_name_or_path": folder / "embedding", "max_position_embeddings": 99},
         "seed": RANDOM,
@@ -124,7 +121,6 @@ def beside(folder: Path) -> dict[str, Options]:
         **dict.fromkeys(("pairs_file", "retrieval_file", "prompt_name", "matryoshka_dims"), embedding),
         **{name: {**embedding, "retrieval_file": retrieval} for name in ("query_prompt_name", "document_prompt_name")},
         **dict.fromkeys(("max_eval_tokens", "max_eval_length", "controls"), measured),
-        "evaluate": {**measured, "evaluate": None},
         "overwrite": {"converted": True},
         "allow_missing": {"model_name_or_path": folder / "lacking"},
         "allow_pickle": {"model_name_or_path": folder / "pickled"},
@@ -154,7 +150,7 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Options], dic
             keep = lambda *more: trainings.append(plan(*more)) or trainings[-1]  # noqa: E731
             patch.setattr(pipeline, "plan_training", keep)
             AcceleratorState._reset_state(reset_partial_state=True)
-            code, text, error = run(*words(options))
+            code, text, error = (evaluate if options.pop("evaluate", False) else run)(*words(options))
         report, weights = out / "conversion_report.json", out / "model.safetensors"
         content = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
         return {

@@ -97,9 +97,7 @@ def test_unexpected_and_sharded_tensors(tmp_path):
 
 def test_what_a_linear_layer_cannot_keep_is_listed(tmp_path):
     save_twin(tmp_path / "mistral", "mistral", sliding_window=8)
-    with pytest.raises(
-        UsageError, match=r"sees the nearest 8 tokens only, in layers 0, 1, 2.* `--drop sliding_window`"
-    ):
+    with pytest.raises(UsageError, match=r"sees the nearest 8 tokens only, in layers 0, 1, 2.*`--drop sliding_window`"):
         make_plan(open_source(str(tmp_path / "mistral")), LINEAR)
     plan = make_plan(open_source(str(tmp_path / "mistral")), {**LINEAR, "drop": ["sliding_window"]})
     assert plan.dropped_features == ["sliding_window: MistralAttention sees the nearest 8 tokens only"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import convert_folder, run, save_twin, tiny_tokenizer
+from checkpoints import convert_folder, evaluate, run, save_twin, tiny_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, DistilBertModel
 
@@ -117,7 +117,7 @@ def test_an_evaluation_reads_the_whole_new_length(embedding, tmp_path, words, is
     where = ("--model_name_or_path", embedding, "--output_dir", tmp_path / "out")
     code, _, error = run(*where, "--max_position_embeddings", 150, "--layers", "none", "--no_verify")
     assert code == 0, error
-    code, _, error = run(*where, "--evaluate", "--validation_file", tmp_path / "held_out.txt")
+    code, _, error = evaluate(*where, "--validation_file", tmp_path / "held_out.txt")
     assert code == 0, error
     quality = read(tmp_path / "out" / "conversion_report.json")["quality"]
     assert quality["max_length"] == 150

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from checkpoints import run, save_twin, tiny_tokenizer
+from checkpoints import evaluate, run, save_twin, tiny_tokenizer
 from task_twins import TWINS
 from transformers import AutoTokenizer
 
@@ -109,9 +109,9 @@ def test_conversations_are_learned_and_measured(tmp_path: Path) -> None:
     assert code == 0, err
     assert "give a `--validation_file` of held-out text, here or with" in text
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
-    command = ["--model_name_or_path", tmp_path / "original", "--output_dir", tmp_path / "out", "--evaluate"]
+    command = ["--model_name_or_path", tmp_path / "original", "--output_dir", tmp_path / "out"]
     command += ["--validation_file", tmp_path / "valid.jsonl", "--train_file", tmp_path / "train.jsonl"]
-    code, text, err = run(*command, "--controls", "none", "--max_eval_length", 48)
+    code, text, err = evaluate(*command, "--controls", "none", "--max_eval_length", 48)
     assert code == 0, err
     teacher = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]["teacher"]
     assert re.search(rf"nats per token, the original +{teacher:.4g}\n", text)

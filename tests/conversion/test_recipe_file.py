@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attention
 from hf_linear_attention import convert, convert_and_heal
-from hf_linear_attention._common.command_line import option_words
 from hf_linear_attention._common.errors import TerminatedError, UsageError
+from hf_linear_attention.conversion.options import request_of
 from hf_linear_attention.conversion.recipe_file import RECIPE
-from hf_linear_attention.conversion.request import parse
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.presets import load_preset
 
 
 WINDOW = ("--window_size", 4, "--num_features", 8)
@@ -147,11 +146,10 @@ def test_five_lines_of_python(llama, text, tmp_path):
 
 def test_values_by_layer_and_lists_in_python():
     given = {"window_size": {"0-1": 64, 2: 16}, "layers": [0, 2], "projection_size": (8, 6), "decay": None}
-    words = option_words({"model_name_or_path": "x", **given})
-    assert words[1:] == ["--window_size=0-1:64,2:16", "--layers=0,2", "--projection_size=8,6"]
-    assert parse(words).given["window_size"] == {"0-1": 64, "2": 16}
-    with pytest.raises(UsageError, match=r"`softmax_heads` is .* has lists in it"):
-        option_words({"softmax_heads": [[0, 1]]})
+    found = request_of({"model_name_or_path": "x", **given}).given
+    assert found == {"window_size": {"0-1": 64, "2": 16}, "layers": [0, 2], "projection_size": [8, 6]}
+    with pytest.raises(UsageError, match=r"softmax_heads .* has lists in it"):
+        request_of({"model_name_or_path": "x", "softmax_heads": [[0, 1]]})
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -196,7 +194,7 @@ def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: cald-linformer, default"),
+        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: default, gated_delta"),
         (("SRC", "default", [1, 2]), "`train_data` holds int; pass a list of texts"),
         (("SRC", "default", []), "`train_data` holds nothing"),
         (("SRC", "default"), "give a `--train_file`"),

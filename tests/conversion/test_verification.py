@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.conversion.plan import make_plan
-from hf_linear_attention.conversion.report import _check_lines
+from hf_linear_attention.conversion.report import describe_checks
 from hf_linear_attention.conversion.samples import TEXTS, text_samples
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.conversion.verification import compare_outputs, compare_tensors, verify
@@ -89,7 +89,7 @@ def test_tensors_that_were_not_compared_are_counted_and_named(llama, linear_llam
     counts = compare_tensors(folder, source, plan)
     assert (counts["equal"], counts["not_compared"]) == (len(plan.mapped) - 1, 1)
     checks = {"tensors": counts, "student_against_teacher": {"hidden_state_error": 0.5}}
-    (line, *_) = _check_lines(checks, has_layers=True)
+    (line, *_) = describe_checks(checks, has_layers=True)
     assert f"{len(plan.mapped) - 1} of {len(plan.mapped) - 1} base tensors are equal, 1 not compared" in line
 
 

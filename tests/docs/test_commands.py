@@ -229,7 +229,6 @@ BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
 }
 # The same for commands, by words in them.
 BY_COMMAND: dict[str, Callable[[], None]] = {
-    "SRC --output_dir OUT --evaluate --validation_file held_out.txt": decoder,
     "--layers 0,2,4-7": lambda: llama(num_hidden_layers=8),
     "0-3:hybrid,4-:linear": lambda: llama(num_hidden_layers=5),
     "--projection_size 128": encoder,
@@ -240,8 +239,8 @@ BY_COMMAND: dict[str, Callable[[], None]] = {
     "--task seq2seq_lm": task("seq2seq_lm", "pairs.jsonl", "--drop", "position_bias"),
     "--config distil_causal_lm": decoder,
     "--module hf_linear_attention finetune": decoder,
-    "distil_embedding.yaml": lambda: (encoder(), trained()),
-    "accelerate launch --config_file training/launch/cpu2.yaml training/finetune.py ...": lambda: (
+    "distil_embedding": lambda: (encoder(), trained()),
+    "accelerate launch --config_file training/launch/cpu2.yaml -m hf_linear_attention.training.finetune ...": lambda: (
         decoder(),
         trained(),
     ),
@@ -263,6 +262,8 @@ def run_main(words: list[str]) -> int | None:
         return main(words[1:])
     if words[:3] == ["python", "-m", "hf_linear_attention"]:
         return main(words[3:])
+    if words[1:3] == ["-m", "hf_linear_attention.training.finetune"]:
+        return finetune(words[3:])
     scripts = {"conversion/convert_checkpoint.py": convert_checkpoint, "training/finetune.py": finetune}
     if words[1] in scripts:
         return scripts[words[1]](words[2:])
@@ -342,12 +343,12 @@ class PageRun:
         if words[:2] == ["transformers", "chat"]:
             parse_chat(words[2:])
             return
-        script = next((word for word in words if word.endswith(".py")), "")
+        script = next((word for word in words if word.endswith(".py")), "training/finetune.py")
         if "..." in words:  # the options of the first command of the page
             words[words.index("...") : words.index("...") + 1] = self.earlier[script]
-        elif script:
+        elif script in words:
             self.earlier.setdefault(script, [*words[words.index(script) + 1 :], "--checkpointing_steps", "1"])
-        is_new = not {"evaluate", "--evaluate", "--resume_from_checkpoint", "--overwrite"} & set(words)
+        is_new = not {"evaluate", "--resume_from_checkpoint", "--overwrite"} & set(words)
         if "--output_dir" in words and is_new:
             shutil.rmtree(words[words.index("--output_dir") + 1], ignore_errors=True)
         if (

@@ -13,18 +13,18 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import assert_nothing_written, assert_refused, change_json, convert, copy_of, finetune
+from faults import assert_nothing_written, assert_refused, change_json, command, convert, copy_of, finetune
 
 from hf_linear_attention._common import folders
 from hf_linear_attention._common.errors import RunError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.model_card import escaped
 from hf_linear_attention.conversion import pipeline
-from hf_linear_attention.training.checkpoints import final_model
+from hf_linear_attention.training import checkpoints
 
 
 SCRIPTS = [Path(pipeline.__file__).with_name("convert_checkpoint.py"),
-           Path(final_model.__file__).parents[1] / "finetune.py"]  # fmt: skip
+           Path(checkpoints.__file__).parents[1] / "finetune.py"]  # fmt: skip
 
 
 def _train(model, files, out, *words):
@@ -220,7 +220,7 @@ def test_what_accompanies_the_model_never_costs_it(linear_llama, files, tmp_path
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(final_model, part, fail)
+    monkeypatch.setattr(checkpoints, part, fail)
     code, _, _ = _train(linear_llama, files, tmp_path / "out")
     assert code == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -302,8 +302,8 @@ def test_a_damaged_request_of_an_unfinished_run(llama, files, tmp_path, content)
 def test_a_damaged_model_is_not_evaluated(llama, linear_llama, files, tmp_path, name, content):
     out = copy_of(linear_llama, tmp_path / "out")
     (out / name).write_bytes(content)
-    words = ["--model_name_or_path", llama, "--output_dir", out, "--evaluate"]
-    assert_refused(convert(*words, "--validation_file", files / "good.txt"), name)
+    words = ["evaluate", "--teacher_name_or_path", llama, "--model_name_or_path", out]
+    assert_refused(command(*words, "--validation_file", files / "good.txt"), name)
 
 
 def test_what_does_not_fit_into_memory_is_said(linear_llama, files, tmp_path, monkeypatch):

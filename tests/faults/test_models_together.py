@@ -48,5 +48,5 @@ def test_training(linear_llama, llama, others, files, tmp_path, words, said):
 )
 def test_an_option_of_another_mechanism_is_suggested(llama, tmp_path, option, value, attention):
     result = convert("--model_name_or_path", llama, "--output_dir", tmp_path / "out", f"--{option}", value)
-    assert_refused(result, option, f"give `--attention {attention}`")
+    assert_refused(result, option, f"`--attention {attention}`")
     assert_nothing_written(tmp_path)

@@ -75,7 +75,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize(("name", "content"), sorted(DAMAGE, key=str), ids=lambda value: str(value)[:20])
 def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
-    monkeypatch.setattr("hf_linear_attention.conversion.doctor.environment_findings", list)
+    monkeypatch.setattr("hf_linear_attention.conversion.findings.environment_findings", list)
     model = copy_of(linear_llama, tmp_path / "model")
     (model / name).write_bytes(content) if content is not None else (model / name).unlink()
     code, out, err = command("doctor", model)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_linear_attention import calibrate, convert
 from hf_linear_attention._common.model_card import write_model_card
-from hf_linear_attention.conversion.softmax_layers import with_softmax_layers
+from hf_linear_attention.conversion.softmax_choice import with_softmax_layers
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules

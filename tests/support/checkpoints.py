@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data import topics
 
@@ -13,6 +13,7 @@ from matrix import stock_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
 
+from hf_linear_attention.conversion import evaluate_model
 from hf_linear_attention.conversion.convert_checkpoint import main
 
 
@@ -51,12 +52,19 @@ def save_twin(folder: Path, family: str, auto_class: str | None = None, dtype=No
     return model
 
 
-def run(*words: object) -> tuple[int, str, str]:
+def run(*words: object, command: Callable[[list[str]], int] = main) -> tuple[int, str, str]:
     """`convert_checkpoint.py` in this process; returns exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
+        code = command([str(word) for word in words])
     return code, out.getvalue(), err.getvalue()
+
+
+def evaluate(*words: object) -> tuple[int, str, str]:
+    """`hf-linear-attention evaluate`, of a model and its original that are named as for its conversion."""
+    names = {"--model_name_or_path": "--teacher_name_or_path", "--output_dir": "--model_name_or_path"}
+    parts = [str(word).partition("=") for word in words]
+    return run(*("".join((names.get(name, name), *rest)) for name, *rest in parts), command=evaluate_model.main)
 
 
 def convert_folder(source: Path, output: Path, *words: object) -> dict:

@@ -65,8 +65,10 @@ def pages() -> dict[str, str]:
     found = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
     for folder in ("conversion", "training", "examples"):
         for file in sorted((ROOT / folder).glob("*.py")):
-            head = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-            found[file.relative_to(ROOT).as_posix()] = head or ""
+            name = file.relative_to(ROOT).as_posix()
+            head = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            command = "hf-linear-attention evaluate" if file.stem == "evaluate_model" else f"python {name}"
+            found[name] = head.replace("%(prog)s", command)
     return found | {OVERVIEW: overview()}
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attention.training.arguments import GROUPS
-from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe import GROUPS, Recipe
 
 
 def recipe_of(task: str = "causal_lm", **options: Any) -> Recipe:

@@ -92,7 +92,7 @@ def sharded_finetune(cache: Path, options: list[Any]) -> int:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
-    from hf_linear_attention.training.distributed import launching
+    from hf_linear_attention.training import distributed
 
     def accelerator(**keywords: Any) -> Accelerator:
         made = Accelerator(**keywords)
@@ -105,7 +105,7 @@ def sharded_finetune(cache: Path, options: list[Any]) -> int:
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         return made
 
-    launching.Accelerator = accelerator
+    distributed.Accelerator = accelerator
     return processes.finetune(cache, options)
 
 
@@ -140,7 +140,7 @@ def zero_finetune(cache: Path, stage: int, options: list[Any]) -> int:
     """`finetune.py` under DeepSpeed on two CPU processes, as `accelerate launch` starts them."""
     launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
     os.environ.update(launch | {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "DS_ACCELERATOR": "cpu"})
-    from hf_linear_attention.training.distributed import launching, zero
+    from hf_linear_attention.training import distributed
 
     def configure(accelerator: Any, recipe: Any) -> None:
         zero_configure(accelerator, recipe)
@@ -148,5 +148,5 @@ def zero_finetune(cache: Path, stage: int, options: list[Any]) -> int:
         config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         config["stage3_param_persistence_threshold"] = 0
 
-    zero_configure, launching.zero.configure = zero.configure, configure
+    zero_configure, distributed.configure_zero = distributed.configure_zero, configure
     return processes.finetune(cache, options)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.adapters import add_adapters, merged_state_dict
+from hf_linear_attention.training.models import add_adapters, merged_state_dict
 from hf_linear_attention.training.recipe import ModelArguments
 
 
@@ -41,10 +41,9 @@ def changed(before: Path, after: Path) -> set[str]:
     return {name for name in old if not torch.equal(old[name], new[name])}
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_merging_keeps_the_function_and_leaves_the_model_alone(llama_teacher: str, use_dora: bool) -> None:
+def test_merging_keeps_the_function_and_leaves_the_model_alone(llama_teacher: str) -> None:
     model = converted(llama_teacher)
-    add_adapters(model, ModelArguments("m", "causal_lm", lora_target_modules="attention", use_dora=use_dora))
+    add_adapters(model, ModelArguments("m", "causal_lm", lora_target_modules="attention"))
     before = model(**INPUTS).logits
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -77,7 +76,7 @@ def test_mechanisms_are_trained_beside_adapters(finetune, causal: list[Any], tmp
 
 
 def test_resuming_with_adapters_is_bit_exact(finetune, causal: list[Any], tmp_path: Path) -> None:
-    options = [*causal, "--lora_dropout", 0.2, "--max_train_steps", 4, "--checkpointing_steps", 2]
+    options = [*causal, "--max_train_steps", 4, "--checkpointing_steps", 2]
     finetune(*options, output_dir=tmp_path / "whole")
     parted = tmp_path / "parted"
     parted.mkdir()

@@ -44,10 +44,9 @@ def options(llama: str, files: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (["--warmup_steps", 4], [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]),
         (["--warmup_ratio", 0.5], [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]),
         (["--warmup_ratio", 0.2], [0, 0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),  # 1.6 steps are 2
-        (["--warmup_steps", 4, "--lr_scheduler_type", "constant_with_warmup"], [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
+        (["--warmup_ratio", 0.5, "--lr_scheduler_type", "constant_with_warmup"], [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
         (["--lr_scheduler_type", "constant"], [1] * STEPS),
         ([], [1 - step / STEPS for step in range(STEPS)]),
     ],
@@ -71,7 +70,7 @@ def test_the_mechanisms_rate_warms_up_with_the_other(
     convert(LlamaForCausalLM.from_pretrained(llama), mechanism="linear").save_pretrained(tmp_path / "converted")
     tokenizer.save_pretrained(tmp_path / "converted")
     options = [tmp_path / "converted" if option == llama else option for option in options]
-    events = finetune(*options, "--warmup_steps", 4, "--mechanism_learning_rate", 10 * PEAK)
+    events = finetune(*options, "--warmup_ratio", 0.5, "--mechanism_learning_rate", 10 * PEAK)
     shares = [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]
     assert [event["mechanism_learning_rate"] for event in events] == pytest.approx([10 * PEAK * s for s in shares])
     for (groups, _), share in zip(steps, shares, strict=True):

@@ -25,9 +25,9 @@ from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.arguments import FACTS, GROUPS
 from hf_linear_attention.training.evaluation.evaluator import Selection
 from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.recipe import FACTS, GROUPS
 
 
 FIELDS: dict[str, Field] = {name: field for group in GROUPS for name, field in group.__dataclass_fields__.items()}
@@ -202,14 +202,13 @@ def cases(
             "attention_map_weight": {"trainable": "mechanism"},
             "on_bad_rows": {**bad, "evaluation": {"validation_file": bad["train_file"]}},
             "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
-            "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 4},
+            "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 2, "max_length": 64},
             "max_eval_chars": {"validation_file": folder / "valid.txt"},
             "disable_dropout": {"task": "sequence_classification"},
             "label_column_name": {"task": "sequence_classification"},
             "overwrite_output_dir": {"used": True},
             "resume_from_checkpoint": {"used": True},
             "early_stopping_patience": {**STILL, "max_train_steps": 3},
-            "layer_patience": {**STILL, "max_train_steps": 6},
         },
     }
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertForSequenceClassification,
@@ -25,9 +24,8 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.folders import write_checksums
-from hf_linear_attention.training.parameters import disable_dropout, parameter_groups
+from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
 
 Events = list[dict[str, Any]]
@@ -150,9 +148,9 @@ def test_resuming_is_bit_exact_with_dropout(
             assert torch.equal(value, weights(parted / path)[name]), name
     assert not list(parted.glob(".incomplete*"))
     # the test can fail: dropout draws from the restored generator
-    state = torch.load(parted / "checkpoint-3" / "rng-0.pt", weights_only=True)
-    state["torch"] = torch.Generator().manual_seed(99).get_state()
-    torch.save(state, parted / "checkpoint-3" / "rng-0.pt")
+    state = torch.load(parted / "checkpoint-3" / "random_states_0.pkl", weights_only=False)
+    state["torch_manual_seed"] = torch.Generator().manual_seed(99).get_state()
+    torch.save(state, parted / "checkpoint-3" / "random_states_0.pkl")
     write_checksums(parted / "checkpoint-3")
     changed = tmp_path / "changed"
     finetune(*options, "--resume_from_checkpoint", parted / "checkpoint-3", output_dir=changed)
@@ -195,14 +193,6 @@ def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], cap
         events = finetune(*causal, "--max_train_steps", 1, "--resume_from_checkpoint", "latest")
     assert "no intact checkpoint in" in caplog.text
     assert events[0]["step"] == 0
-
-
-def test_rotation_keeps_the_newest(finetune, causal: list[str], tmp_path: Path) -> None:
-    limit = ["--checkpointing_steps", 2, "--save_total_limit", 2]
-    finetune(*causal, *limit, "--max_train_steps", 12, "--max_eval_samples", 1)
-    folders = sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*"))
-    assert folders == ["checkpoint-10", "checkpoint-12"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-12").config.hidden_size == 32
 
 
 def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_path: Path) -> None:
@@ -329,14 +319,6 @@ def test_options_about_a_mechanism_need_one(finetune, causal: list[str], capsys)
     assert "--mechanism_learning_rate" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_recipe_with_a_mechanism_rate_suits_a_mechanism_without_parameters(finetune, causal, llama, tmp_path) -> None:
-    convert(llama, mechanism="performer", num_features=8).save_pretrained(tmp_path / "performer")
-    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "performer")
-    arguments = [tmp_path / "performer" if part == llama else part for part in causal]
-    events = finetune(*arguments, "--mechanism_learning_rate", "1e-2", "--max_train_steps", 2)
-    assert losses(events)
-
-
 def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, capsys) -> None:
     from transformers import LlamaConfig
 
@@ -345,18 +327,6 @@ def test_teacher_of_another_shape_is_refused(finetune, causal: list[str], save, 
     )
     finetune(*causal, "--teacher_name_or_path", save(LlamaForCausalLM, config), expect=2)
     assert "`vocab_size` is 300 in the model but 301 in the teacher" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_loss_that_is_not_a_number_ends_the_run(finetune, causal: list[str], capsys) -> None:
-    finetune(*causal, "--learning_rate", "1e30", "--max_grad_norm", 0, "--max_train_steps", 20, expect=1)
-    assert "lower `--learning_rate`" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_errors_of_data_are_one_line(finetune, causal: list[str], capsys) -> None:
-    finetune(*causal, "--text_column_name", "body", expect=2)
-    assert "`--text_column_name body` is not a column" in capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(TrainingError):
-        raise TrainingError("x")
 
 
 def test_skipped_rows_are_counted_in_report_and_card(finetune, llama: str, texts: list[str], tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.data.batches import pad
-from hf_linear_attention.training.data.splits import load_data, stream_of
+from hf_linear_attention.training.data.batches import pad, stream_of
+from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.recipe_parser import parse
 
 

@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from task_twins import TAGS, TWINS
 from transformers import (
+    AutoConfig,
     AutoModel,
+    AutoModelForCTC,
     AutoModelForSeq2SeqLM,
-    AutoModelForTokenClassification,
+    AutoModelForSpeechSeq2Seq,
+    AutoProcessor,
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
@@ -25,10 +28,13 @@ from transformers import (
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.batches import token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
+from hf_linear_attention.training.data.recordings import frames_needed
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.evaluation.text_metrics import Tagging, TextMatch, spans_of
+from hf_linear_attention.training.evaluation.scores import ErrorRates, TextMatch, scored
+from hf_linear_attention.training.models import auto_class_of
 from hf_linear_attention.training.recipe_parser import parse
 from hf_linear_attention.training.tasks import TASKS
 
@@ -105,40 +111,51 @@ def test_the_first_token_of_a_word_has_its_class(twin: Twin) -> None:
         assert [place for place, label in enumerate(labels) if label != IGNORED] == starts
 
 
-def test_losses_of_a_token_classifier_are_the_formulas(
-    student: Callable[[str], list[Any]], twin: Twin, finetune: Any
-) -> None:
-    options = student("token_classification")
-    batch = ["--max_train_steps", 1, "--per_device_train_batch_size", 24, "--task_loss_weight", 1]
-    event = next(event for event in finetune(*options, *batch, "--logits_kl_weight", 1) if "loss" in event)
-    found = data_of("token_classification", twin).train
-    sums = {"task_loss": 0.0, "logits_kl": 0.0}
-    words = tokens = 0
-    models = [AutoModelForTokenClassification.from_pretrained(str(options[place])).eval() for place in (3, 5)]
+def inputs_of(example: Any) -> dict[str, torch.Tensor]:
+    names = ("input_ids", "input_values", "input_features", "attention_mask")
+    return {name: torch.as_tensor(example[name])[None] for name in names if name in example}
+
+
+def relative_error(mine: Any, yours: Any) -> float:
+    pairs = [((a - b).square().sum(-1) / b.square().sum(-1)).mean().item() for a, b in zip(mine[1:], yours[1:])]
+    return sum(pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("task", ["token_classification", "seq2seq_lm", "ctc", "speech_seq2seq"])
+def test_losses_are_the_formulas(task: str, student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
+    """Of one example at a time, without padding, dropped layers or masked time.
+
+    A text weighs what its tokens do, those of its target included, and every recording the same.
+    """
+    options = [*student(task), "--max_train_steps", 1, "--per_device_train_batch_size", 24]
+    weights = ["--task_loss_weight", 1, "--logits_kl_weight", 1, "--hidden_state_weight", 1]
+    event = next(e for e in finetune(*options, *weights, "--hidden_state_layers", "all") if "loss" in e)
+    models = [auto_class_of(task).from_pretrained(str(options[place])).eval() for place in (3, 5)]
+    for model in models:
+        model.config.ctc_loss_reduction = "sum"
+    is_divided, is_speech = TASKS[task].logits == "targets", TASKS[task].inputs == "sound"
+    states = ("encoder_hidden_states", "decoder_hidden_states") if is_divided else ("hidden_states",)
+    found, sums = data_of(task, twin).train, dict.fromkeys(("task_loss", "logits_kl", "hidden_state"), 0.0)
+    scored_labels = rows = units = 0
     for number in range(len(found)):
-        ids, labels = (torch.tensor(found[number][name])[None] for name in ("input_ids", "labels"))
-        mine, yours = (model(input_ids=ids).logits[0].log_softmax(-1).detach() for model in models)
-        sums["task_loss"] += F.nll_loss(mine, labels[0], ignore_index=IGNORED, reduction="sum").item()
-        sums["logits_kl"] += F.kl_div(mine, yours, log_target=True, reduction="sum").item()
-        words, tokens = words + int((labels != IGNORED).sum()), tokens + ids.numel()
-    assert event["task_loss"] == pytest.approx(sums["task_loss"] / words, rel=1e-4)
-    assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / tokens, rel=1e-4)
-
-
-def test_spans_are_those_of_the_tags() -> None:
-    assert spans_of(["B-A", "I-A", "O", "I-A", "B-A", "I-B", "VERB"]) == {
-        ("A", 0, 2), ("A", 3, 4), ("A", 4, 5), ("B", 5, 6), ("VERB", 6, 7),
-    }  # fmt: skip
-    tags = [["B-A", "I-A", "O"], ["O", "B-B", "O"]]
-    found = Tagging(keep_in_memory=True).compute(predictions=[["B-A", "O", "O"], ["O", "B-B", "O"]], references=tags)
-    assert found == {"f1": 0.5, "accuracy": 5 / 6, "words": 6}
-
-
-def test_texts_match_as_in_squad() -> None:
-    found = TextMatch(keep_in_memory=True).compute(
-        predictions=["The Cat!", "a red dog", "x"], references=[["cat", "dog"], ["dog"], ["y"]]
-    )
-    assert found == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3) / 3), "texts": 3}
+        example = found[number]
+        labels = torch.tensor(example["targets" if is_divided else "labels"])[None]
+        with torch.no_grad():
+            mine, yours = (model(**inputs_of(example), labels=labels, output_hidden_states=True) for model in models)
+        a, b = (outputs.logits[0].log_softmax(-1) for outputs in (mine, yours))
+        count, weight = int((labels != IGNORED).sum()), 1
+        if not is_speech:
+            weight = len(example["input_ids"]) + (count if is_divided else 0)
+        sums["task_loss"] += mine.loss.item() * (1 if task == "ctc" else count)
+        sums["logits_kl"] += F.kl_div(a, b, log_target=True, reduction="sum").item()
+        errors = [relative_error(getattr(mine, name), getattr(yours, name)) for name in states]
+        sums["hidden_state"] += sum(errors) / len(errors) * weight
+        scored_labels, rows, units = scored_labels + count, rows + len(a), units + weight
+    rel = 1e-3 if is_speech else 1e-4
+    assert event["task_loss"] == pytest.approx(sums["task_loss"] / scored_labels, rel=rel)
+    assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / rows, rel=rel)
+    assert event["hidden_state"] == pytest.approx(sums["hidden_state"] / units, rel=rel)
+    assert event["recordings" if is_speech else "tokens"] == units
 
 
 @pytest.mark.parametrize(
@@ -152,6 +169,13 @@ def test_texts_match_as_in_squad() -> None:
             "not 'y'",
         ),
         ("seq2seq_lm", {"source": "text", "target": 3}, "`target` is 3"),
+        ("ctc", {"audio": {"array": [0.0] * 4000, "sampling_rate": 8000}, "text": "a"}, "it has 8,000 Hz, but"),
+        ("ctc", {"audio": "absent.wav", "text": "a"}, "there is no file"),
+        ("ctc", {"audio": [0.0] * 300, "text": "a"}, "the model makes 0 frames, but 1 are needed"),
+        ("ctc", {"audio": [0.0] * 1600, "text": "aabcd"}, "the model makes 4 frames, but 6 are needed"),
+        ("ctc", {"audio": [0.0] * 1600, "text": 3}, "`text` is 3, not a text"),
+        ("speech_seq2seq", {"audio": [0.0] * 17600, "text": "a"}, "1.1 s long, but the model reads at most 1.0 s"),
+        ("speech_seq2seq", {"audio": [0.0] * 1600, "text": None}, "`text` is None, not a text"),
     ],
 )
 def test_bad_rows_are_named(
@@ -173,39 +197,6 @@ def test_a_txt_file_and_streaming_are_refused(finetune: Any, twin: Twin, files: 
             error = capsys.readouterr().err
             assert "a .txt file has no" in error
             assert "`--streaming` reads text without labels" in error
-
-
-def test_losses_of_an_encoder_decoder_are_the_formulas(
-    student: Callable[[str], list[Any]], twin: Twin, finetune: Any
-) -> None:
-    """Of one pair at a time, without padding: the tokens of both sides weigh what both sides of their pair have."""
-    options = student("seq2seq_lm")
-    weights = ["--task_loss_weight", 1, "--logits_kl_weight", 1, "--hidden_state_weight", 1]
-    batch = ["--max_train_steps", 1, "--per_device_train_batch_size", 24, "--hidden_state_layers", "all"]
-    event = next(event for event in finetune(*options, *batch, *weights) if "loss" in event)
-    found = data_of("seq2seq_lm", twin).train
-    sums = dict.fromkeys(("task_loss", "logits_kl", "hidden_state"), 0.0)
-    targets = tokens = 0
-    models = [AutoModelForSeq2SeqLM.from_pretrained(str(options[place])).eval() for place in (3, 5)]
-    for number in range(len(found)):
-        ids, labels = (torch.tensor(found[number][name])[None] for name in ("input_ids", "targets"))
-        with torch.no_grad():
-            mine, yours = (model(input_ids=ids, labels=labels, output_hidden_states=True) for model in models)
-        a, b = (outputs.logits[0].log_softmax(-1) for outputs in (mine, yours))
-        sums["task_loss"] += mine.loss.item() * labels.numel()
-        sums["logits_kl"] += F.kl_div(a, b, log_target=True, reduction="sum").item()
-        errors = [
-            ((x - y).square().sum(-1) / y.square().sum(-1)).mean().item()
-            for name in ("encoder_hidden_states", "decoder_hidden_states")
-            for x, y in zip(getattr(mine, name)[1:], getattr(yours, name)[1:], strict=True)
-        ]
-        units = ids.numel() + labels.numel()
-        sums["hidden_state"] += sum(errors) / len(errors) * units
-        targets, tokens = targets + labels.numel(), tokens + units
-    assert event["task_loss"] == pytest.approx(sums["task_loss"] / targets, rel=1e-4)
-    assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / targets, rel=1e-4)
-    assert event["hidden_state"] == pytest.approx(sums["hidden_state"] / tokens, rel=1e-4)
-    assert event["tokens"] == tokens
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -249,15 +240,7 @@ def test_attention_transfer_reaches_encoder_decoder_and_cross_attention(
 def test_generated_texts_are_compared(student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
     """The figures are those of `generate` of the models alone, on one text at a time."""
     options = [*student("seq2seq_lm"), "--validation_file", twin("seq2seq_lm") / "valid.jsonl"]
-    generate = [
-        "--predict_with_generate",
-        "--generation_max_length",
-        8,
-        "--max_train_steps",
-        1,
-        "--learning_rate",
-        1e-9,
-    ]
+    generate = ["--predict_with_generate", "--generation_max_length", 8, "--max_train_steps", 1]
     figures = finetune(*options, *generate)[0]
     tokenizer = AutoTokenizer.from_pretrained(str(options[3]))
     models = [AutoModelForSeq2SeqLM.from_pretrained(str(options[place])).eval() for place in (3, 5)]
@@ -279,9 +262,10 @@ def test_an_answer_is_where_its_characters_are(twin: Twin) -> None:
     tokenizer = AutoTokenizer.from_pretrained(twin("question_answering") / "original")
     assert len(found) > 2 * len(rows)
     held = 0
-    for part, example in zip(found.parts, [found[number] for number in range(len(found))], strict=True):
+    for number, (row, offsets) in enumerate(zip(found.rows, found.offsets, strict=True)):
+        example = found[number]
         start, end = example["labels"]
-        answers, ids = rows[part.row]["answers"]["text"], example["input_ids"]
+        answers, ids = rows[row]["answers"]["text"], example["input_ids"]
         assert len(ids) <= 40
         if (start, end) != (0, 0):
             held += 1
@@ -289,8 +273,8 @@ def test_an_answer_is_where_its_characters_are(twin: Twin) -> None:
             assert answers[0] not in tokenizer.decode(ids[start + 1 : end + 1])
             assert answers[0] not in tokenizer.decode(ids[start:end])
         elif answers:
-            place = rows[part.row]["answers"]["answer_start"][0]
-            spans = [part.offsets[n] for n in range(len(ids)) if part.context_mask[n]]
+            place = rows[row]["answers"]["answer_start"][0]
+            spans = [offsets[n] for n in range(len(ids)) if example["context_mask"][n]]
             assert not (spans[0][0] <= place and place + len(answers[0]) <= spans[-1][1])
     assert held >= sum(bool(row["answers"]["text"]) for row in rows)
     fewer = data_of("question_answering", twin, "--max_length", 40, "--doc_stride", 2).train
@@ -302,14 +286,14 @@ def test_the_best_answer_of_all_parts_is_scored(twin: Twin) -> None:
     found = data_of("question_answering", twin, "--max_length", 40, "--doc_stride", 8).validation
     rows = rows_of(twin("question_answering") / "valid.jsonl")
     spans = []
-    for number, part in enumerate(found.parts):
+    for number in range(len(found)):
         start, end = found[number]["labels"]
         has_answer = (start, end) != (0, 0)
-        place = (start, end) if has_answer else (int(part.context_mask.argmax()),) * 2
+        place = (start, end) if has_answer else (int(found[number]["context_mask"].argmax()),) * 2
         spans.append((number, [float(has_answer), *map(float, place), 0.5]))
     texts, references = found.texts(spans)
     assert references == [row["answers"]["text"] or [""] for row in rows]
-    figures = TextMatch(keep_in_memory=True).compute(predictions=texts, references=references)
+    figures = scored(TextMatch, texts, references)
     assert figures == {"exact_match": 1.0, "f1": 1.0, "texts": 9}
 
 
@@ -362,3 +346,91 @@ def test_a_vision_model_without_a_head_learns_the_mean_of_its_states(
     cosine = F.cosine_similarity(mine.mean(1), yours.mean(1), dim=-1).mean().item()
     event = next(event for event in events if "embedding" in event)
     assert event["embedding"] == pytest.approx(1 - cosine, rel=1e-3, abs=1e-6)
+
+
+def test_what_is_saved_of_speech_keeps_its_dropout(
+    student: Callable[[str], list[Any]], finetune: Any, tmp_path: Path
+) -> None:
+    finetune(*student("ctc"), "--max_train_steps", 1)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.layerdrop, config.apply_spec_augment) == (0.5, True)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "AutoModelForCTC, AutoProcessor" in card
+    assert "pipeline_tag: automatic-speech-recognition" in card
+
+
+def test_figures_of_ctc_are_those_of_the_model_alone(twin: Twin, finetune: Any) -> None:
+    folder = twin("ctc")
+    options = ["--task", "ctc", "--model_name_or_path", folder / "original", "--validation_file"]
+    figures = finetune(*options, folder / "valid.jsonl")[0]
+    model = AutoModelForCTC.from_pretrained(folder / "original").eval()
+    processor = AutoProcessor.from_pretrained(folder / "original")
+    found = data_of("ctc", twin).validation
+    texts = []
+    for number in range(len(found)):
+        with torch.no_grad():
+            ids = model(**inputs_of(found[number])).logits[0].argmax(-1)
+        texts.append(processor.tokenizer.decode(ids))
+    known = [json.loads(line)["text"] for line in (folder / "valid.jsonl").read_text(encoding="utf-8").splitlines()]
+    expected = scored(ErrorRates, texts, known)
+    assert {name: figures[f"eval_{name}"] for name in expected} == expected
+    assert len(set(texts)) > 1
+
+
+def test_generated_speech_is_compared(student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
+    task, folder = "speech_seq2seq", twin("speech_seq2seq")
+    converted = student(task)[3]
+    options = ["--task", task, "--model_name_or_path", converted, "--teacher_name_or_path", folder / "original"]
+    options += ["--validation_file", folder / "valid.jsonl", "--predict_with_generate", "--generation_max_length", 8]
+    figures = finetune(*options)[0]
+    tokenizer = AutoProcessor.from_pretrained(str(converted)).tokenizer
+    models = [AutoModelForSpeechSeq2Seq.from_pretrained(path).eval() for path in (converted, folder / "original")]
+    found, mine, yours = data_of(task, twin).validation, [], []
+    for number in range(len(found)):
+        for model, texts in zip(models, (mine, yours), strict=True):
+            ids = model.generate(**inputs_of(found[number]), max_new_tokens=8)[0]
+            texts.append(tokenizer.decode(ids, skip_special_tokens=True))
+    expected = scored(ErrorRates, mine, list(found.references))
+    assert figures["eval_wer"] == expected["wer"]
+    assert figures["eval_cer"] == expected["cer"]
+    assert figures["eval_same_text"] == sum(a == b for a, b in zip(mine, yours, strict=True)) / len(mine)
+
+
+def test_targets_do_not_repeat_the_token_that_a_decoder_starts_with(twin: Twin) -> None:
+    found = data_of("speech_seq2seq", twin).train
+    tokenizer = AutoProcessor.from_pretrained(twin("speech_seq2seq") / "original").tokenizer
+    for number in (0, 1):
+        written = tokenizer.convert_ids_to_tokens(found[number]["targets"].tolist())
+        assert written == ["<|notimestamps|>", *found.references[number], "<|endoftext|>"]
+        assert found[number]["frames"] == 50
+
+
+def test_columns_of_speech_are_named(twin: Twin, tmp_path: Path, finetune: Any, capsys: Any) -> None:
+    model = ["--task", "ctc", "--model_name_or_path", twin("ctc") / "original", "--train_file"]
+    for row, option in (({"path": "a.wav", "text": "a"}, "audio"), ({"audio": "a.wav", "said": "a"}, "text")):
+        (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        finetune(*model, tmp_path / "bad.jsonl", expect=2)
+        assert f"`--{option}_column_name {option}` is not a column" in capsys.readouterr().err
+    (tmp_path / "x.txt").write_text("text", encoding="utf-8")
+    finetune(*model, tmp_path / "x.txt", expect=2)
+    assert "a .txt file has no recordings" in capsys.readouterr().err
+
+
+def test_without_a_task_loss_no_text_is_needed(student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
+    rows, path = rows_of(twin("ctc") / "train.jsonl"), twin("ctc") / "silent.jsonl"
+    path.write_text("".join(json.dumps({"audio": row["audio"]}) + "\n" for row in rows[:4]), encoding="utf-8")
+    events = finetune(*student("ctc"), "--train_file", path, "--max_train_steps", 1)
+    assert any("logits_kl" in event for event in events)
+
+
+def test_weights_where_layers_see_fewer_positions_than_frames() -> None:
+    batch = {"frame_mask": torch.tensor([[1] * 7, [1, 1, 1, 0, 0, 0, 0]]), "index": torch.arange(2)}
+    for length in (7, 4, 3):
+        weights = token_weights(batch, length)
+        assert weights.shape == (2, length)
+        assert torch.allclose(weights.sum(-1), torch.ones(2))
+    assert (token_weights(batch, 3)[1] > 0).tolist() == [True, True, False]
+
+
+def test_an_alignment_has_a_blank_between_equal_tokens() -> None:
+    assert frames_needed([1, 1, 2, 2, 2]) == 8

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertForMaskedLM, LlamaForCausalLM
 
-from hf_linear_attention.training.parameters import retie, untie
+from hf_linear_attention.training.models import retie, untie
 
 
 INPUTS = {"input_ids": torch.arange(5, 25)[None]}

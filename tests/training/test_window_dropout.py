@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.models import WindowDropout
 from hf_linear_attention.training.recipe import parse_rates
-from hf_linear_attention.training.window_dropout import WindowDropout
 
 
 AFT = {"mechanism": "aft", "variant": "local", "window_size": 4}

@@ -1,1 +1,466 @@
-"""Checkpoints of a run, and the folder of the finished model."""
+"""Checkpoints for resuming, and the folder of the finished model.
+
+Checkpoints are the folders `checkpoint-<step>`. They are written under another name and then renamed (`folders.py`), so
+they are never incomplete.
+
+    config.json, weights, code, tokenizer and so on    the files of `save_pretrained`: the folder loads with AutoModel
+    optimizer.pt                                       the optimizer, and the average of the weights if there is one
+    scheduler.bin, scaler.pt, random_states_<n>.pkl    what accelerate saves: schedule, gradient scaler, and the state
+                                                       of every random generator of each process
+    deepspeed/                                         with DeepSpeed, the part of the optimizer of each process
+    trainer_state.json                                 step, tokens, running sums, best evaluation, and the recipe
+    checksums.json                                     size and SHA-256 of each of these files
+
+The position in the data needs no file, because the number of the step determines it (`batches.py`).
+
+`Accelerator.save_state` itself is not used, only the function in it that writes the files of accelerate. With FSDP2, it
+would write weights that no AutoModel loads and an optimizer that only FSDP2 reads. If one process could not write, the
+others would wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import RNG_STATE_NAME, gather_object
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from hf_linear_attention._common import folders
+from hf_linear_attention._common.command_line import not_essential
+from hf_linear_attention._common.errors import SetupError, TrainingError, UsageError
+from hf_linear_attention._common.heads import is_without_head
+from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
+from hf_linear_attention._common.options import Facts, OnResume
+from hf_linear_attention._common.reading import read_json
+from hf_linear_attention.training.data.inputs import CONTENT
+from hf_linear_attention.training.data.processors import Processor
+from hf_linear_attention.training.distributed import (
+    engine_of,
+    is_sharded,
+    load_zero,
+    save_zero,
+    shard_optimizer_state,
+    whole,
+    without_sharding_class,
+)
+from hf_linear_attention.training.models import ADAPTER, merged_state_dict, with_dropout
+from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe, RunArguments
+from hf_linear_attention.training.tracking import METRICS, plot_metrics
+
+
+logger = logging.getLogger(__name__)
+
+
+SHARD_SIZE = "2GB"  # size of a file of an offloaded model; the tensors of one file are in memory together
+
+
+def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Save `model` with `save_pretrained`, with adapters merged into a copy of their weights.
+
+    Args:
+        weights: the whole weights of a model that is in shards (`whole_weights`).
+    """
+    with with_dropout(model):
+        if weights is not None:
+            with without_sharding_class(model):
+                model.save_pretrained(folder, state_dict=weights)
+        elif any(ADAPTER in name for name, _ in model.named_parameters()):
+            model.save_pretrained(folder, state_dict=merged_state_dict(model))
+        elif is_offloaded(model):
+            model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        else:
+            model.save_pretrained(folder)
+
+
+def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:
+    """The whole weights of a model in shards, for `save_model`; None for other models.
+
+    All processes call this together. Those without `keep` get None in place of every tensor that was in shards.
+    """
+    if not is_sharded(model):
+        return None
+    # Tied parameters are left out: gathered, they would be separate tensors, and saved twice.
+    state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 could not be recognised as one
+    own = {name: value for name, value in state.items() if name not in model.all_tied_weights_keys}
+    return whole(own, keep)
+
+
+class TrainedParameters:
+    """The trained parameters alone, for checkpoints: from merged weights, adapters cannot be recovered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The value of every parameter that requires gradients, by name."""
+        return {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy the values in `state` into the parameters of the same names."""
+        parameters = dict(self.model.named_parameters())
+        for name, value in state.items():
+            parameters[name].copy_(value)
+
+
+def is_offloaded(model: PreTrainedModel) -> bool:
+    """Whether some weights of the model are on disk (`--offload_folder`)."""
+    return "disk" in (getattr(model, "hf_device_map", None) or {}).values()
+
+
+STATE_FILE = "trainer_state.json"
+MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
+# Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
+# change, except the number of processes, as long as no process has its own part of the optimizer.
+NO_OPTION = Facts()
+WORLD_SIZE = Facts(on_resume=lambda values: OnResume.REFUSED if values.get("zero_stage") else OnResume.WARNED)
+
+
+@dataclass
+class TrainingState:
+    """The progress of a run.
+
+    `sums` are the sums over all processes since the last log line, and `steps_in_sums` is the number of their steps.
+    `best` holds the step and the figures of the best evaluation; `evaluations_since_best` counts those after it.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    steps_in_sums: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    evaluations_since_best: int = 0
+
+
+def latest_checkpoint(output_dir: Path) -> Path | None:
+    """The newest complete checkpoint, or None if there is none. It is not read."""
+    found = list_checkpoints(output_dir)
+    return found[-1] if found else None
+
+
+def newest_intact_checkpoint(output_dir: Path) -> Path | None:
+    """The newest checkpoint whose files all match their checksums, or None; damaged ones are reported in warnings."""
+    for checkpoint in reversed(list_checkpoints(output_dir)):
+        damage = damage_of(checkpoint)
+        if damage is None:
+            return checkpoint
+        logger.warning("%s is damaged (%s), so the checkpoint before it is used", checkpoint, damage)
+    return None
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    if (damage := folders.find_damage(checkpoint, (STATE_FILE, "optimizer.pt"))) is not None:
+        return damage
+    try:
+        content = read_json(checkpoint / STATE_FILE)
+    except UsageError as error:
+        return str(error)
+    state, recipe = content.get("state"), content.get("recipe")
+    if not isinstance(state, dict) or not isinstance(recipe, dict):
+        return f"{STATE_FILE} has no `state` or no `recipe`"
+    known = {entry.name: getattr(TrainingState(), entry.name) for entry in dataclasses.fields(TrainingState)}
+    wrong = [name for name, value in state.items() if name not in known or type(value) is not type(known[name])]
+    counts = [state.get(name) for name, value in known.items() if isinstance(value, int)]
+    if wrong or not all(type(count) is int and count >= 0 for count in counts):
+        return f"`state` in {STATE_FILE} is not the progress of a run"
+    if checkpoint.name != f"checkpoint-{state['step']}":
+        return f"{STATE_FILE} is that of step {state['step']}"
+    return None
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """The complete checkpoints in `output_dir`, oldest first."""
+    folders = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    complete = [path for path in folders if (path / STATE_FILE).is_file()]
+    return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
+
+
+def clear_output(output_dir: Path, everything: bool) -> None:
+    """Remove incomplete folders, and with `everything` also the checkpoints, metrics and report of an earlier run."""
+    folders.clean(output_dir, rf"checkpoint-\d+|{MODEL_FOLDER}")
+    if everything:
+        for path in list_checkpoints(output_dir):
+            folders.discard(path)
+        for name in (METRICS, HISTORY):
+            (output_dir / name).unlink(missing_ok=True)
+
+
+class Checkpointer:
+    """Saves and restores everything that determines how a run continues."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        scheduler: LRScheduler,
+        output_dir: Path,
+        recipe: dict[str, Any],
+        run: RunArguments,
+    ) -> None:
+        self.accelerator, self.scheduler, self.output_dir = accelerator, scheduler, output_dir
+        self.recipe, self.save_total_limit, self.keep_best = recipe, run.save_total_limit, run.load_best_model_at_end
+
+    def save(
+        self,
+        state: TrainingState,
+        model: PreTrainedModel,
+        processor: Processor,
+        parts: dict[str, Any],
+    ) -> Path:
+        """Write `checkpoint-<step>` and return its path. All processes call this together.
+
+        Args:
+            parts: objects with a `state_dict`, by name.
+
+        Raises:
+            TrainingError: on all processes, if one of them cannot write; earlier checkpoints are kept.
+        """
+        final = self.output_dir / f"checkpoint-{state.step}"
+        folder, keep = folders.incomplete(final), self.accelerator.is_main_process
+        weights = whole_weights(model, keep)
+        states = whole({name: part.state_dict() for name, part in parts.items()}, keep)
+
+        def write() -> None:
+            folder.mkdir(parents=True)
+            save_model(model, folder, weights)
+            processor.save_pretrained(folder)
+            folders.save_tensors(states, folder / "optimizer.pt")
+            text = json.dumps({"state": dataclasses.asdict(state), "recipe": self.recipe}, indent=1)
+            (folder / STATE_FILE).write_text(text, encoding="utf-8")
+
+        self._do(write, folder)
+        self._do(lambda: self._save_of_accelerate(folder), folder, everywhere=True)
+        if (engine := engine_of(self.accelerator)) is not None:
+            self._do(lambda: save_zero(engine, folder), folder, everywhere=True)
+        self._do(lambda: self._finish(folder, final, state), folder)
+        return final
+
+    def _save_of_accelerate(self, folder: Path) -> None:
+        process, scaler = self.accelerator.process_index, self.accelerator.scaler
+        save_accelerator_state(str(folder), [], [], [self.scheduler], [], process, 0, scaler)
+
+    def _do(self, action: Callable[[], None], folder: Path, everywhere: bool = False) -> None:
+        """Run `action` on the main process, or with `everywhere` on all processes.
+
+        Raises:
+            TrainingError: on all processes, if one of them cannot write a file; `folder` is removed.
+        """
+        problem = None
+        if everywhere or self.accelerator.is_main_process:
+            try:
+                action()
+            except (OSError, SafetensorError, RuntimeError) as error:  # torch's writer raises RuntimeError
+                problem = str(error).splitlines()[0]
+        problems = [found for found in gather_object([problem]) if found is not None]
+        if problems:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise TrainingError(
+                f"{folder.name.removeprefix(folders.INCOMPLETE)} could not be written ({problems[0]}); "
+                f"{self.last_good()}"
+            )
+
+    def last_good(self) -> str:
+        """A clause for an error message that names the checkpoint from which the run can be resumed."""
+        last = latest_checkpoint(self.output_dir)
+        if last is None:
+            return "there is no checkpoint to resume from"
+        return f"the last good checkpoint is {last}; `--resume_from_checkpoint latest` resumes from it"
+
+    def _finish(self, folder: Path, final: Path, state: TrainingState) -> None:
+        """Rename `folder` to `final`, then remove the oldest checkpoints beyond the limit, but never the best one."""
+        folders.commit(folder, final)
+        if self.save_total_limit is not None:
+            for path in list_checkpoints(self.output_dir)[: -self.save_total_limit]:
+                if not (self.keep_best and path.name == f"checkpoint-{state.best.get('step')}"):
+                    folders.discard(path)
+
+    def read_state(self, checkpoint: Path) -> TrainingState:
+        """The progress of a checkpoint. Its best evaluation is dropped if later ones cannot be compared with it.
+
+        Raises:
+            TrainingError: if it is a checkpoint of another run.
+        """
+        content = read_json(checkpoint / STATE_FILE)
+        changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
+        state = TrainingState(**content["state"])
+        if changed.evaluation and state.best:
+            logger.warning(
+                "the best evaluation so far (step %d) cannot be compared with later ones (%s): the best is chosen "
+                "among the later ones, and patience is counted from here",
+                *(state.best["step"], "; ".join(changed.evaluation)),
+            )
+            state.best, state.evaluations_since_best = {}, 0
+        return state
+
+    def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
+        """Load the state of `parts`, the schedule and the random state. The weights were loaded before."""
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        if (engine := engine_of(self.accelerator)) is not None:
+            load_zero(engine, checkpoint)
+        else:
+            saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        process, scaler = self.accelerator.process_index, self.accelerator.scaler
+        if not (checkpoint / f"{RNG_STATE_NAME}_{process}.pkl").is_file():
+            logger.warning(
+                "%s has no random state of process %d, because there are more processes than before; dropout will "
+                "differ from that of the uninterrupted run",
+                *(checkpoint, process),
+            )
+        load_accelerator_state(str(checkpoint), [], [], [self.scheduler], [], process, scaler)
+
+
+@dataclass(frozen=True)
+class ChangedSettings:
+    """The facts that differ from those of a checkpoint, each as `name: old -> new`.
+
+    Those in `fixed` make it another run, those in `watched` change how the run continues, and those in `evaluation`
+    make its evaluations incomparable.
+    """
+
+    fixed: list[str]
+    watched: list[str]
+    evaluation: list[str]
+
+
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
+    """The differences between the recipe `old` of a checkpoint and the recipe `new` of the run that resumes from it."""
+    known = {**FACTS, "world_size": WORLD_SIZE}
+    # A version that did not know an option did what its default does.
+    before = {**{name: default for name, default in DEFAULTS.items() if name not in old}, **old}
+    changed = {name: f"{name}: {before.get(name)} -> {new[name]}" for name in new if before.get(name) != new[name]}
+    if old.get(CONTENT) is None:  # the checkpoint is from a version that did not record it
+        changed.pop(CONTENT, None)
+    meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
+    return ChangedSettings(
+        *(
+            [text for name, text in changed.items() if meaning in meanings[name]]
+            for meaning in (OnResume.REFUSED, OnResume.WARNED, OnResume.INCOMPARABLE)
+        )
+    )
+
+
+def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> ChangedSettings:
+    """Refuse to resume what would be another run, and warn if the run will continue differently.
+
+    Raises:
+        SetupError: if a difference makes it another run.
+    """
+    changed = changed_settings(old, new)
+    if changed.fixed:
+        raise SetupError(
+            f"cannot resume from {checkpoint}, because these settings decide the data order or the model: "
+            f"{'; '.join(changed.fixed)}; give the old values, or start a new run in another `--output_dir`"
+        )
+    if changed.watched:
+        text = "; ".join(changed.watched)
+        logger.warning("the settings have changed, so the run continues differently than without a break: %s", text)
+    return changed
+
+
+SENTENCE_MODEL_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+
+def save_final(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    processor: Processor,
+    training: dict[str, Any],
+    metrics: dict[str, float],
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model, code, processor, sidecar files and model card into `output_dir`; every file appears complete.
+
+    Args:
+        training: the settings of the training run, for report and card.
+        metrics: the figures of the last evaluation.
+        weights: see `save_model`.
+    """
+    folder = folders.incomplete(recipe.output_dir / MODEL_FOLDER)
+    folder.mkdir(parents=True)
+    with folders.saving(recipe.output_dir):
+        save_model(model, folder, weights)
+    processor.save_pretrained(folder)
+    earlier: list[dict[str, Any]] = []
+    with not_essential("what describes the model it was trained from"):
+        copy_sidecars(recipe.model.model_name_or_path, folder)
+        earlier = training_history(recipe.model.model_name_or_path)
+    dataset = recipe.data.dataset_name or Path(str(recipe.data.train_file)).name
+    this = {"dataset": dataset, "training": training, "metrics": metrics}
+    (folder / HISTORY).write_text(json.dumps({"runs": [*earlier, this]}, indent=1) + "\n", encoding="utf-8")
+    with not_essential("the plot of the losses"):
+        plot_metrics(recipe.output_dir, folder)
+    with not_essential("the model card"):
+        settings = getattr(model.config, "linear_attention", None)
+        facts = {"base_model": recipe.model.model_name_or_path, "settings": settings}
+        write_model_card(folder, facts | training_facts([*earlier, this]), name=recipe.output_dir.name)
+    _move_into(folder, recipe.output_dir)
+    logger.info("saved %s", recipe.output_dir)
+
+
+def copy_sidecars(source: str, target: Path) -> None:
+    """Copy the sidecar files that `source` (a folder or a name on the Hub) has into `target`, which holds a model.
+
+    A classifier that was trained from a sentence-transformers model is no such model, and gets none of their files.
+    """
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    sentence_files = [*SENTENCE_MODEL_FILES, *_module_files(source)] if is_without_head(config) else []
+    for name in [REPORT, *sentence_files]:
+        found = _find(source, name)
+        if found is not None:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found, target / name)
+    if (report := target / REPORT).is_file():  # its figures of quality are those of the model before this training
+        content = json.loads(report.read_text(encoding="utf-8"))
+        if content.pop("quality", None) is not None:
+            report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _module_files(source: str) -> list[str]:
+    """The files of the sentence-transformers modules after the transformer, such as `1_Pooling/config.json`."""
+    modules = _find(source, "modules.json")
+    if modules is None:
+        return []
+    paths = [module["path"] for module in json.loads(Path(modules).read_text(encoding="utf-8")) if module["path"]]
+    return [f"{path}/{name}" for path in paths for name in ("config.json", "model.safetensors")]
+
+
+def _find(source: str, name: str) -> str | None:
+    return cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+
+
+def _move_into(folder: Path, target: Path) -> None:
+    """Move every file of `folder` into `target`, where it replaces an older one, after its content is on the disk.
+
+    The training report, which marks a stage as finished (`run.run_stages`), is removed first and moved last.
+    """
+    folders.flush(folder)
+    (target / HISTORY).unlink(missing_ok=True)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path == folder / HISTORY, path)):
+        destination = target / path.relative_to(folder)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if path == folder / HISTORY:
+            folders.flush_names(target)
+        path.replace(destination)
+    folders.flush_names(target)
+    shutil.rmtree(folder)

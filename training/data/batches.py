@@ -1,7 +1,7 @@
 """The order in which each process sees the examples, and how they become padded tensors.
 
 The order is a pure function of the seed: position p of the endless training stream is example
-`permutation(seed + p // n)[p % n]` of n examples. Optimizer step s takes the E positions [s E, (s + 1) E), where E =
+`order(seed + p // n)[p % n]` of n examples. Optimizer step s takes the E positions [s E, (s + 1) E), where E =
 batch size x accumulation x processes. So the split of E does not change which examples are in a step, and a resumed
 run needs only the number of the step.
 """
@@ -9,52 +9,52 @@ run needs only the number of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, Tokens
+from hf_linear_attention.training.recipe import Recipe
 
 
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
 class Masking:
-    """BERT's masking: of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay."""
+    """BERT's masking by transformers: of the chosen tokens, 80 % become [MASK], 10 % a random token, and 10 % stay."""
 
-    probability: float
-    mask_token_id: int
-    vocab_size: int
-    special_ids: tuple[int, ...]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float) -> None:
+        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, return_tensors="np")
+        self.special_ids = tokenizer.all_special_ids
 
     def __call__(self, example: Example, seed: int, position: int) -> Example:
         """The masked input_ids and the labels of an example.
 
         They depend on `seed` and `position` alone, so neither resumption nor the number of processes changes them.
         """
-        random = np.random.default_rng([seed, position])
-        tokens: Tokens = np.array(example["input_ids"])
-        chosen = (random.random(len(tokens)) < self.probability) & ~np.isin(tokens, self.special_ids)
-        kind = random.random(len(tokens))
-        corrupted = np.where(chosen & (kind < 0.8), self.mask_token_id, tokens)
-        replacement = random.integers(0, self.vocab_size, len(tokens))
-        corrupted = np.where(chosen & (kind >= 0.9), replacement, corrupted)
-        return {"input_ids": corrupted, "labels": np.where(chosen, tokens, IGNORED)}
+        self.collator.generator = np.random.default_rng([seed, position])
+        tokens = np.array(example["input_ids"])[None]
+        special = np.isin(tokens, self.special_ids)
+        (masked,), (labels,) = self.collator.numpy_mask_tokens(tokens, special_tokens_mask=special)
+        return {"input_ids": masked, "labels": labels}
 
 
-STEPS_TOGETHER = 64  # optimizer steps among which `group_by_length` sorts, at most an epoch
+def masking_of(recipe: Recipe, processor: Any) -> Masking | None:
+    """The masking of tokens for masked_lm; None for other tasks."""
+    return Masking(processor, recipe.data.mlm_probability) if recipe.model.task == "masked_lm" else None
 
 
 class Stream(Dataset[Example]):
     """Examples by position: with `shuffle` endless and shuffled anew for every epoch, otherwise once and in order.
 
-    With `step_size`, the examples of an optimizer step have similar lengths: those of every `STEPS_TOGETHER` steps are
-    sorted by length, divided into steps of `step_size` examples, and the steps shuffled.
+    With `step_size`, the examples of an optimizer step have similar lengths (`LengthGroupedSampler`).
     """
 
     def __init__(
@@ -68,8 +68,6 @@ class Stream(Dataset[Example]):
         self.examples, self.seed, self.shuffle, self.masking = examples, seed, shuffle, masking
         self.step_size = step_size
         self._epoch, self._order = -1, np.arange(len(examples))
-        self._part, self._sorted = -1, self._order
-        self._lengths = examples.lengths if step_size else self._order
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -79,25 +77,14 @@ class Stream(Dataset[Example]):
         return np.array([self._index(position) for position in range(start, stop)], dtype=np.int64)
 
     def _index(self, position: int) -> int:
-        if self.step_size is None:
-            return self._shuffled(position)
-        steps = min(STEPS_TOGETHER, max(1, len(self.examples) // self.step_size))
-        part, offset = divmod(position, steps * self.step_size)
-        if part != self._part:
-            self._part, self._sorted = part, self._sorted_by_length(part, steps, self.step_size)
-        return int(self._sorted[offset])
-
-    def _sorted_by_length(self, part: int, steps: int, step_size: int) -> Tokens:
-        count = steps * step_size
-        indices = np.array([self._shuffled(position) for position in range(part * count, (part + 1) * count)])
-        ordered = indices[np.argsort(self._lengths[indices], kind="stable")].reshape(steps, step_size)
-        return np.random.default_rng([self.seed, part]).permutation(ordered).ravel()
-
-    def _shuffled(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.examples))
         if self.shuffle and epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            self._order = torch.randperm(len(self.examples), generator=generator).numpy()
+            if self.step_size is None:
+                self._order = torch.randperm(len(self.examples), generator=generator).numpy()
+            else:
+                lengths = self.examples.lengths.tolist()
+                self._order = np.array(list(LengthGroupedSampler(self.step_size, lengths=lengths, generator=generator)))
             self._epoch = epoch
         return int(self._order[offset])
 
@@ -109,86 +96,56 @@ class Stream(Dataset[Example]):
         return {**example, **self.masking(example, self.seed, position)}
 
 
+def stream_of(
+    examples: Examples, recipe: Recipe, processor: Any, shuffle: bool, step_size: int | None = None
+) -> Stream:
+    """The examples by position, with the seed and the masking of the recipe.
+
+    Args:
+        step_size: the number of examples in an optimizer step, if these shall have similar lengths.
+    """
+    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor), step_size)
+
+
 def pad(examples: list[Example], pad_token_id: int) -> Batch:
-    """Right-padded tensors: input_ids, attention_mask and labels [B, N] (classes: [B]), and index [B].
+    """The batch of some examples: every field, right-padded, and the number [B] of every example as `index`.
 
-    Pairs of texts also have token_type_ids. Packed documents also have position_ids, in which the padding counts as one
-    more document. For an encoder-decoder, labels are the targets [B, T], and decoder_attention_mask tells which are
-    not padding.
+    - Texts have input_ids, attention_mask and labels [B, N] (classes: [B]). Pairs of texts also have token_type_ids.
+      Packed documents also have position_ids, in which the padding counts as one more document. context_mask tells the
+      tokens that an answer can be made of, and loss_mask the logits from which is learned.
+    - For an encoder-decoder, labels are the targets [B, T], and decoder_attention_mask tells which are not padding.
+    - Images of one size have pixel_values [B, C, H, W].
+    - Recordings have input_values [B, S] or input_features [B, T, F]. frame_mask [B, N] tells which of the frames that
+      the model makes of them are not padding. attention_mask exists only if the feature extractor makes one.
     """
-    length = max(len(example["input_ids"]) for example in examples)
-    batch = {
-        "input_ids": _rows([example["input_ids"] for example in examples], length, pad_token_id),
-        "attention_mask": _rows([np.ones(len(example["input_ids"]), np.int64) for example in examples], length, 0),
-        "index": torch.tensor([example["index"] for example in examples]),
-    }
-    # The masks are of the tokens that an answer can be made of, and of the logits from which is learned.
-    for name in ("token_type_ids", "context_mask", "loss_mask"):
-        if name in examples[0]:
-            batch[name] = _rows([example[name] for example in examples], length, 0)
+    fills = {"input_ids": pad_token_id, "labels": IGNORED, "targets": IGNORED}
+    names = examples[0].keys() - {"position_ids"}
+    batch = {name: _stacked([example[name] for example in examples], fills.get(name, 0)) for name in names}
+    if "input_ids" in batch:
+        batch["attention_mask"] = _stacked([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in examples], 0)
     if any("position_ids" in example for example in examples):
+        length = batch["input_ids"].shape[1]
         batch["position_ids"] = torch.stack([_positions(example, length) for example in examples])
-    if "prompt_length" in examples[0]:
-        batch["prompt_length"] = torch.tensor([example["prompt_length"] for example in examples])
-    return batch | _padded_labels(examples)
+    if "targets" in batch:
+        batch["labels"] = batch.pop("targets")
+        lengths = [torch.ones(len(example["targets"]), dtype=torch.long) for example in examples]
+        batch["decoder_attention_mask"] = _stacked(lengths, 0)
+    if "frames" in batch:
+        frames = batch.pop("frames")
+        batch["frame_mask"] = (torch.arange(int(frames.max())) < frames[:, None]).long()
+    return batch
 
 
-def _padded_labels(examples: list[Example]) -> Batch:
-    if all("targets" in example for example in examples):
-        targets = [example["targets"] for example in examples]
-        most = max(len(row) for row in targets)
-        masks = [np.ones(len(row), np.int64) for row in targets]
-        return {"labels": _rows(targets, most, IGNORED), "decoder_attention_mask": _rows(masks, most, 0)}
-    if not all("labels" in example for example in examples):
-        return {}
-    labels = [example["labels"] for example in examples]
-    if np.ndim(labels[0]) == 0:
-        return {"labels": torch.tensor(labels)}
-    return {"labels": _rows(labels, max(len(row) for row in labels), IGNORED)}
-
-
-def stack(examples: list[Example]) -> Batch:
-    """A batch of images of one size: pixel_values [B, C, H, W], index [B] and, if there are classes, labels [B]."""
-    batch = {"pixel_values": torch.stack([example["pixel_values"] for example in examples])}
-    names = [name for name in ("index", "labels") if name in examples[0]]
-    return batch | {name: torch.tensor([example[name] for example in examples]) for name in names}
-
-
-def pad_recordings(examples: list[Example]) -> Batch:
-    """Right-padded recordings: input_values [B, S] or input_features [B, T, F], labels [B, L] if there are, index [B].
-
-    frame_mask [B, N] tells which of the frames that the model makes of them are not padding. attention_mask exists only
-    for models whose feature extractor makes one; for an encoder-decoder, decoder_attention_mask is that of the labels.
-    """
-    main = "input_values" if "input_values" in examples[0] else "input_features"
-    length = max(len(example[main]) for example in examples)
-    frames = torch.tensor([example["frames"] for example in examples])
-    wide = [np.pad(x[main], [(0, length - len(x[main])), *[(0, 0)] * (x[main].ndim - 1)]) for x in examples]
-    batch = {
-        main: torch.from_numpy(np.stack(wide)),
-        "frame_mask": (torch.arange(int(frames.max())) < frames[:, None]).long(),
-        "index": torch.tensor([example["index"] for example in examples]),
-    }
-    if "attention_mask" in examples[0]:
-        batch["attention_mask"] = _rows([example["attention_mask"] for example in examples], length, 0)
-    return batch | _padded_labels(examples)
-
-
-def collate(examples: list[Example], pad_token_id: int) -> Batch:
-    """The batch of some texts, images or recordings."""
-    if "pixel_values" in examples[0]:
-        return stack(examples)
-    return pad_recordings(examples) if "frames" in examples[0] else pad(examples, pad_token_id)
+def _stacked(values: list[Any], fill: int) -> Tensor:
+    if np.ndim(values[0]) == 0:
+        return torch.tensor(values)
+    return pad_sequence([torch.as_tensor(value) for value in values], batch_first=True, padding_value=fill)
 
 
 def _positions(example: Example, length: int) -> Tensor:
     count = len(example["input_ids"])
     own = example.get("position_ids", np.arange(count))
     return torch.from_numpy(np.concatenate([own, np.arange(length - count)]))
-
-
-def _rows(values: list[Tokens], length: int, fill: int) -> Tensor:
-    return torch.tensor(np.stack([np.pad(row, (0, length - len(row)), constant_values=fill) for row in values]))
 
 
 class TrainBatches:
@@ -231,7 +188,7 @@ def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_
     return DataLoader(
         stream,
         batch_sampler=batches,
-        collate_fn=lambda examples: collate(examples, pad_token_id),
+        collate_fn=lambda examples: pad(examples, pad_token_id),
         generator=torch.Generator().manual_seed(stream.seed),
     )
 

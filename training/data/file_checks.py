@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.reading import reading, require_file
+from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import DataArguments, Recipe
 from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTION_COLUMNS
 
@@ -92,12 +93,11 @@ def file_problems(
     try:
         require_file(Path(path))
         state = Path(path).stat()
-        names = None if path.endswith(".txt") else _columns(path, skips_bad_rows, state.st_size, state.st_mtime_ns)
-        if names is None:
-            _check_text(path, state.st_size, state.st_mtime_ns)
-            return []
+        names = _columns(path, skips_bad_rows, state.st_size, state.st_mtime_ns)
     except UsageError as error:
         return list(error.problems)
+    if names is None:
+        return []
     if instead is not None and instead in names:
         return []
     listed = ", ".join(names)
@@ -122,21 +122,23 @@ def check_retrieval_file(path: str) -> None:
         raise UsageError(f"{option}: the file must be one of {', '.join('*' + kind for kind in kinds)}")
     if not Path(path).is_file():
         raise UsageError(f"{option}: there is no such file; check the path")
+    if (library := missing_library("embedding", "ndcg_at_10")) is not None:
+        raise UsageError(f"{option} {needs(library)}")
     if problems := file_problems(path, dict.fromkeys((QUERY, DOCUMENT))):
         raise UsageError(*(f"`--retrieval_file`: {problem}" for problem in problems))
 
 
 @functools.lru_cache(maxsize=8)
-def _check_text(path: str, size: int, changed: int) -> None:
-    """Read a text; `size` and `changed` stand for its content, so that it is read only once."""
-    texts = [line.strip() != "" for line in _decoded(path)]  # all of them, because the last may be damaged
-    if not any(texts):
-        raise UsageError(f"{path} holds no text; check the file")
+def _columns(path: str, skips_bad_rows: bool, size: int, changed: int) -> list[str] | None:
+    """The columns of a file, or None if it has none or they cannot be known.
 
-
-@functools.lru_cache(maxsize=8)
-def _columns(path: str, skips_bad_rows: bool, size: int, changed: int) -> list[str]:
-    """The columns of a file of rows."""
+    `size` and `changed` stand for its content, so that it is read only once.
+    """
+    if path.endswith(".txt"):
+        texts = [line.strip() != "" for line in _decoded(path)]  # all of them, because the last may be damaged
+        if not any(texts):
+            raise UsageError(f"{path} holds no text; check the file")
+        return None
     if size == 0:
         raise UsageError(f"{path} is empty; check the file")
     if path.endswith(".parquet"):
@@ -156,8 +158,8 @@ def _parquet_columns(path: str) -> list[str]:
     return list(file.schema_arrow.names)
 
 
-def _json_columns(path: str, skips_bad_rows: bool) -> list[str]:
-    """The columns of the first object; other lines that are none are bad rows."""
+def _json_columns(path: str, skips_bad_rows: bool) -> list[str] | None:
+    """The columns of the first object, or None if it is bad and will be skipped; other lines may be bad rows."""
     first = None
     for line in _decoded(path, "replace" if skips_bad_rows else "strict"):
         if first is None and line.strip():
@@ -169,16 +171,11 @@ def _json_columns(path: str, skips_bad_rows: bool) -> list[str]:
         raise UsageError(f"{path} has no rows; check the file")
     if isinstance(first, list) and first and isinstance(first[0], dict):  # one list of all rows, which is read as well
         first = first[0]
-    if not isinstance(first, dict) and not skips_bad_rows:
+    if isinstance(first, dict):
+        return list(first)
+    if not skips_bad_rows:
         raise UsageError(f"{path}: its first row is not a JSON object; give one object per line")
-    return list(first) if isinstance(first, dict) else _AnyColumn()
-
-
-class _AnyColumn(list):
-    """The columns of a file whose first row is bad and will be skipped: they are not known yet."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
+    return None
 
 
 def _table_columns(path: str) -> list[str]:

@@ -14,27 +14,18 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import BaseImageProcessor
 
 from hf_linear_attention._common.errors import DataError
-from hf_linear_attention.training.data.packing import Example, Tokens
-from hf_linear_attention.training.data.rows import path_of, require_column, without_bad
-from hf_linear_attention.training.recipe import DataArguments, Recipe
+from hf_linear_attention.training.data.packing import Example, Examples, Part, Tokens, finished
+from hf_linear_attention.training.data.rows import class_labels, folder_of, require_column, without_bad
 
 
 class Images:
     """One example per image: its pixel values [C, H, W] and, if there are labels, its class."""
 
-    def __init__(
-        self,
-        rows: datasets.Dataset,
-        data: DataArguments,
-        split: str,
-        processor: BaseImageProcessor,
-        labels: list[int] | None,
-    ) -> None:
-        self.images, self.root, self.processor = _undecoded(rows, data), _root(data, split), processor
-        self.labels = labels
+    def __init__(self, part: Part, labels: list[int] | None) -> None:
+        self.images, self.root = _undecoded(part), folder_of(part)
+        self.processor, self.labels = part.processor, labels
 
     @property
     def lengths(self) -> Tokens:
@@ -53,23 +44,33 @@ class Images:
         return {"pixel_values": pixels, **({} if self.labels is None else {"labels": self.labels[index]})}
 
 
-def usable_images(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+def image_examples(part: Part) -> Examples:
+    """The images of the usable rows of one split, as examples.
+
+    Raises:
+        DataError: if there are none, or their labels cannot be used.
+    """
+    labels = class_labels(part) if part.recipe.task.logits is not None else None
+    return finished(Images(part, labels), part)
+
+
+def usable_images(part: Part) -> datasets.Dataset:
     """`rows` without the bad ones, which have no image that can be opened or, where there are labels, no label.
 
     Raises:
         DataError: if there are bad rows that may not be skipped, or no column with the images.
     """
-    data = recipe.data
+    recipe, rows, data = part.recipe, part.rows, part.recipe.data
     labelled = recipe.task.logits is not None and data.label_column_name in rows.column_names
     require_column(rows, "image_column_name", data.image_column_name)
-    root, bad = _root(data, split), {}
-    for number, value in enumerate(_undecoded(rows, data)):
+    root, bad = folder_of(part), {}
+    for number, value in enumerate(_undecoded(part)):
         if (problem := _problem(value, root)) is not None:
             bad[number] = f"`{data.image_column_name}` {problem}"
     for number, label in enumerate(rows[data.label_column_name] if labelled else ()):
         if label is None:
             bad.setdefault(number, f"`{data.label_column_name}` is missing")
-    return without_bad(rows, bad, data, split)
+    return without_bad(rows, bad, data, part.split)
 
 
 def _problem(value: Any, root: Path) -> str | None:
@@ -97,14 +98,9 @@ def _opened(value: Any, root: Path) -> Any:
     return Image.open(root / value)
 
 
-def _undecoded(rows: datasets.Dataset, data: DataArguments) -> Any:
+def _undecoded(part: Part) -> Any:
     """The column of images, as paths or bytes; if they were decoded, all would be in memory."""
-    name = data.image_column_name
+    rows, name = part.rows, part.recipe.data.image_column_name
     if isinstance(rows.features[name], datasets.Image):
         rows = rows.cast_column(name, datasets.Image(decode=False))
     return rows[name]
-
-
-def _root(data: DataArguments, split: str) -> Path:
-    path = path_of(data, split)
-    return Path(path).parent if path is not None else Path()

@@ -13,12 +13,22 @@ once and, after the first window, has at least half a window of context:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_linear_attention._common.errors import DataError
+from hf_linear_attention.training.recipe import Recipe
+
+
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int64]
 Example = dict[str, Any]
@@ -119,34 +129,33 @@ class StreamWindows:
 
 
 class Documents:
-    """One example per text.
+    """One example per text, with the columns `input_ids`, `labels` and whatever else belongs to a text.
 
     Args:
+        documents: the tokens of every text.
         labels: a class or a score for each text, or the labels of its tokens; "tokens" (they are the tokens
             themselves), or None.
-        types: the token_type_ids of pairs of texts.
+        **columns: other fields of the examples, such as `targets`, with a value for each text.
     """
 
     def __init__(
-        self, documents: list[Tokens], labels: Sequence[Any] | str | None, types: list[Tokens] | None = None
+        self, documents: Sequence[Tokens], labels: Sequence[Any] | str | None = None, **columns: Sequence[Any]
     ) -> None:
-        self.documents, self.labels, self.types = documents, labels, types
+        self.columns: dict[str, Any] = {"input_ids": documents, **columns}
+        if labels is not None:
+            self.columns["labels"] = documents if labels == "tokens" else labels
 
     @property
     def lengths(self) -> Tokens:
-        """The number of tokens of every text."""
-        return np.array([len(document) for document in self.documents], dtype=np.int64)
+        """The number of tokens of every text, with those of its target."""
+        counted = [self.columns[name] for name in ("input_ids", "targets") if name in self.columns]
+        return np.array([sum(map(len, parts)) for parts in zip(*counted, strict=True)], dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self.columns["input_ids"])
 
     def __getitem__(self, index: int) -> Example:
-        example: Example = {"input_ids": self.documents[index]}
-        if self.labels == "tokens":
-            example["labels"] = self.documents[index]
-        elif self.labels is not None:
-            example["labels"] = self.labels[index]
-        return example if self.types is None else {**example, "token_type_ids": self.types[index]}
+        return {name: values[index] for name, values in self.columns.items()}
 
 
 class FirstExamples:
@@ -174,3 +183,40 @@ def shorten(examples: Examples, max_samples: int | None, max_tokens: int | None)
         reached = np.flatnonzero(np.cumsum(examples.lengths) >= max_tokens)
         count = min(count, int(reached[0]) + 1) if len(reached) else count
     return examples if count == len(examples) else FirstExamples(examples, count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one split, and what makes examples of them.
+
+    Args:
+        recipe: the options.
+        rows: the rows.
+        split: "train" or "validation".
+        processor: the tokenizer, or the processor of images or speech.
+        max_length: the number of tokens to which texts are cut.
+        classes: the class index of every label, for tasks with classes.
+    """
+
+    recipe: Recipe
+    rows: datasets.Dataset
+    split: str
+    processor: Any
+    max_length: int
+    classes: dict[str, int] | None = None
+
+
+def finished(examples: Examples, part: Part) -> Examples:
+    """The examples of a split, of which an evaluation uses only the first (`--max_eval_samples`, `--max_eval_tokens`).
+
+    Raises:
+        DataError: if there are none.
+    """
+    recipe, split = part.recipe, part.split
+    if split == "validation":
+        examples = shorten(examples, recipe.data.max_eval_samples, recipe.data.max_eval_tokens)
+    if len(examples) == 0:
+        what = {"text": "text", "images": "image", "sound": "recording"}[recipe.task.inputs]
+        raise DataError(f"the {split} data holds no {what}; check the file or folder and its columns")
+    logger.info("%s: %d examples, %d %s", split, len(examples), examples.lengths.sum(), recipe.unit)
+    return examples

@@ -1,7 +1,9 @@
 """Recordings of speech (`--task speech_seq2seq`, `--task ctc`), which are read and processed when they are needed.
 
-A row is a recording (`sound.py`) and, where it is needed, the text that is said in it. The model's feature extractor
-prepares the recordings, and its tokenizer the texts; there is no augmentation.
+A row is a recording and, where it is needed, the text that is said in it. soundfile reads recordings, as the mean of
+their channels, because `datasets` would need torchcodec and FFmpeg. Nothing is resampled, because what a filter does to
+the sound is for its owner to choose. The model's feature extractor prepares the samples, and its tokenizer the texts;
+there is no augmentation.
 """
 
 from __future__ import annotations
@@ -9,26 +11,97 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from transformers import PreTrainedConfig, ProcessorMixin
+import numpy.typing as npt
+from transformers import PreTrainedConfig
 
-from hf_linear_attention._common.errors import DataError
+from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.attention.transformers_internals import count_frames
-from hf_linear_attention.training.data.examples import finished
-from hf_linear_attention.training.data.packing import Example, Examples, Tokens
-from hf_linear_attention.training.data.processors import load_config, load_speech_processor
-from hf_linear_attention.training.data.rows import bad_text, path_of, require_column, without_bad
-from hf_linear_attention.training.data.sound import ERRORS, count_samples, read_samples
-from hf_linear_attention.training.data.targets import target_tokens
+from hf_linear_attention.training.data.packing import Example, Examples, Part, Tokens, finished
+from hf_linear_attention.training.data.processors import load_config
+from hf_linear_attention.training.data.rows import bad_text, folder_of, require_column, without_bad
+from hf_linear_attention.training.data.texts import target_tokens
 from hf_linear_attention.training.models import empty_model
 from hf_linear_attention.training.recipe import Recipe
 
 
 logger = logging.getLogger(__name__)
+
+Samples = npt.NDArray[np.float32]
+# What reading a recording may raise; soundfile's own errors are RuntimeErrors.
+ERRORS = (OSError, ValueError, TypeError, RuntimeError)
+
+
+def count_samples(value: Any, root: Path, rate: int) -> int:
+    """The number of samples in a recording (`read_samples`); of a file, only the beginning is read.
+
+    Raises:
+        ValueError: if it has another sampling rate, or cannot be read; so do the other `ERRORS`.
+    """
+    if (numbers := _numbers(value, rate)) is not None:
+        return len(numbers)
+    import soundfile
+
+    header = soundfile.info(_source(value, root))
+    _require_rate(header.samplerate, rate)
+    return header.frames
+
+
+def read_samples(value: Any, root: Path, rate: int) -> Samples:
+    """The samples [N] of a recording, in [-1, 1] if they are whole numbers in the file.
+
+    Args:
+        value: a cell: a path relative to `root`, a list of samples, or a dictionary of `datasets` with `array` and
+            `sampling_rate`, or with `bytes` or `path`.
+        root: the folder of the data file.
+        rate: the samples per second that the recording must have.
+
+    Raises:
+        ValueError: if it has another sampling rate, or cannot be read; so do the other `ERRORS`.
+    """
+    if (numbers := _numbers(value, rate)) is not None:
+        return numbers
+    import soundfile
+
+    channels, found = soundfile.read(_source(value, root), dtype="float32", always_2d=True)
+    _require_rate(found, rate)
+    return channels.mean(axis=1, dtype=np.float32)
+
+
+def _numbers(value: Any, rate: int) -> Samples | None:
+    """The samples of a cell that holds them itself; None if it names or holds a file."""
+    if isinstance(value, dict) and value.get("array") is not None:
+        _require_rate(value.get("sampling_rate"), rate)
+        value = value["array"]
+    if not isinstance(value, (list, np.ndarray)):
+        return None
+    samples = np.asarray(value, np.float32)
+    if samples.ndim != 1 or not np.isfinite(samples).all():
+        raise ValueError(f"samples of the shape {list(samples.shape)}; give one finite number for each moment")
+    return samples
+
+
+def _require_rate(found: Any, rate: int) -> None:
+    if found != rate:
+        shown = f"{found:,} Hz" if isinstance(found, int) else "no sampling rate"
+        raise ValueError(f"it has {shown}, but the model reads {rate:,} Hz; resample it")
+
+
+def _source(value: Any, root: Path) -> Path | BytesIO:
+    if isinstance(value, dict):
+        if value.get("bytes") is not None:
+            return BytesIO(value["bytes"])
+        value = value.get("path")
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is neither a path nor samples")
+    if not (root / value).is_file():
+        raise FileNotFoundError(f"there is no file {root / value}")
+    return root / value
 
 
 class Recordings:
@@ -91,40 +164,49 @@ def longest_of(extractor: Any) -> int | None:
     return getattr(extractor, "n_samples", None)
 
 
-def usable_recordings(recipe: Recipe, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+def usable_recordings(part: Part) -> datasets.Dataset:
     """`rows` without the bad ones: recordings that cannot be read or are too long, and texts that are none or too long.
 
     Raises:
         DataError: if there are bad rows that may not be skipped, or a column is missing.
+        SetupError: if soundfile is missing.
     """
-    column, processor = recipe.task_options.audio_column_name, load_speech_processor(recipe)
+    try:
+        import soundfile  # noqa: F401 (every recording needs it, so it is asked for once)
+    except (ImportError, OSError) as error:  # an OSError without libsndfile
+        raise SetupError(
+            f"`--task {part.recipe.model.task}` reads recordings with soundfile ({error}); install it with "
+            '`pip install "hf-linear-attention[audio]"`'
+        ) from error
+    recipe, rows, processor = part.recipe, part.rows, part.processor
+    column = recipe.task_options.audio_column_name
     require_column(rows, "audio_column_name", column)
     rate, longest = processor.feature_extractor.sampling_rate, longest_of(processor.feature_extractor)
     counts, bad = np.zeros(len(rows), np.int64), {}
     for number, value in enumerate(undecoded(rows, column)):
         try:
-            counts[number] = count_samples(value, _root(recipe, split), rate)
+            counts[number] = count_samples(value, folder_of(part), rate)
         except ERRORS as error:
             bad[number] = f"`{column}` cannot be read ({error})"
             continue
         if longest is not None and counts[number] > longest:
             long = f"{counts[number] / rate:.1f} s long, but the model reads at most {longest / rate:.1f} s"
             bad[number] = f"`{column}` is {long}; divide it"
-    if _needs_text(recipe, split):
+    if _needs_text(part):
         name = recipe.data.text_column_name
         require_column(rows, "text_column_name", name)
         texts = list(rows[name])
         bad |= {number: bad_text(name, text) for number, text in enumerate(texts) if not isinstance(text, str)}
     if longest is None and "input_values" in processor.feature_extractor.model_input_names:
         needed = np.ones(len(rows), np.int64)
-        if recipe.task.logits == "frames" and _needs_text(recipe, split):
+        if recipe.task.logits == "frames" and _needs_text(part):
             strings = [text if isinstance(text, str) else "" for text in texts]
             needed = np.array([max(1, frames_needed(ids)) for ids in processor.tokenizer(strings)["input_ids"]])
         for number, found in enumerate(map(_frame_counter(recipe), counts.tolist())):
             if found < needed[number]:
                 what = f"{max(found, 0)} frames, but {needed[number]} are needed"
                 bad.setdefault(number, f"`{column}` is too short: the model makes {what}")
-    return without_bad(rows, bad, recipe.data, split)
+    return without_bad(rows, bad, recipe.data, part.split)
 
 
 def frames_needed(tokens: Sequence[int]) -> int:
@@ -132,29 +214,24 @@ def frames_needed(tokens: Sequence[int]) -> int:
     return len(tokens) + sum(a == b for a, b in itertools.pairwise(tokens))
 
 
-def recording_examples(
-    recipe: Recipe,
-    rows: datasets.Dataset,
-    processor: ProcessorMixin,
-    max_length: int,
-    classes: dict[str, int] | None,
-    split: str,
-) -> Examples:
+def recording_examples(part: Part) -> Examples:
     """The recordings of the usable rows of one split; targets of a decoder are cut to `max_length` tokens.
 
     Raises:
         DataError: if there are none, or the tokenizer has tokens that the model does not know.
     """
-    recordings, labels, texts = undecoded(rows, recipe.task_options.audio_column_name), {}, None
-    if _needs_text(recipe, split):
-        texts, config, tokenizer = list(rows[recipe.data.text_column_name]), load_config(recipe), processor.tokenizer
+    recipe, rows, labels, texts = part.recipe, part.rows, {}, None
+    if _needs_text(part):
+        config, tokenizer = load_config(recipe), part.processor.tokenizer
+        texts = list(rows[recipe.data.text_column_name])
         if recipe.task.logits == "targets":
-            labels = {"targets": _targets(texts, tokenizer, max_length, config)}
+            labels = {"targets": _targets(texts, tokenizer, part.max_length, config)}
         else:
             labels = {"labels": [np.array(ids, np.int64) for ids in tokenizer(texts)["input_ids"]]}
-            _check_labels(labels["labels"], tokenizer, config, split)
-    examples = Recordings(recordings, _root(recipe, split), processor, _frame_counter(recipe), labels, texts)
-    return finished(examples, recipe, split)
+            _check_labels(labels["labels"], tokenizer, config, part.split)
+    recordings = undecoded(rows, recipe.task_options.audio_column_name)
+    examples = Recordings(recordings, folder_of(part), part.processor, _frame_counter(recipe), labels, texts)
+    return finished(examples, part)
 
 
 def _targets(texts: list[str], tokenizer: Any, max_length: int, config: PreTrainedConfig) -> list[Tokens]:
@@ -178,9 +255,10 @@ def _check_labels(labels: list[Tokens], tokenizer: Any, config: PreTrainedConfig
         )  # fmt: skip
 
 
-def _needs_text(recipe: Recipe, split: str) -> bool:
+def _needs_text(part: Part) -> bool:
     """Whether the texts are used: by a decoder, by the task's loss, or by the figures of an evaluation."""
-    return recipe.task.logits == "targets" or split == "validation" or bool(recipe.objective.task_loss_weight)
+    is_used = part.split == "validation" or bool(part.recipe.objective.task_loss_weight)
+    return is_used or part.recipe.task.logits == "targets"
 
 
 def _frame_counter(recipe: Recipe) -> Callable[[int], int]:
@@ -194,8 +272,3 @@ def undecoded(rows: datasets.Dataset, name: str) -> Any:
     if isinstance(rows.features[name], datasets.Audio):
         rows = rows.cast_column(name, datasets.Audio(decode=False))
     return rows[name]
-
-
-def _root(recipe: Recipe, split: str) -> Path:
-    path = path_of(recipe.data, split)
-    return Path(path).parent if path is not None else Path()

@@ -1,8 +1,9 @@
-"""Reading of files and of `datasets` data sets as rows, and treatment of rows that are unusable (`--on_bad_rows`)."""
+"""Reading of files and of `datasets` data sets as rows, unusable rows (`--on_bad_rows`), and the labels of rows."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention._common.reading import reading
+from hf_linear_attention.training.data.packing import Part
 from hf_linear_attention.training.recipe import DataArguments
 
 
@@ -34,6 +36,12 @@ SHOWN = 5  # the number of bad rows that a message names; the others are only co
 def path_of(data: DataArguments, split: str) -> str | None:
     """The file of a split ("train" or "validation"), or None if it is not read from a file."""
     return data.train_file if split == "train" else data.validation_file
+
+
+def folder_of(part: Part) -> Path:
+    """The folder to which the paths in the rows are relative."""
+    path = path_of(part.recipe.data, part.split)
+    return Path(path).parent if path is not None else Path()
 
 
 def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None = None) -> datasets.Dataset | None:
@@ -76,13 +84,21 @@ def _read_line_by_line(path: str, data: DataArguments, kinds: Mapping[str, Any] 
         kinds = {data.text_column_name: str, **dict.fromkeys(beside, object)}
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                row = _parse(line)
-                wrong = None if row is None else _wrong_kind(row, kinds)
-                if row is None or wrong is not None:
-                    bad.append(f"line {number}: {wrong or 'is not a JSON object'}")
-                else:
-                    good.append({name: row[name] for name in kinds if name in row})
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            wrong = ["is not a JSON object"]
+            if isinstance(row, dict):
+                wrong = [
+                    f"`{name}` is {row.get(name)!r}" for name in kinds if not isinstance(row.get(name), kinds[name])
+                ]
+            if wrong:
+                bad.append(f"line {number}: {wrong[0]}")
+            else:
+                good.append({name: row[name] for name in kinds if name in row})
     report(bad, path, data)
     try:
         return datasets.Dataset.from_list(good)
@@ -90,20 +106,6 @@ def _read_line_by_line(path: str, data: DataArguments, kinds: Mapping[str, Any] 
         raise DataError(
             f"a column of {path} holds values of several types ({error}); give all its values the same type"
         ) from error
-
-
-def _wrong_kind(row: dict[str, Any], kinds: Mapping[str, Any]) -> str | None:
-    """The first column of a row whose value has another type, as a clause."""
-    wrong = (f"`{name}` is {row.get(name)!r}" for name, kind in kinds.items() if not isinstance(row.get(name), kind))
-    return next(wrong, None)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> datasets.Dataset:
@@ -203,3 +205,69 @@ def _lines(path: str) -> Iterator[int]:
             if row and number:
                 yield begin
             begin = reader.line_num + 1
+
+
+def pair_scores(part: Part) -> list[float] | None:
+    """The score of every pair, given twice, once for each text; None for training data, which needs no scores.
+
+    Raises:
+        DataError: if there is no column of scores, or a value in it is not a number.
+    """
+    rows, split, name = part.rows, part.split, part.recipe.data.label_column_name
+    if split == "train":
+        return None
+    if name not in rows.column_names:
+        raise DataError(
+            f"`--label_column_name {name}`, the score of each pair, is not a column of the {split} data; it has "
+            f"{', '.join(rows.column_names)}"
+        )
+    wrong = [value for value in rows[name] if isinstance(value, bool) or not isinstance(value, (int, float))]
+    if wrong:
+        raise DataError(f"column `{name}` holds {wrong[0]!r}, but scores must be numbers; correct the data")
+    return [float(value) for value in rows[name] for _ in range(2)]
+
+
+def class_labels(part: Part, *, of_words: bool = False) -> list[Any] | None:
+    """The class index of every row; None if the data is unlabelled and training only imitates a teacher.
+
+    If the labels are those `of_words`, a row has a list of them.
+
+    Raises:
+        DataError: if labels are needed and there are none, or a class is unknown.
+    """
+    recipe, rows, split, known = part.recipe, part.rows, part.split, part.classes or {}
+    name = recipe.data.label_column_name
+    if name not in rows.column_names:
+        if split == "train" and not recipe.objective.task_loss_weight:
+            return None
+        columns = ", ".join(rows.column_names)
+        raise DataError(f"`--label_column_name {name}` is not a column of the {split} data; it has {columns}")
+    values = label_names(rows, name, path_of(recipe.data, split), of_words=of_words)
+    if unknown := sorted({*(itertools.chain(*values) if of_words else values)} - {*known}):
+        raise DataError(
+            f"there are unknown classes in the {split} data: {unknown[:10]}; the known classes are {sorted(known)}"
+        )
+    return [[known[value] for value in row] for row in values] if of_words else [known[value] for value in values]
+
+
+def label_names(rows: datasets.Dataset, name: str, path: str | None = None, *, of_words: bool = False) -> list[Any]:
+    """The label of every row as text: the class name for a `ClassLabel` column, otherwise the value itself.
+
+    If the labels are those `of_words`, a row has a list of them.
+
+    Raises:
+        DataError: if a value is neither a name nor a whole number.
+    """
+    feature = getattr(rows.features[name], "feature", None) if of_words else rows.features[name]
+
+    def as_name(value: Any) -> str:
+        if isinstance(feature, datasets.ClassLabel):
+            return feature.int2str(value)
+        if not isinstance(value, (str, int)):
+            raise DataError(
+                f"column `{name}` of {path or 'the data'} holds {value!r}, but classes must be whole numbers or names; "
+                "correct the data"
+            )
+        return str(value)
+
+    return [[as_name(value) for value in row] if of_words else as_name(row) for row in rows[name]]

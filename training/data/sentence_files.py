@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.utils import cached_file
-
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.training.task_arguments import TaskArguments
 
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
@@ -77,9 +74,9 @@ class SentenceFiles:
             )
         return text
 
-    def text_prompt(self, options: TaskArguments) -> str:
-        """What stands before a text that is neither a query nor a document."""
-        return self.prompt("prompt_name", options.prompt_name, (self.default_prompt_name,))
+    def text_prompt(self, name: str | None) -> str:
+        """What stands before a text that is neither a query nor a document; `name` is `--prompt_name`."""
+        return self.prompt("prompt_name", name, (self.default_prompt_name,))
 
 
 def sentence_files(source: str) -> SentenceFiles:
@@ -118,6 +115,8 @@ def _read(source: str, name: str, kind: type) -> Any:
     """The content of a JSON file; None if there is none."""
     path = Path(source) / name
     if not Path(source).is_dir():
+        from transformers.utils import cached_file
+
         found = cached_file(
             source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )

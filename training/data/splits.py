@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError
-from hf_linear_attention.training.data.batches import Masking, Stream
-from hf_linear_attention.training.data.examples import build_examples, image_examples, usable_texts
 from hf_linear_attention.training.data.file_checks import column_instead
-from hf_linear_attention.training.data.images import usable_images
-from hf_linear_attention.training.data.labels import label_names
-from hf_linear_attention.training.data.messages import language_examples, usable_language
-from hf_linear_attention.training.data.packing import Examples
+from hf_linear_attention.training.data.images import image_examples, usable_images
+from hf_linear_attention.training.data.inputs import StreamedExamples
+from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
 from hf_linear_attention.training.data.recordings import recording_examples, usable_recordings
-from hf_linear_attention.training.data.rows import count_skipped, load_rows, path_of
-from hf_linear_attention.training.data.streaming import StreamedExamples
-from hf_linear_attention.training.data.targets import target_examples
-from hf_linear_attention.training.data.words import usable_words, word_examples
+from hf_linear_attention.training.data.rows import count_skipped, label_names, load_rows, path_of
+from hf_linear_attention.training.data.texts import (
+    build_examples,
+    language_examples,
+    target_examples,
+    usable_language,
+    usable_texts,
+    usable_words,
+    word_examples,
+)
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import QUESTION_COLUMNS
@@ -44,14 +47,13 @@ class Reader:
     """How the rows of a task become examples.
 
     Args:
-        usable: the rows of a split that are not bad, given the recipe, the rows and the name of the split.
-        examples: their examples, given the recipe, the rows, the processor, the length to which texts are cut, the
-            class index of every label, and the name of the split.
+        usable: the rows of a split that are not bad.
+        examples: their examples.
         has_classes: whether the column of labels holds classes.
     """
 
-    usable: Callable[[Recipe, datasets.Dataset, str], datasets.Dataset]
-    examples: Callable[..., Examples]
+    usable: Callable[[Part], datasets.Dataset]
+    examples: Callable[[Part], Examples]
     has_classes: bool = False
 
 
@@ -70,16 +72,21 @@ READERS = {
 }
 
 
-def _read(recipe: Recipe, splits: Sequence[str], reader: Reader) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
+def _read(recipe: Recipe, processor: Processor, max_length: int, usable: Any) -> tuple[list[Part], dict[str, int]]:
     """The usable rows of every split that exists, and the number of those skipped in each split that has any."""
+    splits = ("validation",) if recipe.data.streaming else ("train", "validation")
     found = {split: rows for split in splits if (rows := load_rows(recipe.data, split, _kinds(recipe))) is not None}
     if "label_column_name" not in recipe.given:
         present = {name for rows in found.values() for name in rows.column_names}
         named = [name for name in recipe.task.label_columns if name in present]
         recipe.data.label_column_name = named[0] if named else recipe.task.label_columns[0]
-    kept = {split: reader.usable(recipe, rows, split) for split, rows in found.items()}
-    skipped = {split: count_skipped(rows, kept[split], recipe.data, split) for split, rows in found.items()}
-    return kept, {split: count for split, count in skipped.items() if count}
+    parts, skipped = [], {}
+    for split, rows in found.items():
+        part = Part(recipe, rows, split, processor, max_length)
+        parts.append(replace(part, rows=usable(part)))
+        if count := count_skipped(rows, parts[-1].rows, recipe.data, split):
+            skipped[split] = count
+    return parts, skipped
 
 
 def _kinds(recipe: Recipe) -> dict[str, Any]:
@@ -99,18 +106,18 @@ def _kinds(recipe: Recipe) -> dict[str, Any]:
     return {**texts, **pair, **labels}
 
 
-def _classes(recipe: Recipe, rows: dict[str, datasets.Dataset]) -> dict[str, int] | None:
+def _classes(recipe: Recipe, parts: list[Part]) -> dict[str, int] | None:
     """The class index of every label in the first labelled split; the other split may have no further classes."""
     column = recipe.data.label_column_name
-    labelled = [(split, part) for split, part in rows.items() if column in part.column_names]
+    labelled = [part for part in parts if column in part.rows.column_names]
     if not labelled:
         return None
-    split, first = labelled[0]
+    path = path_of(recipe.data, labelled[0].split)
     of_words = recipe.model.task == "token_classification"
-    names = label_names(first, column, path_of(recipe.data, split), of_words=of_words)
+    names = label_names(labelled[0].rows, column, path, of_words=of_words)
     classes = class_mapping(load_config(recipe), [entry for row in names for entry in row] if of_words else names)
     if len(classes) == 1:
-        place = path_of(recipe.data, split) or f"`--dataset_name {recipe.data.dataset_name}`"
+        place = path or f"`--dataset_name {recipe.data.dataset_name}`"
         raise DataError(f"`{column}` is {min(classes)!r} in every row of {place}, so there is nothing to tell apart")
     return classes
 
@@ -124,31 +131,9 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
     reader, config = READERS.get(recipe.model.task, TEXT), load_config(recipe)
     fill_dims(recipe, config)
     max_length = sequence_length(recipe, processor, config)
-    read_now = ("validation",) if recipe.data.streaming else ("train", "validation")
-    rows, skipped = _read(recipe, read_now, reader)
-    classes = _classes(recipe, rows) if reader.has_classes else None
-    examples = {
-        split: reader.examples(recipe, part, processor, max_length, classes, split) for split, part in rows.items()
-    }
+    parts, skipped = _read(recipe, processor, max_length, reader.usable)
+    classes = _classes(recipe, parts) if reader.has_classes else None
+    examples: dict[str, Any] = {part.split: reader.examples(replace(part, classes=classes)) for part in parts}
     if recipe.data.streaming and isinstance(processor, PreTrainedTokenizerBase):
         return Splits(StreamedExamples(recipe, processor, max_length), examples.get("validation"), classes, skipped)
     return Splits(examples.get("train"), examples.get("validation"), classes, skipped)
-
-
-def masking_of(recipe: Recipe, processor: Processor) -> Masking | None:
-    """The masking of tokens for masked_lm; None for other tasks."""
-    if recipe.model.task != "masked_lm" or not isinstance(processor, PreTrainedTokenizerBase):
-        return None
-    special = tuple(processor.all_special_ids)
-    return Masking(recipe.data.mlm_probability, processor.mask_token_id, len(processor), special)
-
-
-def stream_of(
-    examples: Examples, recipe: Recipe, processor: Processor, shuffle: bool, step_size: int | None = None
-) -> Stream:
-    """The examples by position, with the seed and the masking of the recipe.
-
-    Args:
-        step_size: the number of examples in an optimizer step, if these shall have similar lengths.
-    """
-    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor), step_size)

@@ -1,11 +1,13 @@
-"""Evaluation of a model with logits on a data set, the same on any number of processes, and the best evaluation."""
+"""Evaluation of a model with logits on a data set, the same on any number of processes, and the best evaluation.
+
+With `--predict_with_generate`, models also generate texts for the inputs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import evaluate
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -13,18 +15,30 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.logs import progress
-from hf_linear_attention.training.checkpoints.checkpointing import TrainingState
+from hf_linear_attention.training.checkpoints import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
-from hf_linear_attention.training.evaluation.generated import Generated, Generation, generation_figures
-from hf_linear_attention.training.evaluation.metrics import GREATER_IS_BETTER, Classification, TokenLoss
-from hf_linear_attention.training.evaluation.text_metrics import ErrorRates, Tagging, TextMatch
+from hf_linear_attention.training.evaluation.scores import (
+    GREATER_IS_BETTER,
+    Classification,
+    ErrorRates,
+    Score,
+    Tagging,
+    TextMatch,
+    TokenLoss,
+    equal_share,
+    scored,
+)
 from hf_linear_attention.training.losses.outputs import logits_of, run_model, scored_logits
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import TASKS
 
 
+MODEL_INPUTS = ("input_ids", "attention_mask", "input_features", "input_values")
+# Number of an example, the text of the model, that of the data, and that of the teacher, if there is one; for
+# conversations, which have no text of the data here, whether the answer of each model ended.
+Generated = tuple[int, Any, str | None, Any]
 LONGEST_ANSWER = 30  # tokens, as in the evaluation of BERT on SQuAD
 
 Figures = tuple[list[Any], list[Any]]
@@ -71,13 +85,72 @@ def _frames(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
 
 # How the predictions of a task are read from a batch and its outputs, and their metric. Other tasks with logits are
 # scored by their nats per token, and tasks without by the similarity to the teacher (`embedding_evaluator.py`).
-SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[evaluate.Metric]]] = {
+SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[Score]]] = {
     "sequence_classification": (_classes, Classification),
     "image_classification": (_classes, Classification),
     "token_classification": (_tags, Tagging),
     "question_answering": (_answers, TextMatch),
     "ctc": (_frames, ErrorRates),
 }
+
+
+class Generation:
+    """Generates greedily, at most `max_length` tokens for each text, and decodes."""
+
+    def __init__(self, processor: Any, max_length: int, is_sharded: bool = False) -> None:
+        self.processor, self.max_length, self.is_sharded = processor, max_length, is_sharded
+
+    @torch.no_grad()
+    def texts(self, model: Any, batch: Batch) -> list[str]:
+        """The texts that the model generates for the inputs of `batch`."""
+        inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+        # The processes that share a sharded model must make as many forward passes as the slowest.
+        more = {"synced_gpus": True} if self.is_sharded else {}
+        found = model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
+        return self.processor.batch_decode(found, skip_special_tokens=True)
+
+    @torch.no_grad()
+    def ends(self, model: Any, batch: Batch) -> list[bool]:
+        """Whether the answer that the model gives to the last message of every conversation ends."""
+        stop = model.generation_config.eos_token_id
+        stop = self.processor.eos_token_id if stop is None else stop
+        ends = []
+        for ids, length in zip(batch["input_ids"], batch["prompt_length"].tolist(), strict=True):
+            prompt = ids[:length].unsqueeze(0)  # one by one, so that nothing is padded on the left
+            more = {"synced_gpus": True} if self.is_sharded else {}
+            options = {"max_new_tokens": self.max_length, "do_sample": False, "num_beams": 1, "eos_token_id": stop}
+            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **more)
+            new = found[0, length:].tolist()
+            ends.append(bool(set(new) & set(stop if isinstance(stop, list) else [stop])))
+        return ends
+
+    def __call__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch) -> list[Generated]:
+        """The texts of both models and of the data for a batch, or whether the answers of both models end."""
+        if "prompt_length" in batch:
+            mine = self.ends(model, batch)
+            others: list[Any] = [None] * len(mine) if teacher is None else self.ends(teacher, batch)
+            return list(zip(batch["index"].tolist(), mine, [None] * len(mine), others, strict=True))
+        labels = [[token for token in row if token != IGNORED] for row in batch["labels"].tolist()]
+        known = self.processor.batch_decode(labels, skip_special_tokens=True)
+        theirs = [None] * len(known) if teacher is None else self.texts(teacher, batch)
+        return list(zip(batch["index"].tolist(), self.texts(model, batch), known, theirs, strict=True))
+
+
+def _generated_figures(rows: list[Generated], is_speech: bool) -> dict[str, float]:
+    """The share of texts that equal those of the data, the F1 score of their words, and the share that equal the
+    teacher's (`same_text`). For conversations, the shares of answers that end, of the model and of the teacher. For
+    speech, error rates instead of the share and the F1 score."""
+    if not rows:
+        return {}
+    _, mine, known, theirs = zip(*rows, strict=True)
+    if known[0] is None:
+        shares = {"ending_answers": sum(mine) / len(rows)}
+        return shares if theirs[0] is None else {**shares, "ending_answers_teacher": sum(theirs) / len(rows)}
+    if is_speech:
+        found = scored(ErrorRates, mine, known)
+    else:
+        found = scored(TextMatch, mine, [[text] for text in known], ignores_case=False)
+    return found if theirs[0] is None else {**found, "same_text": equal_share(mine, theirs)}
 
 
 class Evaluator:
@@ -140,7 +213,7 @@ class Evaluator:
                 texts += self.generation(model, teacher, batch)
         model.train(was_training)
         result = self._result(each_once(gather_object(rows)))
-        result |= generation_figures(each_once(gather_object(texts)), TASKS[self.task].inputs == "sound")
+        result |= _generated_figures(each_once(gather_object(texts)), TASKS[self.task].inputs == "sound")
         if self.compares:
             counts = [row[1:] for row in each_once(gather_object(agreed))]
             result["agreement"] = sum(hits for hits, _ in counts) / max(sum(count for _, count in counts), 1)
@@ -152,9 +225,7 @@ class Evaluator:
         if self.logits in ("spans", "frames"):
             whole: Any = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
             predictions, references = whole.texts([row[:2] for row in rows])
-        # By default, a metric would be in a file in the home folder.
-        found = metric(keep_in_memory=True).compute(predictions=predictions, references=references)
-        return found or {}
+        return scored(metric, predictions, references)
 
     def _agreement(self, batch: Batch, outputs: Any) -> tuple[list[int], list[int]]:
         """For every example, how many rows of its logits have their maximum where the teacher's have, of how many."""
@@ -187,6 +258,8 @@ class Selection:
 
     def note(self, state: TrainingState, figures: dict[str, float]) -> bool:
         """Record the evaluation of this step in `state`, and return whether it is the best so far."""
+        if self.name not in figures:  # its library is missing, and nobody asked for the best model (`validation.py`)
+            return False
         best = state.best.get("figures")
         if best is not None and not self.sign * figures[self.name] > self.sign * best[self.name]:
             state.evaluations_since_best += 1

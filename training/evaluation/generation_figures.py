@@ -20,9 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.data.packing import StreamWindows, Tokens
-from hf_linear_attention.training.evaluation.position_figures import batches_of
-from hf_linear_attention.training.evaluation.recall import ORDER
-from hf_linear_attention.training.evaluation.retention import nats_of
+from hf_linear_attention.training.evaluation.retention import ORDER, batches_of, nats_of
 
 
 LENGTHS = (1, 4)  # in multiples of the trained length

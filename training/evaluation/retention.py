@@ -6,10 +6,18 @@
     agreement      share of tokens whose most likely successor is the teacher's
     kl             KL(teacher || student)
 
-For an embedding model, the figures are per text.
+Figures by position show whether a state is useful beyond the window of a `hybrid`, and far beyond the trained length.
+Positions count the tokens in a window of text from 0. For the latter, the text is cut into windows that do not overlap;
+each holds BOS and as many tokens as fit. So different buckets of positions hold different tokens, and models are
+compared within a bucket, token by token.
 
-Positions count the tokens in a window of text from 0. Figures by position show whether a state is useful beyond the
-window of a `hybrid`.
+Recall by distance: nats of targets that end a 4-gram which is rare in training, but occurred before in the context.
+
+    context   ... the old grey | heron ...  (d tokens)  ... the old grey | heron
+                                 ^ seen d tokens back                      ^ the target
+
+Only the context tells how such a 4-gram ends, so a model that has forgotten it has high nats on these targets. Mean
+nats hardly show it, because they are a few per cent of all targets.
 """
 
 from __future__ import annotations
@@ -17,13 +25,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
@@ -31,49 +40,26 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, entries_of
 from hf_linear_attention.mechanisms.window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.data.batches import Batch, aligned_labels
-from hf_linear_attention.training.data.packing import IGNORED
-from hf_linear_attention.training.data.sentence_files import Pooling
-from hf_linear_attention.training.evaluation.metrics import pair_similarity
-from hf_linear_attention.training.losses.outputs import pooled, run_model
-from hf_linear_attention.training.losses.teacher_windows import TeacherWindows
+from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, aligned_labels, loader
+from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, FirstExamples, StreamWindows, Tokens
+from hf_linear_attention.training.losses.outputs import run_model
 
 
 # In nats per token. If window and teacher compute the same function, float32 logits differ by less than this.
 SMALLEST_GAP = 1e-4
+TIMES_TRAINED = 8
+# Tokens per batch; a window that is at least this long is a batch of its own.
+BATCH_TOKENS = 4096
+# The largest number of rows that a table of learned positions has in addition to its positions.
+EXTRA_ROWS = 8
+ORDER = 4
+# A 4-gram that occurs more often in the training text can be known without the context.
+MOST_IN_TRAINING = 20
+# With fewer targets, the share of the gap would be noise.
+FEWEST_TARGETS = 100
+FIRST_DISTANCE = 56
 
-
-@dataclass
-class TokenFigures:
-    """Figures of tokens, collected over batches: the position of every token, and named values of it."""
-
-    position: list[Tensor] = field(default_factory=list)
-    values: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, scored: Tensor, **figures: Tensor) -> None:
-        """Append the tokens of a batch for which `scored`, bool [B, N], is true; every figure is [B, N]."""
-        self.position.append(scored.nonzero()[:, 1].cpu())
-        for name, value in figures.items():
-            self.values.setdefault(name, []).append(value[scored].double().cpu())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.values
-
-    def column(self, name: str) -> Tensor:
-        """The values of one figure for all tokens, `[tokens]` in float64."""
-        return torch.cat(self.values[name])
-
-    def means(self, first: int = 0, last: int | None = None) -> dict[str, float]:
-        """The mean of every figure over the tokens at the positions `first` to `last - 1`."""
-        position = torch.cat(self.position)
-        chosen = (position >= first) & (position < (math.inf if last is None else last))
-        return {name: self.column(name)[chosen].mean().item() for name in self.values}
-
-    def by_position(self) -> list[dict[str, Any]]:
-        """The means of every figure over ranges of positions that end at powers of two."""
-        longest = int(torch.cat(self.position).max()) + 1
-        edges = [0, *(2**power for power in range(4, math.ceil(math.log2(longest)))), longest]
-        return [{"from": a, "to": b, **self.means(a, b)} for a, b in itertools.pairwise(edges) if a < b]
+Gram = tuple[int, ...]
 
 
 @contextlib.contextmanager
@@ -89,6 +75,9 @@ def without_far(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             mechanism.uses_far = True
 
 
+# The values `[targets]` of every target by their name, in float64, and the position in its window of text.
+TokenFigures = dict[str, Tensor]
+POSITION = "position"
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # `config.linear_attention`
 
 
@@ -113,7 +102,7 @@ def is_hybrid(settings: Settings) -> bool:
 
 @torch.no_grad()
 def nats_of(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
-    """The nats of every target, `[targets]` in float64, in the order of `TokenFigures`."""
+    """The nats of every target, `[targets]` in float64, in the order of the batches."""
     parts = []
     for batch in progress(batches, "measuring"):
         batch = {name: value.to(model.device) for name, value in batch.items()}
@@ -130,7 +119,7 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
     For a `hybrid`, they include the nats without its linear part, and those of its window alone.
     """
     settings = student.config.linear_attention
-    figures = TokenFigures()
+    parts: list[dict[str, Tensor]] = []
     for batch in progress(batches, "measuring"):
         batch = {name: value.to(student.device) for name, value in batch.items()}
         labels = aligned_labels(batch, "causal_lm")
@@ -144,9 +133,12 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
         if is_hybrid(settings):
             with without_far(student):
                 row["without_far"] = _nats(run_model(student, batch, None).logits.float(), labels)
-        figures.add(labels != IGNORED, **row)
+        scored = labels != IGNORED
+        values = {name: value[scored].double().cpu() for name, value in row.items()}
+        parts.append({POSITION: scored.nonzero()[:, 1].cpu(), **values})
+    figures = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if is_hybrid(settings):
-        figures.values["window_alone"] = [nats_of(convert(teacher, settings=window_settings(settings)), batches)]
+        figures["window_alone"] = nats_of(convert(teacher, settings=window_settings(settings)), batches)
     return figures
 
 
@@ -157,12 +149,28 @@ def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Sequenc
 
 def summary(figures: TokenFigures, settings: Settings) -> dict[str, Any]:
     """The means of the figures from `score` for a student with these `settings`."""
-    result: dict[str, Any] = {**figures.means(), "by_position": figures.by_position()}
+    position, values = figures[POSITION], {name: value for name, value in figures.items() if name != POSITION}
+    longest = int(position.max()) + 1
+    edges = [0, *(2**power for power in range(4, math.ceil(math.log2(longest)))), longest]
+    result: dict[str, Any] = {name: value.mean().item() for name, value in values.items()}
+    result["by_position"] = [bucket for bucket, _ in _buckets(position, values, sorted({*edges}))]
     result["gap"] = result["student"] - result["teacher"]
-    if "window_alone" in figures:
-        longest = max(entry["window_size"] for entry in entries_of(settings))
-        result |= _linear_part(result, figures.means(4 * longest))
+    if "window_alone" in values:
+        distant = 4 * max(entry["window_size"] for entry in entries_of(settings))
+        ((means, _),) = _buckets(position, values, [distant, max(longest, distant + 1)])
+        result |= _linear_part(result, means)
     return result
+
+
+def _buckets(
+    place: Tensor, values: Mapping[str, Tensor], edges: list[int]
+) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """The means of the values `[targets]` of the targets whose `place` is between two edges, and these values."""
+    for first, end in itertools.pairwise(edges):
+        chosen = (place >= first) & (place < end)
+        part = {name: value[chosen] for name, value in values.items()}
+        means = {name: value.mean().item() if len(value) else math.nan for name, value in part.items()}
+        yield {"from": first, "to": end, "targets": int(chosen.sum()), **means}, part
 
 
 def _nats(logits: Tensor, labels: Tensor) -> Tensor:
@@ -183,53 +191,167 @@ def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, 
     }
 
 
-@torch.no_grad()
-def embed(
-    model: PreTrainedModel,
-    batches: Iterable[Batch],
-    pooling: Pooling = "mean",
-    windows: TeacherWindows | None = None,
-) -> Tensor:
-    """The normalised embeddings `[texts, D]` of all texts, in the order of the batches.
+class SeparateWindows:
+    """`stream` cut into full windows of `length` tokens, including the BOS, that do not overlap; the rest is unused."""
+
+    def __init__(self, stream: Tokens, length: int, bos_token_id: int | None) -> None:
+        self.stream, self.bos_token_id = stream, bos_token_id
+        self.body = length - (bos_token_id is not None)
+
+    @property
+    def lengths(self) -> Tokens:
+        """The number of tokens of every window, without the BOS."""
+        return np.full(len(self), self.body, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.stream) // self.body
+
+    def __getitem__(self, index: int) -> Example:
+        tokens = self.stream[index * self.body : (index + 1) * self.body]
+        if self.bos_token_id is None:
+            return {"input_ids": tokens, "labels": tokens}
+        return {
+            "input_ids": np.concatenate([[self.bos_token_id], tokens]),
+            "labels": np.concatenate([[IGNORED], tokens]),
+        }
+
+
+def running_text(examples: Examples) -> Tokens:
+    """The tokens from which examples of held-out text were cut; separate documents are joined."""
+    shown = len(examples)
+    whole = examples.examples if isinstance(examples, FirstExamples) else examples
+    if isinstance(whole, StreamWindows):
+        return whole.stream[: int(whole.scored_to[shown - 1])]
+    return np.concatenate([examples[index]["input_ids"] for index in range(shown)])
+
+
+def longest_window(
+    trained_length: int, num_tokens: int, max_eval_length: int, positions: int | None
+) -> tuple[int, str]:
+    """The length of the windows, including the BOS, and what limits it.
 
     Args:
-        windows: the windows in which the model reads texts that are longer than its positions.
+        positions: the largest number of positions of the models, or None (see `most_positions`).
     """
-
-    def states(batch: Batch) -> tuple[Tensor]:
-        return (run_model(model, batch, None).last_hidden_state,)
-
-    rows = []
-    for batch in progress(batches, "measuring"):
-        batch = {name: value.to(model.device) for name, value in batch.items()}
-        is_long = windows is not None and batch["input_ids"].shape[1] > windows.size
-        hidden = windows.hidden_states(states, batch) if windows is not None and is_long else states(batch)
-        rows.append(pooled(hidden[0], batch["attention_mask"], pooling))
-    return F.normalize(torch.cat(rows), dim=-1)
-
-
-def compare_pairs(mine: Tensor, yours: Tensor, scores: Sequence[float]) -> dict[str, float]:
-    """Spearman's correlation between the similarities of pairs of texts and their scores, for both models.
-
-    Args:
-        mine: the embeddings `[texts, D]` of the student; the texts of a pair follow each other.
-        yours: those of the teacher.
-        scores: one score per pair.
-    """
-    found = {"spearman": mine, "spearman_teacher": yours}
-    return {name: pair_similarity(embeddings, scores) for name, embeddings in found.items()}
-
-
-def compare_embeddings(mine: Tensor, yours: Tensor) -> dict[str, float]:
-    """Figures that compare the embeddings `[texts, D]` of student and teacher for the same texts.
-
-    `same_neighbour` is the share of texts whose nearest other text is the same for both.
-    """
-    mine, yours = (F.normalize(embeddings, dim=-1) for embeddings in (mine, yours))
-    cosine = (mine * yours).sum(-1)
-    nearest = [(x @ x.T).fill_diagonal_(-math.inf).argmax(-1) for x in (mine, yours)]
-    return {
-        "cosine": cosine.mean().item(),
-        "cosine_min": cosine.min().item(),
-        "same_neighbour": (nearest[0] == nearest[1]).double().mean().item(),
+    ends = {
+        f"{TIMES_TRAINED} times the trained length": TIMES_TRAINED * trained_length,
+        "the text": num_tokens,
+        "`--max_eval_length`": max_eval_length,
+        **({"the last position that the model has": positions} if positions is not None else {}),
     }
+    reason = min(ends, key=lambda name: ends[name])
+    return ends[reason], reason
+
+
+def most_positions(model: PreTrainedModel) -> int | None:
+    """The number of positions of a model with a table of them; None if they are computed, such as rotary ones."""
+    known, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
+    if known is None:
+        return None
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    tables += [buffer for buffer in model.buffers() if buffer.ndim == 2]
+    return known if any(0 <= len(table) - known <= EXTRA_ROWS for table in tables) else None
+
+
+def batches_of(examples: Examples, max_length: int, padding: int) -> list[Batch]:
+    """All examples, which have up to `max_length` tokens, as batches."""
+    plan = EvaluationBatches(len(examples), max(1, BATCH_TOKENS // max_length), 0, 1)
+    return list(loader(Stream(examples, 0, shuffle=False), plan, padding))
+
+
+def bucket_edges(trained_length: int, length: int) -> list[int]:
+    """The edges of the buckets: 0, an eighth of the trained length and its doubles, and the length of the windows."""
+    inside = [trained_length // 8, trained_length // 4, trained_length // 2]
+    beyond = [trained_length * 2**power for power in range(TIMES_TRAINED.bit_length())]
+    return sorted({0, *(edge for edge in (*inside, *beyond) if 0 < edge < length), length})
+
+
+def target_positions(batches: list[Batch]) -> Tensor:
+    """For every target, the position from which it is predicted, in the order of `nats_of`."""
+    return torch.cat([(batch["labels"][:, 1:] != IGNORED).nonzero()[:, 1] for batch in batches])
+
+
+def position_buckets(
+    position: Tensor, nats: Mapping[str, Tensor], edges: list[int], pairs: list[tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """The means of `nats` between the edges, by model.
+
+    Args:
+        position: the position of every target, `[targets]`.
+        nats: those of every target by model, `[targets]` each.
+        pairs: models whose mean difference on the same targets is given with its standard error, if both are in `nats`.
+    """
+    buckets = []
+    for bucket, part in _buckets(position, nats, edges):
+        for mine, other in pairs:
+            if mine in part and other in part:
+                bucket[f"{mine}_minus_{other}"] = paired_difference(part[mine], part[other])
+        buckets.append(bucket)
+    return buckets
+
+
+def paired_difference(mine: Tensor, other: Tensor) -> dict[str, float]:
+    """The mean of `mine - other`, `[targets]` each, and its standard error, which is NaN for fewer than two targets."""
+    difference = mine - other
+    error = difference.std().item() / math.sqrt(len(difference)) if len(difference) > 1 else math.nan
+    return {"mean": difference.mean().item(), "standard_error": error}
+
+
+def repeats(examples: Examples) -> list[tuple[Gram, int]]:
+    """For every target, in the order of `nats_of`: its 4-gram, and the distance to the last occurrence in the context.
+
+    The 4-gram is the one that the target ends. The distance is in tokens, and 0 if the context does not have it.
+    """
+    found: list[tuple[Gram, int]] = []
+    for index in progress(range(len(examples)), "measuring"):
+        example = examples[index]
+        tokens, labels = (list(map(int, example[name])) for name in ("input_ids", "labels"))
+        last: dict[Gram, int] = {}
+        for place in range(1, len(tokens)):
+            gram = tuple(tokens[max(0, place - ORDER + 1) : place + 1])
+            if labels[place] != IGNORED:
+                found.append((gram, place - last[gram] if gram in last else 0))
+            if len(gram) == ORDER:
+                last[gram] = place
+    return found
+
+
+def grams_in(documents: Iterable[Iterable[int]], wanted: set[Gram]) -> Counter[Gram]:
+    """The number of occurrences of each of the `wanted` 4-grams in documents of token ids."""
+    counts: Counter[Gram] = Counter()
+    for document in progress(documents, "counting"):
+        tokens = list(map(int, document))
+        shifted = (tokens[start:] for start in range(ORDER))
+        counts.update(gram for gram in zip(*shifted) if gram in wanted)
+    return counts
+
+
+def recall_distances(found: list[tuple[Gram, int]], training: Iterable[Iterable[int]]) -> Tensor:
+    """The distances `[targets]` of `repeats`, with 0 for 4-grams that are not rare in the training documents."""
+    counts = grams_in(training, {gram for gram, distance in found if distance})
+    return torch.tensor([distance if counts[gram] <= MOST_IN_TRAINING else 0 for gram, distance in found])
+
+
+def distance_edges(length: int) -> list[int]:
+    """The edges of the buckets of distances: 56, 128 and its doubles, and the length of the windows."""
+    if length <= FIRST_DISTANCE:
+        return []
+    return [FIRST_DISTANCE, *(2**power for power in range(7, length.bit_length()) if 2**power < length), length]
+
+
+def recall_buckets(
+    distance: Tensor, nats: Mapping[str, Tensor], edges: list[int], control: str
+) -> list[dict[str, Any]]:
+    """The means of `nats`, `[targets]` by model, over targets whose `distance` `[targets]` is between the edges.
+
+    `closed` is the share of the gap between `control` and teacher that the student has closed; it is None if there are
+    few targets or no gap.
+    """
+    buckets = []
+    for bucket, _ in _buckets(distance, nats, edges):
+        if control in nats:
+            gap = bucket[control] - bucket["teacher"]
+            is_known = bucket["targets"] >= FEWEST_TARGETS and gap > SMALLEST_GAP
+            bucket["closed"] = (bucket[control] - bucket["student"]) / gap if is_known else None
+        buckets.append(bucket)
+    return buckets

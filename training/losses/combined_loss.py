@@ -10,7 +10,7 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -18,17 +18,21 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch
-from hf_linear_attention.training.losses.attention_transfer import AttentionMap, AttentionTransfer
-from hf_linear_attention.training.losses.far_share import FarShare, check_far_share
-from hf_linear_attention.training.losses.layer_transfer import (
-    LastLayerReachedError,
-    TransferLayers,
-    layer_name,
-    layer_of,
+from hf_linear_attention.training.losses.objectives import (
+    AttentionMap,
+    AttentionTransfer,
+    Embedding,
+    FarShare,
+    HiddenState,
+    LogitsKL,
+    Objective,
+    TaskLoss,
+    check_far_share,
 )
-from hf_linear_attention.training.losses.objectives import Embedding, HiddenState, LogitsKL, Objective, TaskLoss
 from hf_linear_attention.training.losses.outputs import (
     Outputs,
     StudentOutputs,
@@ -36,7 +40,82 @@ from hf_linear_attention.training.losses.outputs import (
     logits_of,
     run_model,
 )
-from hf_linear_attention.training.recipe import Recipe
+from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers
+
+
+class LastLayerReachedError(Exception):
+    """Ends a forward pass after the last layer that is needed."""
+
+
+def layer_name(objective: str, layer: int) -> str:
+    """The name of a layer's error in metrics.jsonl."""
+    return f"{objective}.layer_{layer}"
+
+
+class TransferLayers:
+    """The layers that are trained by attention transfer (`--transfer_layers`).
+
+    Every layer is trained on the softmax model's activations. So layers after the last one that is trained need not be
+    computed.
+    """
+
+    def __init__(self, model: nn.Module, chosen: str | None = None, is_sharded: bool = False) -> None:
+        """Choose the layers of `model` to train, by default all that are converted.
+
+        Args:
+            model: the student.
+            chosen: the layers, such as `0,2,4-7`.
+            is_sharded: whether the model has hooks after its layers that must run in every pass.
+
+        Raises:
+            TrainingError: if `chosen` names layers that are not converted.
+        """
+        modules = linear_attention_modules(model).values()
+        self.learning = list(dict.fromkeys(module.linear_attention.shape.layer for module in modules))
+        if chosen is not None:
+            self.learning = _chosen(chosen, self.learning)
+        # If a module is called several times (ALBERT), the pass must not end after its first call.
+        self.last = [module.linear_attention.shape.layer for module in modules][-1:]
+        self.modules, self.called, self.is_sharded = list(modules), list[nn.Module](), is_sharded
+        self.final: nn.Module | None = None  # after whose call a pass can end
+
+    def observe(self, seen: list[ObservedAttention], call: ObservedAttention) -> None:
+        """Append `call` to `seen` if its layer is trained.
+
+        Raises:
+            LastLayerReachedError: after the last layer that is trained, if other layers or `final` follow.
+        """
+        layer = layer_of(call)
+        self.called.append(call.module)
+        if layer in self.learning:
+            seen.append(call)
+            if layer == self.learning[-1] and ([layer] != self.last or call.module is self.final):
+                raise LastLayerReachedError
+
+    def begin_pass(self) -> None:
+        """Forget the calls of the last pass."""
+        self.called.clear()
+
+    def end_whole_pass(self) -> None:
+        """Let later passes end in the last module if it was called last, and once, in this whole pass."""
+        last = self.modules[-1]
+        if not self.is_sharded and self.called[-1:] == [last] and self.called.count(last) == 1:
+            self.final = last
+
+
+def layer_of(call: ObservedAttention) -> int:
+    """The number of the layer that made the call."""
+    return call.module.linear_attention.shape.layer
+
+
+def _chosen(text: str, converted: Collection[int]) -> list[int]:
+    wanted = parse_layer_numbers(text)
+    if unknown := sorted(set(wanted) - set(converted)):
+        raise UsageError(
+            f"`--transfer_layers {text}`: layers {', '.join(map(str, unknown))} are not converted; choose from "
+            f"{', '.join(map(str, converted))}"
+        )
+    return [layer for layer in converted if layer in wanted]
 
 
 Note = Callable[[Batch, Any, str | None], None]

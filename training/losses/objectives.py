@@ -1,14 +1,21 @@
-"""The interface of an objective, and the objectives on the student's logits and hidden states."""
+"""The interface of an objective, and the objectives.
+
+Some compare logits and hidden states with a teacher's. The others compare the mechanism of every layer with the softmax
+that it replaces, on the same activations.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.special_tokens import special_token
+from hf_linear_attention.attention.layer import LinearizedCrossAttention
+from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_config
@@ -17,26 +24,29 @@ from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs,
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 
 
-class Objective(Protocol):
+class Objective:
     """One term of the loss.
 
     With `observes_attention`, the student computes its original softmax attention, and the mechanism of every layer is
     run on the same inputs; with `needs_attention_weights`, that softmax also returns its weights.
     """
 
-    needs_logits: bool
-    needs_hidden_states: bool
-    needs_teacher: bool
+    needs_logits: bool = False
+    needs_hidden_states: bool = False
+    needs_teacher: bool = False
     observes_attention: bool = False
     needs_attention_weights: bool = False
 
+    def __init__(self, recipe: Recipe) -> None:
+        """Read the options of this objective; most have none."""
+
     def units(self, batch: Batch) -> Tensor:
-        """Number of units (tokens, sequences) in this batch, a long scalar."""
-        ...
+        """Number of units in this batch, a long scalar; most count tokens, or images."""
+        return count_units(batch)
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units: a scalar, or one value for each of `student.attention`, whose mean is the term."""
-        ...
+        raise NotImplementedError
 
 
 class TaskLoss(Objective):
@@ -45,7 +55,7 @@ class TaskLoss(Objective):
     For `ctc`, that of the text: -log of the probability of all its alignments (Graves et al. 2006).
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = True, False, False
+    needs_logits = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.task = recipe.model.task
@@ -74,7 +84,7 @@ def ctc_nats(logits: Tensor, batch: Batch, blank: int) -> Tensor:
 class LogitsKL(Objective):
     """KL(teacher || student) of all logits that are not of padding: those of tokens, of classes, ... (`tasks.py`)."""
 
-    needs_logits, needs_hidden_states, needs_teacher = True, False, True
+    needs_logits = needs_teacher = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.logits_of = recipe.task.logits
@@ -99,14 +109,7 @@ class HiddenState(Objective):
     The error is relative because the norm of hidden states differs by orders of magnitude between layers and tokens.
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = False, True, True
-
-    def __init__(self, recipe: Recipe) -> None:
-        pass
-
-    def units(self, batch: Batch) -> Tensor:
-        """Number of tokens or images, a long scalar."""
-        return count_units(batch)
+    needs_hidden_states = needs_teacher = True
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of the relative squared errors."""
@@ -123,7 +126,7 @@ class Embedding(Objective):
     With `--matryoshka_dims`, the mean of those of whole embeddings and of embeddings cut to these dimensions.
     """
 
-    needs_logits, needs_hidden_states, needs_teacher = False, True, True
+    needs_hidden_states = needs_teacher = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.pooling = recipe.pooling
@@ -167,3 +170,170 @@ def _hidden_pairs(student: StudentOutputs, teacher: Outputs | None) -> list[tupl
     if teacher is None or len(student.hidden_states) != len(teacher.hidden_states):
         raise RuntimeError("student and teacher must return the same number of hidden states")
     return list(zip(student.hidden_states, teacher.hidden_states, strict=True))
+
+
+class AttentionTransfer(Objective):
+    """|mechanism - softmax|^2 / |softmax|^2 of the output of every layer and head, on the softmax model's activations.
+
+    The error is relative per sequence and head, because absolute errors span 0.0008 to 48 across the layers of one
+    model, and averaged over heads and layers. With `attention_transfer_error` = `absolute`, it is the mean of squares
+    (LoLCATs 2024, equation 8). Every layer is trained separately: errors of earlier layers do not reach it (section 3.2
+    of that paper).
+    """
+
+    observes_attention = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        is_relative = recipe.objective.attention_transfer_error == "relative"
+        self.error = relative_head_error if is_relative else absolute_head_error
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum over the units of the mean error of the heads, for each entry of `student.attention`."""
+        weights = [query_weights(seen, batch) for seen in student.attention]
+        errors = torch.stack([self.error(seen, w > 0) for seen, w in zip(student.attention, weights, strict=True)])
+        return (errors.mean(dim=2) * weights[0].sum(-1)).sum(-1)  # of [layers, B, H]; all layers weigh a row alike
+
+
+def query_weights(seen: ObservedAttention, batch: Batch) -> Tensor:
+    """The weights [B, N] of the queries of a layer; in an encoder-decoder, those of the side that asks."""
+    is_decoder = seen.inputs.is_causal or isinstance(seen.module, LinearizedCrossAttention)
+    return token_weights(batch, seen.softmax_output.shape[1], is_decoder)
+
+
+def relative_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
+    """Relative squared error [B, H] of the mechanism's output over the tokens for which `mask` [B, N] is true."""
+    mine, yours = _real_outputs(seen, mask)
+    return (mine - yours).square().sum(dim=(1, 3)) / yours.square().sum(dim=(1, 3)).clamp(min=1e-12)
+
+
+def absolute_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
+    """Mean squared error [B, H] of the mechanism's output over the tokens for which `mask` [B, N] is true."""
+    mine, yours = _real_outputs(seen, mask)
+    return (mine - yours).square().mean(dim=3).sum(dim=1) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _real_outputs(seen: ObservedAttention, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs [B, N, H, D] of mechanism and softmax, with 0 at padding."""
+    mine, yours = (x.float().masked_fill(~mask[:, :, None, None], 0.0) for x in (seen.output, seen.softmax_output))
+    return mine, yours
+
+
+class AttentionMap(Objective):
+    """Cross-entropy between the attention weights of softmax and those of the mechanism (Hedgehog 2024, equation 4).
+
+    It is - sum_j A_ij log W_ij, averaged over heads and layers. The N x N weights of both are formed, as in the paper.
+    """
+
+    observes_attention = needs_attention_weights = True
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum over the units of the mean cross-entropy of the heads, for each entry of `student.attention`."""
+        return torch.stack([map_cross_entropy(seen, query_weights(seen, batch)) for seen in student.attention])
+
+
+def map_cross_entropy(seen: ObservedAttention, counts: Tensor) -> Tensor:
+    """The cross-entropy of one layer: the sum over the tokens, weighted by `counts` [B, N], averaged over heads."""
+    if seen.softmax_weights is None:
+        raise RuntimeError("the softmax weights are needed, but the attention that ran did not return them")
+    # A weight of exactly 0, such as one outside a window, would make the cross-entropy infinite.
+    weights = seen.weights().float().clamp(min=1e-8)
+    real = counts > 0
+    return -((seen.softmax_weights.float() * weights.log()).sum(-1).mean(1)[real] * counts[real]).sum()
+
+
+# Queries per sequence that are compared: all logits of these are computed, beyond what a step costs without.
+MOST_QUERIES = 64
+# Where both log odds differ by less, the error of the output has a gradient, and knows better what the share is worth.
+TOLERANCE = 2.0
+
+
+def has_far_share(model: nn.Module) -> bool:
+    """Whether a layer of the model gives near and far keys a common denominator."""
+    return any(hasattr(module, "log_odds") for module in model.modules())
+
+
+def check_far_share(model: nn.Module) -> None:
+    """Refuse a model that has nothing to compare.
+
+    Raises:
+        UsageError: if no layer gives near and far keys a common denominator.
+    """
+    if not has_far_share(model):
+        raise UsageError(
+            "`--far_share_weight` needs layers of `hybrid` whose `normalization` is `joint`, and the model has none; "
+            "drop the option"
+        )
+
+
+class FarShare(Objective):
+    """KL(softmax || mechanism) of the shares of near and far keys, averaged over heads, in nats; for causal attention.
+
+    Shares whose log odds differ by less than TOLERANCE count as equal.
+
+    At most MOST_QUERIES queries of a sequence are compared, at equal distances. Layers that have no common denominator
+    of both kinds of keys contribute 0.
+    """
+
+    observes_attention = True
+
+    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+        """Sum over the units of the mean divergence, for each entry of `student.attention`."""
+        return torch.stack([_layer_total(seen, query_weights(seen, batch)) for seen in student.attention])
+
+
+def _layer_total(seen: ObservedAttention, weights: Tensor) -> Tensor:
+    odds, mask = seen.far_log_odds, seen.inputs.key_mask
+    if odds is None:
+        return weights.new_zeros((), dtype=torch.float32)
+    length = odds.shape[2]
+    real = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask
+    place = real.long().cumsum(1) - 1  # the number of real tokens before a token
+    chosen = torch.arange(0, length, -(-length // MOST_QUERIES), device=odds.device)
+    # The mechanism moves real tokens to the right end.
+    moved = (place + length - real.sum(1, keepdim=True))[:, None, chosen].clamp(min=0).expand(-1, odds.shape[1], -1)
+    divergence = share_divergence(softmax_log_odds(seen, place, real, chosen), odds.gather(2, moved).float())
+    counted = ((weights > 0) & real)[:, chosen].float()
+    per_row = (divergence.mean(1) * counted).sum(1) / counted.sum(1).clamp(min=1)
+    return (per_row * weights.sum(1)).sum()
+
+
+def share_divergence(target: Tensor, odds: Tensor) -> Tensor:
+    """t log(t / s) + (1 - t) log((1 - t) / (1 - s)) of the shares t = sigmoid(target) and s = sigmoid(odds).
+
+    Before, `odds` move towards `target` by TOLERANCE, but not past it. The divergence is 0 where `target` is infinite:
+    there is no far key, or no near key.
+    """
+    finite = target.isfinite()
+    target, odds = (x.masked_fill(~finite, 0.0) for x in (target, odds))
+    odds = target + F.softshrink(odds - target, TOLERANCE)
+    terms = [t.sigmoid() * (F.logsigmoid(t) - F.logsigmoid(s)) for t, s in ((target, odds), (-target, -odds))]
+    return (terms[0] + terms[1]).masked_fill(~finite, 0.0)
+
+
+@torch.no_grad()
+def softmax_log_odds(seen: ObservedAttention, place: Tensor, real: Tensor, chosen: Tensor) -> Tensor:
+    """What `ObservedAttention.far_log_odds` is in softmax attention, for some queries: `[B, H, n]`.
+
+    Args:
+        place: `[B, N]`, the number of real tokens before each.
+        real: bool `[B, N]`, False at padding.
+        chosen: `[n]`, the queries.
+    """
+    mechanism: Any = seen.module.linear_attention
+    query, key = seen.inputs.query[:, :, chosen].float(), seen.inputs.key.float()
+    logits = seen.inputs.scaling * query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).transpose(-1, -2)
+    gap = place[:, chosen, None] - place[:, None, :]
+    visible = (gap >= 0) & real[:, None, :]
+    near = (gap < mechanism.window_size) | (place[:, None, :] < mechanism.num_sinks)
+    far, near = (_log_sum(logits, mask[:, None, None]) for mask in (visible & ~near, visible & near))
+    return (far - near).flatten(1, 2)
+
+
+def _log_sum(logits: Tensor, mask: Tensor) -> Tensor:
+    """`logsumexp` over the last dimension where `mask` is true, -inf where it nowhere is.
+
+    Adding -inf and dividing by the largest share take a sixth of the time of `masked_fill` and `logsumexp`.
+    """
+    logits = logits + torch.zeros_like(mask, dtype=logits.dtype).masked_fill(~mask, float("-inf"))
+    largest, share = logits.amax(-1), logits.softmax(-1).amax(-1)
+    return torch.where(largest.isfinite(), largest - share.log(), largest)

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterable
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from hf_linear_attention.training.data.packing import Examples, Tokens
 from hf_linear_attention.training.losses.divergence import CHUNK_ELEMENTS, TopLogits
 from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_of
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.parameters import MECHANISM
+from hf_linear_attention.training.recipe import MECHANISM
 
 
 logger = logging.getLogger(__name__)
@@ -59,17 +59,6 @@ NOT_COMPUTED = {
     "transformers_version",
     "use_cache",
 }
-
-
-class Kind(Protocol):
-    """A kind of outputs, which takes `size` bytes per token."""
-
-    name: str
-    size: int
-
-    def encode(self, outputs: Outputs, rows: Tensor) -> Tensor:
-        """The bytes [r, size] of the tokens `rows` [r] of a flattened batch."""
-        ...
 
 
 class Logits:
@@ -133,6 +122,9 @@ class HiddenStates:
     def decode(self, kept: Tensor) -> tuple[Tensor, ...]:
         """The states [B, N, D] by layer of a batch whose bytes [B, N, size] these are."""
         return kept.view(torch.float16).float().chunk(self.count, dim=-1)
+
+
+Kind = Logits | HiddenStates  # a kind of outputs, which takes `size` bytes per token
 
 
 class RowFile:

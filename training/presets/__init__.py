@@ -1,1 +1,213 @@
-"""Presets: recipes of several stages, and how they are run."""
+"""Presets: recipes of several stages, which are the files in this folder; `run.run_stages` runs them.
+
+A preset has a version, the settings of the conversion, and the stages for each task. A stage is a set of options of
+`finetune.py` and a share of the tokens. Every stage trains the model that the stage before it has written; the last one
+writes into `output_dir` itself. A recipe of the same form in any other folder runs with `--config FILE`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.options import kinds_of, typed_options
+from hf_linear_attention.training.recipe import FACTS, GONE, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.tasks import TASKS
+
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FOLDER = Path(__file__).parent
+PAPERS = "benchmarks/papers/recipes"  # in a checkout
+OF_PAPERS = ("cald-linformer", "hedgehog", "lolcats", "radlads", "t2r")  # which were presets before
+BLOCK_SIZE = "layers_per_block"
+EPOCHS = 6.0  # of images or recordings, for all stages together
+STAGES = "stages"  # the folder in output_dir for the models between the stages
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its `share` of the tokens, and the options of `finetune.py` that it sets."""
+
+    name: str
+    share: float
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A preset; `stages` are by task.
+
+    `settings` are those of `config.linear_attention` for decoders (`causal`), for encoders (`bidirectional`), and for
+    models whose cross-attention is converted too (`cross_attention`, if the mechanism of the others has no such form).
+    """
+
+    name: str
+    version: int
+    description: str
+    tokens: int
+    settings: dict[str, dict[str, Any]]
+    stages: dict[str, list[Stage]]
+
+
+def preset_names() -> list[str]:
+    """The names of all presets, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_preset(name: str) -> Preset:
+    """The preset of this name, or the recipe of stages in a file of this name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
+    if name in OF_PAPERS and not path.is_file():
+        file = f"{PAPERS}/{name}.yaml"
+        raise UsageError(f"`--preset {name}` is not a preset any more; give the file {file} of a checkout")
+    content = stages_file(path)
+    if content is None:
+        raise UsageError(f"`--preset {name}`: there is no such preset; choose one of {', '.join(preset_names())}")
+    try:
+        tasks = {task: [_stage(**entry) for entry in entries] for task, entries in content.pop("tasks").items()}
+        return Preset(name=name, stages=tasks, **content)
+    except (AttributeError, TypeError) as error:
+        raise UsageError(f"{path} is no recipe of stages: {error}") from error
+
+
+def stages_file(path: str | Path) -> dict[str, Any] | None:
+    """The content of a file with a recipe of stages; None if it is another file, or there is none."""
+    if not os.path.isfile(path):
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if re.search(r"(?m)^tasks:", text) is None:
+            return None
+        content = yaml.safe_load(text)  # stages share options by aliases
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    return content if isinstance(content, dict) and "tasks" in content else None
+
+
+def _stage(stage: str, share: float, **options: Any) -> Stage:
+    typed_options(options, kinds_of(*GROUPS), f" of the stage {stage}", GONE)
+    return Stage(stage, share, options)  # an unfinished run has recorded the values as the file has them
+
+
+def stages_of(preset: Preset, task: str) -> list[Stage]:
+    """The stages of a preset for a task.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    if task not in preset.stages:
+        allowed = ", ".join(preset.stages)
+        raise UsageError(f"`--preset {preset.name}` has no stages for `--task {task}`; choose one of {allowed}")
+    return preset.stages[task]
+
+
+def stage_options(stage: Stage, given: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """The options of one stage, some of which those in `given` replace.
+
+    The amount of images and recordings is given in epochs, which the stages share as they share `tokens` of text.
+    """
+    task = TASKS[given["task"]]
+    options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
+    if task.inputs != "text":
+        del options["max_train_tokens"]
+        if "max_train_steps" not in given:
+            options["num_train_epochs"] = given.get("num_train_epochs", EPOCHS) * stage.share
+    trainable, is_embedding = stage.options.get("trainable", "all"), task.logits is None
+    unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
+    if not is_transfer(stage):
+        unused = unused | {name for name, fact in FACTS.items() if fact.needs == TRANSFER_WEIGHTS}
+    if not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
+        unused = unused | (set() if is_embedding else {"teacher_name_or_path"})
+        unused = unused | (set() if is_transfer(stage) else {"cache_teacher"})
+    return {name: value for name, value in options.items() if name not in unused and value is not None}
+
+
+def is_transfer(stage: Stage) -> bool:
+    """Whether the stage trains by attention transfer."""
+    return any(stage.options.get(name) for name in TRANSFER_WEIGHTS)
+
+
+def in_blocks(stages: list[Stage], converted: list[int], size: int) -> list[Stage]:
+    """The stages, with each stage of attention transfer repeated for every block of `size` layers.
+
+    Every repetition has all the tokens of its stage.
+    """
+    blocks = [converted[first : first + size] for first in range(0, len(converted), size)]
+    return [part for stage in stages for part in (_of_blocks(stage, blocks) if is_transfer(stage) else [stage])]
+
+
+def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
+    return [
+        Stage(
+            f"{stage.name}-{block[0]}-{block[-1]}",
+            stage.share,
+            {**stage.options, "transfer_layers": ",".join(map(str, block))},
+        )
+        for block in blocks
+    ]
+
+
+def model_without_weights(given: Mapping[str, Any]) -> nn.Module:
+    """The model that the first stage trains, on the meta device."""
+    # This is imported here, because no other option needs a model before the run.
+    from hf_linear_attention.training.models import empty_model
+
+    return empty_model(given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code")))
+
+
+def stage_runs(preset: Preset, given: Mapping[str, Any]) -> list[tuple[Stage, dict[str, Any]]]:
+    """Each stage with its options; its model is in the folder of the stage before it."""
+    shared = {name: value for name, value in given.items() if name in FACTS and not FACTS[name].is_per_stage}
+    tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
+    stages, model, runs = stages_of(preset, given["task"]), given["model_name_or_path"], []
+    if (size := given.get(BLOCK_SIZE)) is not None:
+        from hf_linear_attention.training.losses.combined_loss import TransferLayers
+
+        stages = in_blocks(stages, TransferLayers(model_without_weights(given)).learning, size)
+    for number, stage in enumerate(stages, 1):
+        folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
+        options = stage_options(stage, shared, tokens)
+        runs.append((stage, {**options, "model_name_or_path": str(model), "output_dir": str(folder)}))
+        model = folder
+    return runs
+
+
+def fit_to(preset: Preset, model: nn.Module) -> Preset:
+    """The preset for a model.
+
+    If the mechanism has no parameters (`nystrom`, `performer`, `window`), the stages that train only the mechanism are
+    left out, and their tokens go to the other stages. If no near and far keys have a common denominator, stages do not
+    compare their shares.
+    """
+    # This imports transformers' models, which `--help` does without.
+    from hf_linear_attention.training.losses.objectives import has_far_share
+
+    stages = preset.stages
+    if not has_far_share(model):
+        stages = {task: [_without(stage, "far_share_weight") for stage in entry] for task, entry in stages.items()}
+    if not any(MECHANISM in name for name, _ in model.named_parameters()):
+        stages = {task: _without_mechanism(entry) for task, entry in stages.items()}
+    return replace(preset, stages=stages)
+
+
+def _without(stage: Stage, option: str) -> Stage:
+    return replace(stage, options={name: value for name, value in stage.options.items() if name != option})
+
+
+def _without_mechanism(stages: list[Stage]) -> list[Stage]:
+    kept = [stage for stage in stages if not is_transfer(stage) and stage.options.get("trainable") != "mechanism"]
+    total = sum(stage.share for stage in kept)
+    return [replace(stage, share=stage.share / total) for stage in kept]

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from hf_linear_attention._common.folders import find_damage, write_checksums
 from hf_linear_attention._common.model_card import HISTORY
-from hf_linear_attention.training.checkpoints.checkpointing import (
+from hf_linear_attention.training.checkpoints import (
     latest_checkpoint,
     list_checkpoints,
     newest_intact_checkpoint,
@@ -108,7 +108,7 @@ def state(content: Any) -> Any:
     [
         (truncate, "model.safetensors", "bytes"),
         (flip_a_bit, "optimizer.pt", "has changed since"),
-        (Path.unlink, "rng-0.pt", "missing"),
+        (Path.unlink, "random_states_0.pkl", "missing"),
         (truncate, "checksums.json", "cannot be read"),
         (checksums([]), "checksums.json", "does not hold"),
         (checksums({}), "checksums.json", "does not list"),
@@ -314,7 +314,7 @@ def test_a_model_is_finished_only_with_its_last_file(
     replace, moved = Path.replace, [0]
     # a file that the alphabet puts behind the report, as other tokenizers have
     monkeypatch.setattr(
-        "hf_linear_attention.training.checkpoints.final_model.copy_sidecars",
+        "hf_linear_attention.training.checkpoints.copy_sidecars",
         lambda _, folder: (folder / "vocab.txt").write_text("a"),
     )
     total = sum(path.is_file() for path in whole.iterdir()) - 1 + 1  # without metrics.jsonl, with vocab.txt
@@ -364,6 +364,7 @@ def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Pat
     assert losses(folders[0]) == losses(folders[1])
     # the test can fail: each process has its own random state
     states = [
-        torch.load(folders[0] / "checkpoint-50" / f"rng-{rank}.pt", weights_only=True)["torch"] for rank in (0, 1)
+        torch.load(folders[0] / "checkpoint-50" / f"random_states_{rank}.pkl", weights_only=False)["torch_manual_seed"]
+        for rank in (0, 1)
     ]
     assert not torch.equal(*states)

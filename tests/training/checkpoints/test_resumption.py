@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention._common.options import OnResume
-from hf_linear_attention.training.arguments import FACTS
-from hf_linear_attention.training.checkpoints.checkpointing import changed_settings
+from hf_linear_attention.training.checkpoints import changed_settings
 from hf_linear_attention.training.loop import TrainingLoop
+from hf_linear_attention.training.recipe import FACTS
 
 
 RESUME = ["--resume_from_checkpoint", "latest"]
@@ -139,13 +139,6 @@ def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_
     assert same_weights(tmp_path / "out", tmp_path / "out" / "checkpoint-10")
     figures = json.loads((tmp_path / "out" / HISTORY).read_text(encoding="utf-8"))["runs"][-1]["metrics"]
     assert figures["eval_samples"] == 60
-
-
-@pytest.mark.parametrize(("patience", "watched"), [(3, ["logging_steps: 10 -> 5"]), (None, [])])
-def test_the_spacing_of_log_lines_matters_where_patience_counts_them(patience: int | None, watched: list[str]) -> None:
-    old, new = ({"logging_steps": steps, "layer_patience": patience} for steps in (10, 5))
-    changed = changed_settings(old, new)
-    assert (changed.fixed, changed.watched, changed.evaluation) == ([], watched, [])
 
 
 @pytest.mark.parametrize(("task", "evaluation"), [("embedding", ["teacher_name_or_path: a -> b"]), ("causal_lm", [])])

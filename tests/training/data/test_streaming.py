@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from hf_linear_attention._common.errors import TrainingError
+from hf_linear_attention.training.data.inputs import StreamedExamples, packed
 from hf_linear_attention.training.data.packing import PackedBlocks
-from hf_linear_attention.training.data.streaming import StreamedExamples, packed
 
 
 Make = Callable[..., StreamedExamples]
@@ -33,7 +33,7 @@ def make(tokenizer: PreTrainedTokenizerFast) -> Make:
 
 
 def texts_of(examples: StreamedExamples, rank: int, world_size: int, count: int, start: int = 0) -> list[list[int]]:
-    batches = examples.batches(start, 1, rank, world_size, None, 0)
+    batches = examples.batches(start, 1, rank, world_size, 0)
     return [batch["input_ids"][0].tolist() for batch in itertools.islice(batches, count)]
 
 

@@ -13,8 +13,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from recipes import recipe_of
 
 from hf_linear_attention._common.errors import TrainingError
-from hf_linear_attention.training.distributed.launching import start_processes
-from hf_linear_attention.training.presets.preset import load_preset
+from hf_linear_attention.training.distributed import start_processes
+from hf_linear_attention.training.presets import load_preset
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import build_parser
 
@@ -27,7 +27,7 @@ PRESETS = sorted((ROOT / "training" / "presets").glob("*.yaml"))
 
 def test_no_yaml_of_the_project_is_left_out() -> None:
     places = ("training", "conversion", "benchmarks", "hf_linear_attention", "model_cards")
-    found = sorted(path for place in places for path in (ROOT / place).rglob("*.y*ml"))
+    found = sorted(path for place in places for path in (ROOT / place).rglob("*.y*ml") if "papers" not in path.parts)
     assert found == sorted([*LAUNCH, *RECIPES, *PRESETS])
     assert (len(LAUNCH), len(RECIPES)) == (7, 11)
     assert PRESETS
@@ -75,7 +75,7 @@ def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.Mo
         return Accelerator(cpu=False, **options)  # what a script without cpu=True gets on a machine without GPU
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hf_linear_attention.training.distributed.launching.Accelerator", apart)
+    monkeypatch.setattr("hf_linear_attention.training.distributed.Accelerator", apart)
     with pytest.raises(TrainingError, match=r"WORLD_SIZE is 2.*connected 1.*launch/cpu2\.yaml"):
         start_processes(recipe)
 
@@ -92,7 +92,7 @@ def test_launches_that_are_not_what_they_say(
     variable: str, value: str, word: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("hf_linear_attention.training.distributed.launching.is_deepspeed_available", lambda: False)
+    monkeypatch.setattr("hf_linear_attention.training.distributed.is_deepspeed_available", lambda: False)
     monkeypatch.setenv(variable, value)
     with pytest.raises(TrainingError, match=word):
         start_processes(recipe)
@@ -133,7 +133,7 @@ def test_shards_and_what_does_not_go_with_them(recipe: Recipe, monkeypatch: pyte
 
 
 def test_deepspeed_and_what_does_not_go_with_it(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_linear_attention.training.distributed.launching.is_deepspeed_available", lambda: True)
+    monkeypatch.setattr("hf_linear_attention.training.distributed.is_deepspeed_available", lambda: True)
     settings = {"ZERO_STAGE": "1", "CONFIG_FILE": "own.json", "OFFLOAD_OPTIMIZER_DEVICE": "cpu"}
     for name, value in settings.items():
         monkeypatch.setenv(f"ACCELERATE_DEEPSPEED_{name}", value)

@@ -49,8 +49,8 @@ def test_two_processes_equal_one(
         assert mine == pytest.approx(yours, rel=5e-5)
     weights, others = load_file(two / "model.safetensors"), load_file(one / "model.safetensors")
     assert all((weights[name] - others[name]).abs().max() < 5e-5 for name in others)
-    saved = sorted(path.name for path in (two / "checkpoint-3").glob("rng-*.pt"))
-    assert saved == ["rng-0.pt", "rng-1.pt"]
-    generators = [torch.load(two / "checkpoint-3" / name, weights_only=True)["torch"] for name in saved]
+    saved = sorted(path.name for path in (two / "checkpoint-3").glob("random_states_*.pkl"))
+    assert saved == ["random_states_0.pkl", "random_states_1.pkl"]
+    generators = [torch.load(two / "checkpoint-3" / name, weights_only=False)["torch_manual_seed"] for name in saved]
     assert not torch.equal(*generators)
     assert os.path.exists(two / "README.md")

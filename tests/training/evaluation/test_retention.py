@@ -1,16 +1,54 @@
-"""The figures of conversion quality against independent forms."""
+"""The figures of conversion quality against loops over windows, and against searches that look everywhere."""
 
 from __future__ import annotations
 
+import math
+import statistics
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, BertModel, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+)
 
 from hf_linear_attention import convert
 from hf_linear_attention.training.data.batches import pad
-from hf_linear_attention.training.evaluation.retention import compare, compare_embeddings, embed, without_far
-from hf_linear_attention.training.losses.outputs import mean_pooled
+from hf_linear_attention.training.data.packing import Documents, FirstExamples, StreamWindows
+from hf_linear_attention.training.evaluation import retention
+from hf_linear_attention.training.evaluation.retention import (
+    SeparateWindows,
+    batches_of,
+    bucket_edges,
+    compare,
+    distance_edges,
+    grams_in,
+    longest_window,
+    most_positions,
+    nats_of,
+    position_buckets,
+    recall_buckets,
+    recall_distances,
+    repeats,
+    running_text,
+    target_positions,
+    without_far,
+)
+
+
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+STREAM = np.random.default_rng(0).integers(5, 300, 150)
+RANDOM = np.random.default_rng(0)
+# Few tokens, so that 4-grams come again.
+HELD_OUT = RANDOM.integers(3, 6, 300)
+TRAINING = [RANDOM.integers(3, 6, length) for length in (700, 3, 0, 900)]
 
 
 @pytest.fixture
@@ -85,20 +123,143 @@ def test_an_equal_model_has_no_gap(teacher) -> None:
     assert "gap_closed" not in figures
 
 
-def test_embeddings(bert_teacher: str) -> None:
-    teacher = BertModel.from_pretrained(bert_teacher).eval()
-    student = convert(teacher, mechanism="linear")
-    mine, yours = (embed(model, batches()) for model in (student, teacher))
-    assert torch.equal(embed(AutoModel.from_pretrained(bert_teacher).eval(), batches()), yours)
-    (batch,) = batches()
-    hidden = teacher(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-    torch.testing.assert_close(yours, F.normalize(mean_pooled(hidden, batch["attention_mask"]), dim=-1))
-    assert compare_embeddings(mine, yours)["cosine"] == pytest.approx(F.cosine_similarity(mine, yours).mean().item())
+@torch.no_grad()
+@pytest.mark.parametrize("bos", [1, None])
+def test_buckets_are_those_of_a_loop_over_windows(llama_teacher: str, bos: int | None) -> None:
+    teacher = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
+    student = convert(teacher, mechanism="window", window_size=6)
+    models = {"teacher": teacher, "student": student}
+    batches = batches_of(SeparateWindows(STREAM, 40, bos), 40, 0)
+    nats = {name: nats_of(model, batches) for name, model in models.items()}
+    edges = [0, 4, 16, 40]
+    found = position_buckets(target_positions(batches), nats, edges, [("student", "teacher"), ("student", "absent")])
+
+    expected: list[tuple[int, dict[str, float]]] = []  # position of every target, and its nats by model
+    body = 39 if bos == 1 else 40
+    for start in range(0, 150 - body + 1, body):
+        ids = torch.tensor([([] if bos is None else [bos]) + STREAM[start : start + body].tolist()])
+        logits = {name: model(ids).logits[0].log_softmax(-1) for name, model in models.items()}
+        for place in range(39):
+            expected.append((place, {name: -logits[name][place, ids[0, place + 1]].item() for name in models}))
+    assert len(expected) == 3 * 39
+    for bucket, first, end in zip(found, edges[:-1], edges[1:], strict=True):
+        part = [values for place, values in expected if first <= place < end]
+        assert (bucket["from"], bucket["to"], bucket["targets"]) == (first, end, len(part))
+        for name in models:
+            assert bucket[name] == pytest.approx(statistics.mean(values[name] for values in part), rel=1e-5)
+        differences = [values["student"] - values["teacher"] for values in part]
+        pair = bucket["student_minus_teacher"]
+        assert pair["mean"] == pytest.approx(statistics.mean(differences), abs=1e-5)
+        error = statistics.stdev(differences) / math.sqrt(len(part))
+        assert pair["standard_error"] == pytest.approx(error, rel=1e-4, abs=1e-6)
+        assert "student_minus_absent" not in bucket
 
 
-def test_neighbours() -> None:
-    """Texts 0 and 1 are nearest to each other for both; 2 and 3 change partners."""
-    yours = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]]), dim=-1)
-    mine = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.6, 1.0], [-1.0, 1.0]]), dim=-1)
-    assert compare_embeddings(yours, yours) == pytest.approx({"cosine": 1, "cosine_min": 1, "same_neighbour": 1})
-    assert compare_embeddings(mine, yours)["same_neighbour"] == 0.75
+def test_full_windows_alone_and_every_token_once() -> None:
+    windows = SeparateWindows(STREAM, 41, 1)
+    assert len(windows) == 3
+    assert windows.lengths.tolist() == [40, 40, 40]
+    tokens = np.concatenate([windows[index]["input_ids"][1:] for index in range(3)])
+    assert (tokens == STREAM[:120]).all()
+    assert all(windows[index]["input_ids"][0] == 1 and windows[index]["labels"][0] == -100 for index in range(3))
+
+
+def test_the_length_is_the_least_of_what_ends_it() -> None:
+    assert longest_window(512, 100_000, 16_384, None) == (4096, "8 times the trained length")
+    assert longest_window(512, 3000, 16_384, None) == (3000, "the text")
+    assert longest_window(4096, 100_000, 16_384, None) == (16_384, "`--max_eval_length`")
+    assert longest_window(512, 100_000, 16_384, 1024) == (1024, "the last position that the model has")
+
+
+def test_edges_are_powers_of_two_times_the_trained_length() -> None:
+    assert bucket_edges(512, 4096) == [0, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert bucket_edges(100, 350) == [0, 12, 25, 50, 100, 200, 350]
+    assert bucket_edges(512, 100) == [0, 64, 100]
+
+
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        (LlamaConfig(hidden_size=32, intermediate_size=64, max_position_embeddings=64, **SIZES), False),
+        (GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=64, vocab_size=64), True),
+        (OPTConfig(hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, max_position_embeddings=64, **SIZES), True),
+        (GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=8, n_positions=64, vocab_size=100), True),
+        (BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64), False),
+    ],
+)
+def test_a_table_of_positions_ends_where_it_ends(config, ends: bool) -> None:
+    """Also where other tensors have as many rows: the vocabulary, or a projection."""
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert most_positions(model) == (64 if ends else None)
+    if ends:
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, 65), 5))
+
+
+def test_the_text_that_examples_are_cut_from() -> None:
+    examples = StreamWindows(STREAM, 40, 1)
+    assert (running_text(examples) == STREAM).all()
+    first = FirstExamples(examples, 2)
+    assert (running_text(first) == STREAM[: first.lengths.sum()]).all()
+    documents = Documents([STREAM[:10], STREAM[50:53]], "tokens")
+    assert (running_text(documents) == np.concatenate([STREAM[:10], STREAM[50:53]])).all()
+
+
+def test_one_target_has_no_standard_error() -> None:
+    nats = {"student": torch.tensor([1.0, 2.0]), "teacher": torch.tensor([0.5, 1.0])}
+    first, second = position_buckets(torch.tensor([0, 9]), nats, [0, 5, 10], [("student", "teacher")])
+    assert first["student_minus_teacher"]["mean"] == 0.5
+    assert math.isnan(first["student_minus_teacher"]["standard_error"])
+    assert second["student"] == 2.0
+
+
+def test_distances_are_those_of_a_naive_search() -> None:
+    examples = StreamWindows(HELD_OUT, 64, 1)
+    found = recall_distances(repeats(examples), TRAINING)
+    expected = []
+    for index in range(len(examples)):
+        ids, labels = (examples[index][name].tolist() for name in ("input_ids", "labels"))
+        for end in range(1, len(ids)):
+            if labels[end] == -100:
+                continue
+            gram = ids[max(0, end - 3) : end + 1]
+            before = [other for other in range(3, end) if ids[other - 3 : other + 1] == gram]
+            count = sum(document[start : start + 4].tolist() == gram for document in TRAINING for start in range(900))
+            is_rare_repeat = len(gram) == 4 and before and count <= 20
+            expected.append(end - before[-1] if is_rare_repeat else 0)
+    assert found.tolist() == expected
+    assert len(expected) == len(HELD_OUT)
+    assert 20 < sum(distance > 0 for distance in expected) < 250  # some repeats are not rare, some targets none
+
+
+def test_documents_are_counted_apart() -> None:
+    gram = (3, 4, 5, 3)
+    assert grams_in([[3, 4, 5, 3, 4, 5, 3], [3, 4], [5, 3]], {gram}) == {gram: 2}
+
+
+def test_the_share_of_the_gap_needs_targets_and_a_gap(monkeypatch) -> None:
+    distance = torch.tensor([0, 60, 60, 130, 127, 130])
+    nats = {
+        "teacher": torch.tensor([9.0, 1.0, 1.0, 2.0, 1.0, 2.0]),
+        "student": torch.tensor([9.0, 1.5, 2.5, 2.5, 2.0, 2.5]),
+        "same_bytes": torch.tensor([9.0, 3.0, 3.0, 2.0, 3.0, 2.0]),
+    }
+    first, second = recall_buckets(distance, nats, [56, 128, 256], "same_bytes")
+    assert (first["targets"], second["targets"]) == (3, 2)
+    assert first["student"] == pytest.approx(2.0)
+    assert first["closed"] is second["closed"] is None  # few targets
+    monkeypatch.setattr(retention, "FEWEST_TARGETS", 2)
+    first, second = recall_buckets(distance, nats, [56, 128, 256], "same_bytes")
+    assert first["closed"] == pytest.approx(0.5)
+    assert second["closed"] is None  # no gap
+    (empty,) = recall_buckets(distance, nats, [256, 512], "same_bytes")
+    assert empty["targets"] == 0
+    assert math.isnan(empty["student"])
+    (alone,) = recall_buckets(distance, {"teacher": nats["teacher"]}, [56, 128], "same_bytes")
+    assert "closed" not in alone
+
+
+def test_edges_go_up_to_the_length() -> None:
+    assert distance_edges(512) == [56, 128, 256, 512]
+    assert distance_edges(300) == [56, 128, 256, 300]
+    assert distance_edges(48) == []

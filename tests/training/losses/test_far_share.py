@@ -13,10 +13,10 @@ from torch import Tensor
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.training.losses import far_share
+from hf_linear_attention.training.losses import objectives as far_share
 from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.losses.far_share import share_divergence
-from hf_linear_attention.training.presets.preset import fit_to, load_preset
+from hf_linear_attention.training.losses.objectives import share_divergence
+from hf_linear_attention.training.presets import fit_to, load_preset
 
 
 WINDOW, SINKS = 5, 2

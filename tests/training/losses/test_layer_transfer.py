@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.losses.layer_transfer import TransferLayers
 
 
 TRANSFER = ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--logging_steps", 1, "--max_grad_norm", 0]
@@ -76,37 +74,6 @@ def test_block_by_block_is_all_at_once(finetune, options: list[Any], llama_teach
         torch.testing.assert_close(blocks[name], value, rtol=0, atol=1e-4)
 
 
-def test_without_a_lower_error_a_layer_stops(caplog: pytest.LogCaptureFixture, converted: Path) -> None:
-    layers = TransferLayers(AutoModelForCausalLM.from_pretrained(converted), patience=2)
-    for errors in ({0: 1.0, 1: 1.0}, {0: 0.9, 1: 1.1}, {0: 0.8, 1: 1.0}):
-        layers.note(errors)
-    assert layers.learning == [0]
-    again = TransferLayers(AutoModelForCausalLM.from_pretrained(converted), patience=2)
-    again.load_state_dict(layers.state_dict())
-    for restored in (layers, again):
-        restored.note({0: 0.85})
-        assert not restored.is_over
-        restored.note({0: 0.8})
-        assert restored.is_over
-
-
-def test_a_run_ends_when_no_layer_learns_and_resumes_exactly(finetune, options: list[Any], tmp_path: Path) -> None:
-    """The batches differ by more than the layers learn, so none gets better for long."""
-    options = [*options, *TRANSFER, "--max_train_steps", 40, "--layer_patience", 3]
-    out, options = tmp_path / "whole", [*options, "--checkpointing_steps", 2]
-    steps = [event for event in finetune(*options, output_dir=out) if "loss" in event]
-    assert 3 <= len(steps) < 40
-    one_stopped = [event["step"] for event in steps if sum("layer_" in name for name in event) == 1]
-    assert one_stopped
-    checkpoint = max(2, one_stopped[0] // 2 * 2)
-    shutil.copytree(out, tmp_path / "resumed")
-    resume = ["--resume_from_checkpoint", tmp_path / "resumed" / f"checkpoint-{checkpoint}"]
-    again = [event for event in finetune(*options, *resume, output_dir=tmp_path / "resumed") if "loss" in event]
-    assert again[-1] | {"tokens_per_second": 0} == steps[-1] | {"tokens_per_second": 0}
-    mine, yours = weights(out), weights(tmp_path / "resumed")
-    assert all(torch.equal(mine[name], yours[name]) for name in mine)
-
-
 def test_a_model_on_disk_learns_the_same(finetune, options: list[Any], files: Path, tmp_path: Path) -> None:
     options = [*options, *TRANSFER, "--max_train_steps", 4, "--checkpointing_steps", 2]
     options += ["--validation_file", files / "valid.txt", "--max_eval_tokens", 200]
@@ -129,7 +96,6 @@ def test_a_model_on_disk_learns_the_same(finetune, options: list[Any], files: Pa
     [
         (["--transfer_layers", "all"], 2, "such as 0,2,4-7"),
         (["--transfer_layers", "0,5"], 2, "layers 5 are not converted; choose from 0, 1"),
-        (["--layer_patience", 0], 2, "it must be 1 or more"),
         (["--layers_per_block", 2], 2, "needs `--preset`"),
     ],
 )
@@ -141,7 +107,6 @@ def test_what_cannot_be_meant_is_refused(
 
 
 def test_without_transfer_the_options_are_refused(finetune, options: list[Any], capsys) -> None:
-    finetune(*options, "--layer_patience", 3, "--transfer_layers", "0", expect=2)
+    finetune(*options, "--transfer_layers", "0", expect=2)
     error = capsys.readouterr().err
-    assert "--layer_patience 3` needs `--attention_transfer_weight`" in error
     assert "--transfer_layers 0` needs `--attention_transfer_weight`" in error

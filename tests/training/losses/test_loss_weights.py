@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.losses.layer_transfer import TransferLayers
+from hf_linear_attention.training.losses.combined_loss import (
+    OBJECTIVES,
+    StudentWithObjectives,
+    build_objectives,
+)
 from hf_linear_attention.training.losses.teacher import Teacher
 
 
@@ -90,33 +93,6 @@ def converted(llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_the_weight_reaches_optimizer_and_log(
-    name: str, finetune, converted: str, bert: str, bert_teacher: str, llama_teacher: str, files: Path, tmp_path: Path
-) -> None:
-    """The norm of the gradients of the first step, before clipping, and the logged loss grow with the weight."""
-    is_embedding = name == "embedding"
-    task, model, original = (
-        ("embedding", bert, bert_teacher) if is_embedding else ("causal_lm", converted, llama_teacher)
-    )
-    options: list[Any] = ["--model_name_or_path", model, "--task", task, "--train_file", files / "train.txt"]
-    options += ["--max_length", 32, "--max_train_steps", 1, "--logging_steps", 1, "--gradient_accumulation_steps", 2]
-    if name in OBSERVING:
-        options += ["--trainable", "mechanism"]
-        if name == "far_share":  # it needs the other, which is nothing beside it
-            options += ["--attention_transfer_weight", 1e-12]
-    elif name != "task_loss":
-        options += ["--teacher_name_or_path", original, "--task_loss_weight", 0]
-        others = {"hidden_state", "embedding"} if is_embedding else {"logits_kl"}
-        options += [word for other in others - {name} for word in (f"--{other}_weight", 0)]
-    events = [
-        finetune(*options, f"--{name}_weight", weight, output_dir=tmp_path / str(weight))[-1] for weight in (1, 12)
-    ]
-    assert events[0]["loss"] == pytest.approx(events[0][name], rel=1e-6)
-    for figure, factor in (("loss", 12), ("grad_norm", 12), (name, 1)):
-        assert events[1][figure] == pytest.approx(factor * events[0][figure], rel=1e-4), figure
-
-
 def test_the_logged_loss_is_the_mean_of_what_was_minimised(
     finetune, converted: str, llama_teacher: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,15 +112,3 @@ def test_the_logged_loss_is_the_mean_of_what_was_minimised(
     assert len(minimised) == 3
     assert event["loss"] == pytest.approx(sum(minimised) / 3, rel=1e-6)
     assert event["loss"] == pytest.approx(0.25 * event["task_loss"] + 7 * event["logits_kl"], rel=1e-5)
-
-
-def test_the_error_by_which_a_layer_stops_is_weighted_like_the_loss(
-    finetune, converted: str, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted: list[dict[int, float]] = []
-    monkeypatch.setattr(TransferLayers, "note", lambda self, errors: noted.append(dict(errors)))
-    options = ["--model_name_or_path", converted, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
-    options += ["--max_length", 32, "--max_train_steps", 1, "--trainable", "mechanism", "--layer_patience", 1]
-    (event,) = finetune(*options, "--attention_transfer_weight", 0.25, "--attention_map_weight", 7)
-    own = {n: 0.25 * event[f"attention_transfer.layer_{n}"] + 7 * event[f"attention_map.layer_{n}"] for n in (0, 1)}
-    assert noted == [pytest.approx(own, rel=1e-6)]

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.losses.teacher_windows import TeacherWindows, windows_for
+from hf_linear_attention.training.losses.teacher import Teacher, TeacherWindows, windows_for
 
 
 SIZE, BEFORE, AFTER = 16, 1, 2  # the positions of the teacher; special tokens before and after every text

@@ -19,13 +19,14 @@ from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassifi
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.state_budget import with_budget
-from hf_linear_attention.training.context import RunContext
-from hf_linear_attention.training.presets import preset as presets
-from hf_linear_attention.training.presets.preset import FOLDER, load_preset, preset_names, stage_arguments
-from hf_linear_attention.training.presets.stages import run_stages
-from hf_linear_attention.training.recipe_parser import parse_preset
+from hf_linear_attention.training import presets
+from hf_linear_attention.training.loop import RunContext
+from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_options
+from hf_linear_attention.training.recipe_parser import parse_options
+from hf_linear_attention.training.run import run_stages
 
 
+ROOT = Path(__file__).resolve().parents[3]
 CLASSES = {
     "masked_lm": BertForMaskedLM,
     "embedding": BertModel,
@@ -47,7 +48,10 @@ def data(files: Path) -> list[str]:
     return ["--train_file", f"{files}/train.jsonl", "--max_length", "32", "--max_train_tokens", "800"]
 
 
-@pytest.mark.parametrize("name", preset_names())
+PAPERS = sorted(str(path) for path in (ROOT / presets.PAPERS).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", [*preset_names(), *PAPERS])
 def test_a_preset_is_whole(name: str) -> None:
     preset = load_preset(name)
     assert preset.version >= 1
@@ -57,29 +61,16 @@ def test_a_preset_is_whole(name: str) -> None:
         assert sum(stage.share for stage in stages) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", [*preset_names(), *PAPERS])
 def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task: Path, tmp_path: Path) -> None:
     for task in load_preset(name).stages:
         words = [f"--preset={name}", f"--task={task}", "--model_name_or_path=m", "--teacher_name_or_path=t"]
-        assert parse_preset([*words, f"--train_file={any_task}", f"--output_dir={tmp_path / 'o'}"])
+        assert parse_options([*words, f"--train_file={any_task}", f"--output_dir={tmp_path / 'o'}"])
 
 
-def test_both_stages_are_run_and_told(finetune, converted: list[str], data: list[str], tmp_path: Path) -> None:
-    finetune("--preset", "default", *converted, *data)
-    out = tmp_path / "out"
-    runs = json.loads((out / "training_report.json").read_text())["runs"]
-    assert [run["training"].get("attention_transfer_weight") for run in runs] == [1.0, None]
-    assert [run["training"].get("logits_kl_weight") for run in runs] == [None, 1.0]
-    shares = [stage.share for stage in load_preset("default").stages["causal_lm"]]
-    for run, share in zip(runs, shares):
-        assert 800 * share <= run["training"]["tokens"] < 800 * share + 64
-    card = (out / "README.md").read_text()
-    assert "Run 1 of 1 before it" in card
-    assert "attention_transfer_weight" in card
-    assert (out / "stages" / "1-transfer" / "config.json").is_file()
-
-
-@pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
+@pytest.mark.parametrize(
+    "name", [name for name in (*preset_names(), *PAPERS) if "causal_lm" in load_preset(name).stages]
+)
 def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
     stock = LlamaForCausalLM.from_pretrained(llama_teacher)
     model = convert(
@@ -88,60 +79,26 @@ def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data:
     model.save_pretrained(tmp_path / "student")
     AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
     models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
-    finetune("--preset", name, *models, "--task", "causal_lm", *data)
+    finetune("--preset" if name in preset_names() else "--config", name, *models, "--task", "causal_lm", *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     assert len(runs) == len(load_preset(name).stages["causal_lm"])
 
 
-def run_linformer(
-    finetune, name: str, model_class: type, task: str, teacher: str, data: list[Any], folder: Path
-) -> Any:
-    """The model after the stages of a preset, and the figures of each stage; its rows are longer than the slots."""
-    settings = load_preset(name).settings["bidirectional"]
-    model = convert(model_class.from_pretrained(teacher), **settings, projection_size=4)
-    model.save_pretrained(folder / "student")
-    AutoTokenizer.from_pretrained(teacher).save_pretrained(folder / "student")
-    models = ["--model_name_or_path", folder / "student", "--teacher_name_or_path", teacher]
-    finetune("--preset", name, *models, "--task", task, *data, "--max_length", 32, "--max_train_tokens", 800)
-    runs = json.loads((folder / "out" / "training_report.json").read_text())["runs"]
-    assert len(runs) == len(load_preset(name).stages[task])
-    return model, [run["training"] for run in runs]
-
-
-def test_the_published_linformer_preset_runs(finetune, masked_teacher: str, files: Path, tmp_path: Path) -> None:
-    data = ["--train_file", files / "train.jsonl"]
-    _, (run,) = run_linformer(finetune, "cald-linformer", BertForMaskedLM, "masked_lm", masked_teacher, data, tmp_path)
-    assert run["hidden_state_layers"] == "all"
-
-
-@pytest.mark.parametrize(("task", "model_class"), [("masked_lm", BertForMaskedLM), ("embedding", BertModel)])
-def test_the_linformer_preset_trains_e_and_f_and_then_everything(
-    finetune, task: str, model_class: type, masked_teacher: str, files: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("linformer", "masked_lm"),
+        ("linformer", "embedding"),
+        ("performer", "masked_lm"),
+        ("performer", "embedding"),
+        ("performer", "sequence_classification"),
+        ("cald-linformer", "masked_lm"),
+    ],
+)
+def test_the_stages_of_an_encoder(
+    name: str, task: str, finetune, masked_teacher: str, files: Path, tmp_path: Path
 ) -> None:
-    data = ["--train_file", files / "train.jsonl"]
-    model, runs = run_linformer(finetune, "linformer", model_class, task, masked_teacher, data, tmp_path)
-    assert [run.get("attention_transfer_weight") for run in runs] == [1.0, None]
-    before = model.state_dict()
-    middle, after = (load_file(tmp_path / "out" / part / "model.safetensors") for part in ("stages/1-transfer", "."))
-    for number in range(model.config.num_hidden_layers):
-        layer = f"{model.base_model_prefix}." if task == "masked_lm" else ""
-        layer += f"encoder.layer.{number}.attention.self."
-        for name in ("key_projection", "value_projection"):
-            start, transferred, last = (state[f"{layer}linear_attention.{name}"] for state in (before, middle, after))
-            assert not start.any()
-            assert transferred.isfinite().all()
-            assert transferred.any()
-            assert not torch.equal(transferred, last)
-        query = f"{layer}query.weight"
-        assert torch.equal(before[query], middle[query])
-        assert not torch.equal(middle[query], after[query])
-
-
-@pytest.mark.parametrize("task", ["masked_lm", "embedding", "sequence_classification"])
-def test_the_performer_preset_learns_the_geometry_of_encoders(
-    task: str, finetune, masked_teacher: str, files: Path, tmp_path: Path
-) -> None:
-    """Both stages are run, and the first changes the geometry alone."""
+    """The first of two stages trains the parameters of the mechanisms alone, and the second all others too."""
     teacher, kind = masked_teacher, "jsonl"
     if task == "sequence_classification":
         teacher, kind = str(tmp_path / "teacher"), "tsv"
@@ -149,19 +106,29 @@ def test_the_performer_preset_learns_the_geometry_of_encoders(
             masked_teacher, id2label={0: "long", 1: "short"}, label2id={"long": 0, "short": 1}
         ).save_pretrained(teacher)
         AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(teacher)
-    model = convert(CLASSES[task].from_pretrained(teacher), **load_preset("performer").settings["bidirectional"])
-    model.save_pretrained(tmp_path / "student")
-    AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(tmp_path / "student")
-    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", teacher]
+    option = "--preset"
+    if name not in preset_names():
+        option, name = "--config", str(ROOT / presets.PAPERS / f"{name}.yaml")
+    settings = dict(load_preset(name).settings["bidirectional"])
+    settings |= {"projection_size": 4} if settings["mechanism"] == "linformer" else {}  # rows are longer than that
+    student = tmp_path / "student"
+    convert(CLASSES[task].from_pretrained(teacher), **settings).save_pretrained(student)
+    AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(student)
     # Several steps, because the first of a schedule has the rate 0.
     data = ["--train_file", files / f"train.{kind}", "--max_length", 32, "--max_train_tokens", 4000]
-    finetune("--preset", "performer", *models, "--task", task, *data)
+    models = ["--model_name_or_path", student, "--teacher_name_or_path", teacher]
+    finetune(option, name, *models, "--task", task, *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
-    assert [run["training"].get("attention_transfer_weight") for run in runs] == [1.0, None]
-    before = load_file(tmp_path / "student" / "model.safetensors")
-    after = load_file(tmp_path / "out" / "stages" / "1-transfer" / "model.safetensors")
-    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if ".geometry." in name}
+    stages = load_preset(name).stages[task]
+    assert [run["training"].get("attention_transfer_weight") for run in runs] == ([1.0, None] if stages[1:] else [None])
+    folders = [student, tmp_path / "out" / "stages" / "1-transfer", tmp_path / "out"]
+    if len(stages) == 2:
+        before, middle, after = (load_file(folder / "model.safetensors") for folder in folders)
+        changed = {key for key, tensor in middle.items() if not torch.equal(tensor, before[key])}
+        assert changed == {
+            key for key in before if ".geometry." in key or key.endswith(("key_projection", "value_projection"))
+        }
+        assert any(not torch.equal(middle[key], after[key]) for key in before.keys() - changed)
 
 
 def test_a_killed_run_goes_on_with_the_stage_it_was_in(
@@ -241,17 +208,17 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
         folder.mkdir(parents=True)
         (folder / "training_report.json").write_text('{"runs": [{"metrics": {}}]}')
     words = ["--preset=default", *converted, *data, f"--output_dir={out}"]
-    preset, given = parse_preset([*words, "--overwrite_output_dir=true"])
+    preset, given = parse_options([*words, "--overwrite_output_dir=true"])
 
     def killed(recipe, known):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_stages(preset, given, lambda words: words, killed)
+        run_stages(preset, given, killed)
     started = []
     resumed = {**given, "resume_from_checkpoint": "latest"}
     del resumed["overwrite_output_dir"]
-    run_stages(preset, resumed, lambda words: None, lambda recipe, known: started.append(recipe) or {"figure": 1.0})
+    run_stages(preset, resumed, lambda recipe, known: started.append(recipe) or {"figure": 1.0})
     assert len(started) == 2
 
 
@@ -259,13 +226,14 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
     ("options", "words"),
     [
         (["--preset", "best"], ["--preset best", "default"]),
+        (["--preset", "lolcats"], ["--preset lolcats", "benchmarks/papers/recipes/lolcats.yaml"]),
         (["--preset", "default", "--learning_rate", "-1"], ["--learning_rate -1.0", "above 0"]),
         (["--preset", "default", "--output_dir", "."], ["is not empty"]),
     ],
 )
 def test_refusals(options: list[str], words: list[str], converted, data, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
-        parse_preset([*converted, *data, "--output_dir", str(tmp_path / "o"), *options])
+        parse_options([*converted, *data, "--output_dir", str(tmp_path / "o"), *options])
     for word in words:
         assert word in str(error.value)
 
@@ -276,24 +244,15 @@ def test_a_task_without_stages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     monkeypatch.setattr(presets, "FOLDER", tmp_path)
     with pytest.raises(UsageError, match=r"no stages for `--task masked_lm`.*causal_lm"):
-        parse_preset(["--preset=small", "--task=masked_lm", "--model_name_or_path=m", "--output_dir=o"])
+        parse_options(["--preset=small", "--task=masked_lm", "--model_name_or_path=m", "--output_dir=o"])
 
 
 def test_the_command_line_wins_over_the_stages() -> None:
     (transfer, distil) = load_preset("default").stages["causal_lm"]
     given = {"task": "causal_lm", "teacher_name_or_path": "t", "learning_rate": 3.0, "logging_steps": 7}
-    assert "--learning_rate=3.0" in stage_arguments(distil, given, 100)
-    assert not any(word.startswith(("--learning_rate", "--teacher")) for word in stage_arguments(transfer, given, 100))
-    assert "--logging_steps=7" in stage_arguments(transfer, given, 100)
-
-
-def test_presets_are_listed_in_the_package_data() -> None:
-    import tomllib
-
-    project = tomllib.loads((Path(presets.__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "*.yaml" in project["tool"]["setuptools"]["package-data"]["hf_linear_attention.training.presets"]
-    for path in FOLDER.glob("*.yaml"):
-        assert yaml.safe_load(path.read_text(encoding="utf-8"))["version"]
+    assert stage_options(distil, given, 100)["learning_rate"] == 3
+    assert not {"learning_rate", "teacher_name_or_path"} & stage_options(transfer, given, 100).keys()
+    assert stage_options(transfer, given, 100)["logging_steps"] == 7
 
 
 def test_what_learns_nothing_from_transfer_goes_without(
@@ -317,7 +276,7 @@ def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], t
         "hf_linear_attention.training.recipe_parser.load_preset", lambda name: dataclasses.replace(whole, stages=stages)
     )
     words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
-    for option in ("layers_per_block", "layer_patience"):
+    for option in ("layers_per_block", "transfer_layers"):
         with pytest.raises(UsageError, match=f"`--{option}` has no effect in any stage of `--preset default`"):
-            parse_preset([*words, f"--{option}=1"])
-    assert parse_preset(words) is not None
+            parse_options([*words, f"--{option}=1"])
+    assert isinstance(parse_options(words), tuple)

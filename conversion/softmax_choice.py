@@ -1,0 +1,484 @@
+"""`--softmax_layers` and `--softmax_heads`: what keeps softmax attention, as a list or as `auto:K`.
+
+Layers: for each layer, softmax is restored in this layer only, and the K layers that bring the student nearest the
+teacher keep softmax. The ranking is by the KL divergence of the model's output, not by the error of the layer itself:
+on RULER the latter chose worse than evenly spaced layers (KL-guided hybrid distillation, ICLR 2026). Without a preset,
+the layers are ranked on the untrained student. With a preset, they are ranked before its last stage, on the student
+that the earlier stages have trained with linear attention in all layers (that paper also ranks after distillation).
+
+Heads: the heads of the original model are ranked by ablation. In one head at a time, the untrained mechanism replaces
+softmax, and the loss rises by what the head contributes. There are two losses: that of random tokens that are repeated
+once, where only a model that finds the earlier token can predict the second copy (Elhage 2021, induction heads), and
+that of text, if there is a file of it. The K heads with the largest sum of both rises keep softmax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_linear_attention import softmax_attention
+from hf_linear_attention._common.devices import computing_device
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.layers import parse_layers
+from hf_linear_attention._common.logs import progress
+from hf_linear_attention._common.model_card import REPORT
+from hf_linear_attention._common.special_tokens import special_tokens
+from hf_linear_attention.attention.softmax_heads import keep_softmax_heads
+from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
+from hf_linear_attention.conversion.calibration_data import RealInputs
+from hf_linear_attention.conversion.options import ConversionArguments
+from hf_linear_attention.conversion.plan import Plan, make_plan
+from hf_linear_attention.conversion.source import Source
+from hf_linear_attention.conversion.verification import divergence
+from hf_linear_attention.layer_ranges import with_softmax_heads
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.batches import Batch
+from hf_linear_attention.training.losses.outputs import run_model
+
+
+logger = logging.getLogger(__name__)
+
+
+AUTO = "auto:"
+# The names of the choices in conversion_report.json.
+CHOICE, KEPT_HEADS = "softmax_layers", "softmax_heads"
+RANKING_TOKENS = 8192  # for layers
+TEXT_TOKENS = 2048  # for heads
+# The random sequences: long enough that a window does not hold both copies, short enough for every model.
+NUM_SEQUENCES, COPY_LENGTH = 8, 96
+MAX_LISTED_HEADS = 12
+
+
+def _k_of(text: str) -> int:
+    """K of `auto:K`; 0 if K is not a number."""
+    number = text.removeprefix(AUTO)
+    return int(number) if number.isascii() and number.isdecimal() else 0
+
+
+def ranking_file(arguments: ConversionArguments) -> str | None:
+    """The file to rank layers and heads on, or None."""
+    return arguments.calibration_file or arguments.train_file
+
+
+# ---- Layers
+
+
+def is_automatic(arguments: ConversionArguments) -> bool:
+    """Whether `--softmax_layers` has the form `auto:K`."""
+    return (arguments.softmax_layers or "").startswith(AUTO)
+
+
+def count_of(arguments: ConversionArguments) -> int:
+    """K of `--softmax_layers auto:K`; 0 if K is not a number."""
+    return _k_of(str(arguments.softmax_layers))
+
+
+def check_softmax_layers(arguments: ConversionArguments, plan: Plan) -> None:
+    """Check that the layers can be ranked, if `--softmax_layers` is `auto:K`.
+
+    Raises:
+        UsageError: naming every reason why they cannot.
+    """
+    if not is_automatic(arguments):
+        return
+    option, problems = f"`--softmax_layers {arguments.softmax_layers}`", []
+    if not 1 <= count_of(arguments) < len(plan.layers):
+        problems.append(
+            f"{option}: K must be from 1 to {len(plan.layers) - 1}, because there are {len(plan.layers)} layers to "
+            "convert"
+        )
+    if plan.stock_class.main_input_name != "input_ids" or plan.config.is_encoder_decoder:
+        problems.append(
+            f"{option} ranks the layers of text models other than encoder-decoders, and {plan.stock_class.__name__} is "
+            "not such a model; give a list such as 0,5"
+        )
+    elif ranking_file(arguments) is None:
+        problems.append(f"{option} ranks the layers on text; give a `--calibration_file` (or a `--train_file`)")
+    if problems:
+        raise UsageError(*problems)
+
+
+def listed_layers(text: str, plan: Plan) -> list[int]:
+    """The layers that `text` names.
+
+    Raises:
+        UsageError: if it is not a list of layer numbers, or names a layer that is not to be converted.
+    """
+    try:
+        layers = parse_layers(text)
+    except ValueError:
+        layers = text
+    converted = [layer.layer for layer in plan.layers]
+    if isinstance(layers, str):
+        raise UsageError(f"`--softmax_layers {text}`: give a list such as 0,5 or 2-4, or auto:K")
+    if wrong := sorted(set(layers) - set(converted)):
+        raise UsageError(
+            f"`--softmax_layers {text}`: {wrong} are not among the layers to convert; choose from {converted}"
+        )
+    return layers
+
+
+def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, layers: list[int]) -> Plan:
+    """The plan in which `layers` stay softmax."""
+    left = [layer.layer for layer in plan.layers if layer.layer not in layers]
+    return _with_settings(_for_layers(plan.settings, left), source, arguments)
+
+
+def _with_settings(settings: Any, source: Source, arguments: ConversionArguments) -> Plan:
+    options = arguments.trust_remote_code, arguments.dtype, arguments.positions
+    return make_plan(source, settings, *options)
+
+
+def _for_layers(settings: Any, layers: list[int]) -> Any:
+    """The settings of a model of which only `layers` remain converted."""
+    entries = [
+        {
+            **entry,
+            "layers": [layer for layer in layers if isinstance(settings, Mapping) or layer in entry["layers"]],
+            "softmax_heads": [pair for pair in entry.get("softmax_heads", []) if pair[0] in layers],
+        }
+        for entry in entries_of(settings)
+    ]
+    left = [entry for entry in entries if entry["layers"]]
+    if not left or isinstance(settings, Mapping):
+        return {**entries[0], "layers": layers or "none"}
+    return left
+
+
+def rank(
+    model: PreTrainedModel, inputs: RealInputs, arguments: ConversionArguments, teacher: PreTrainedModel | None = None
+) -> dict[str, Any]:
+    """The choice for the report: `layers`, `ranking` (the largest gain first), `inputs` and `tokens`."""
+    logger.info("ranking the layers on %s", inputs.name)
+    batches = inputs.batches(RANKING_TOKENS)
+    models: list[Any] = [part for part in (model, teacher) if part is not None]
+    for part in models:
+        part.to(computing_device()).eval()
+    ranking = rank_layers(model, teacher, batches)
+    for part in models:
+        part.to("cpu")
+    return {
+        "layers": sorted(entry.layer for entry in ranking[: count_of(arguments)]),
+        "ranking": [asdict(entry) for entry in ranking],
+        "inputs": inputs.name,
+        "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
+    }
+
+
+def choose_in(
+    folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs, teacher: str
+) -> None:
+    """Restore softmax in the layers of the model in `folder` that gain most from it, unless that was done before."""
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    if report.get(CHOICE) is not None:
+        return
+    model: Any = plan.linear_class.from_pretrained(folder)
+    choice = rank(model, inputs, arguments, plan.stock_class.from_pretrained(teacher, dtype=model.dtype))
+    plan = plan_without(plan, source, arguments, choice["layers"])
+    report |= {**plan.to_dict(), CHOICE: choice, "figures": {**report["figures"], **plan.figures}}
+    with staging(folder) as result:
+        ignored = shutil.ignore_patterns("*.safetensors*", "checkpoint-*")
+        shutil.copytree(folder, result, ignore=ignored, dirs_exist_ok=True)
+        with_softmax_layers(model, choice["layers"]).save_pretrained(result)
+        (result / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def describe_ranking(choice: Mapping[str, Any]) -> list[str]:
+    """The ranking of the layers for the terminal, one line per layer."""
+    lines = [f"Each layer in turn computed softmax again, on {choice['tokens']:,} tokens ({choice['inputs']}):"]
+    for entry in choice["ranking"]:
+        stays = "  stays softmax" if entry["layer"] in choice["layers"] else ""
+        lines.append(
+            f"  layer {entry['layer']:<4} divergence {entry['divergence']:.4g}, gain {entry['gain']:.4g}{stays}"
+        )
+    return lines
+
+
+@dataclass(frozen=True)
+class LayerGain:
+    """What one layer gains from softmax.
+
+    Args:
+        layer: the number of the layer.
+        divergence: the divergence of the student from the teacher with softmax in this layer only.
+        gain: how much smaller this divergence is than without softmax in any converted layer.
+    """
+
+    layer: int
+    divergence: float
+    gain: float
+
+
+@torch.no_grad()
+def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel | None, batches: Iterable[Batch]) -> list[LayerGain]:
+    """The converted layers of `student`, the layer with the largest gain first.
+
+    Without a teacher, the student with its own softmax attention is the teacher; this is the original model as long as
+    only the mechanisms were trained.
+
+    The divergence is KL(teacher || student) of the logits per real token; for a model without logits it is the relative
+    squared error of the last hidden state. The cost is one forward pass per layer and batch.
+    """
+    layers = _converted(student)
+    sums = dict.fromkeys([None, *layers], 0.0)
+    tokens = 0.0
+    for batch in progress(batches, "ranking"):
+        batch = {name: value.to(student.device) for name, value in batch.items()}
+        mask = batch["attention_mask"].bool()
+        with softmax_attention(student) if teacher is None else nullcontext():
+            target = run_model(student if teacher is None else teacher, batch, None)
+        tokens += float(mask.sum())
+        for layer in sums:
+            with nullcontext() if layer is None else softmax_attention(student, [layer]):
+                sums[layer] += float(_divergence(run_model(student, batch, None), target, mask))
+    means = {layer: total / max(tokens, 1.0) for layer, total in sums.items()}
+    gains = [LayerGain(layer, means[layer], means[None] - means[layer]) for layer in layers]
+    return sorted(gains, key=lambda entry: -entry.gain)
+
+
+def _converted(model: PreTrainedModel) -> list[int]:
+    return [module.linear_attention.shape.layer for module in linear_attention_modules(model).values()]
+
+
+def _divergence(student: Any, teacher: Any, mask: Tensor) -> Tensor:
+    """The divergence of the student's outputs from the teacher's, summed over real tokens."""
+    if getattr(student, "logits", None) is None:
+        s, t = student.last_hidden_state.float()[mask], teacher.last_hidden_state.float()[mask]
+        return ((s - t).square().sum(-1) / t.square().sum(-1).clamp(min=1e-12)).sum()
+    if student.logits.ndim == 2:  # classes of a whole text, weighted by its number of tokens
+        return (divergence(student.logits, teacher.logits) * mask.sum(-1)).sum()
+    return divergence(student.logits[mask], teacher.logits[mask]).sum()
+
+
+def with_softmax_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTrainedModel:
+    """A copy of a converted model in which `layers` have softmax attention again; the other layers do not change.
+
+    Raises:
+        ValueError: if one of them was not converted.
+    """
+    converted = _converted(model)
+    if wrong := sorted(set(layers) - set(converted)):
+        raise ValueError(f"Cannot restore softmax in layers {wrong}, which are not converted; choose from {converted}.")
+    config = copy.deepcopy(model.config)
+    left = [layer for layer in converted if layer not in set(layers)]
+    config.linear_attention = _for_layers(config.linear_attention, left)
+    with torch.random.fork_rng(devices=[]):
+        result: Any = type(model)(config)
+    result = result.to(dtype=model.dtype)
+    missing, _ = result.load_state_dict(model.state_dict(), strict=False)
+    if missing:
+        raise RuntimeError(f"the copy lacks {missing}")
+    if model.can_generate():
+        result.generation_config = copy.deepcopy(model.generation_config)
+    return result.to(model.device).eval()
+
+
+# ---- Heads
+
+
+@dataclass(frozen=True)
+class HeadScore:
+    """How much worse the original model is with the mechanism in one head, in nats per predicted token.
+
+    Args:
+        layer: the number of the layer.
+        head: the number of the query head.
+        retrieval: the rise of the loss on the second copy of random tokens.
+        text: the rise of the loss on text; None without text.
+    """
+
+    layer: int
+    head: int
+    retrieval: float
+    text: float | None = None
+
+    @property
+    def score(self) -> float:
+        """The sum of both rises."""
+        return self.retrieval + (self.text or 0.0)
+
+
+def chooses_heads(arguments: ConversionArguments) -> bool:
+    """Whether `--softmax_heads` has the form `auto:K`."""
+    return (arguments.softmax_heads or "").startswith(AUTO)
+
+
+def num_heads_to_keep(arguments: ConversionArguments) -> int:
+    """K of `--softmax_heads auto:K`; 0 if K is not a number."""
+    return _k_of(str(arguments.softmax_heads))
+
+
+def listed_heads(text: str) -> list[list[int]]:
+    """`0.3,2.1` -> `[[0, 3], [2, 1]]`.
+
+    Raises:
+        UsageError: if the text is not such a list.
+    """
+    pairs = [part.strip().split(".") for part in text.split(",")]
+    if any(len(pair) != 2 or not all(number.isascii() and number.isdecimal() for number in pair) for pair in pairs):
+        raise UsageError(f"`--softmax_heads {text}`: give LAYER.HEAD, such as 0.3,2.1, or auto:K")
+    return [[int(layer), int(head)] for layer, head in sorted({(pair[0], pair[1]) for pair in pairs})]
+
+
+def plan_with_heads(plan: Plan, source: Source, arguments: ConversionArguments, heads: list[list[int]]) -> Plan:
+    """The plan in which these heads keep softmax attention.
+
+    Raises:
+        UsageError: if they cannot.
+    """
+    try:
+        settings = with_softmax_heads(plan.settings, heads)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return _with_settings(settings, source, arguments)
+
+
+def check_softmax_heads(arguments: ConversionArguments, plan: Plan, source: Source) -> None:
+    """Check that the heads can be ranked, if `--softmax_heads` is `auto:K`.
+
+    Raises:
+        UsageError: if they cannot.
+    """
+    if not chooses_heads(arguments):
+        return
+    option, num_heads = f"`--softmax_heads {arguments.softmax_heads}`", sum(layer.num_heads for layer in plan.layers)
+    if not 1 <= num_heads_to_keep(arguments) < num_heads:
+        raise UsageError(
+            f"{option}: K must be from 1 to {num_heads - 1}, because the layers to convert have {num_heads} heads"
+        )
+    if plan.head.task != "causal_lm":
+        raise UsageError(
+            f"{option} ranks the heads of causal language models, and {plan.stock_class.__name__} is not one; give a "
+            "list such as 0.3,2.1"
+        )
+    plan_with_heads(plan, source, arguments, [[layer.layer, 0] for layer in plan.layers])
+
+
+def choose_heads(model: PreTrainedModel, inputs: RealInputs | None, count: int, seed: int = 0) -> dict[str, Any]:
+    """Give the `count` heads with the largest scores softmax attention, in place; returns the choice for the report.
+
+    Args:
+        model: the converted model with the original weights and untrained mechanisms.
+        inputs: text to rank the heads on, besides the random tokens.
+        count: K.
+        seed: the seed of the random tokens.
+    """
+    logger.info("ranking the heads on repeated random tokens%s", f" and on {inputs.name}" if inputs else "")
+    any_model: Any = model
+    any_model.to(computing_device()).eval()
+    retrieval = repeated_tokens(model, seed)
+    ranking = rank_heads(model, retrieval, inputs.batches(TEXT_TOKENS) if inputs else None)
+    any_model.to("cpu")
+    heads = sorted([entry.layer, entry.head] for entry in ranking[:count])
+    set_softmax_heads(model, heads)
+    return {
+        "heads": heads,
+        "ranking": [{**asdict(entry), "score": entry.score} for entry in ranking],
+        "inputs": inputs.name if inputs else None,
+        "random_tokens": {"sequences": retrieval.shape[0], "length": retrieval.shape[1] // 2},
+    }
+
+
+def set_softmax_heads(model: PreTrainedModel, heads: Sequence[Sequence[int]]) -> None:
+    """Give these heads of a converted model softmax attention, in place, in its modules and in its config."""
+    model.config.linear_attention = with_softmax_heads(model.config.linear_attention, heads)
+    for module in linear_attention_modules(model).values():
+        mechanism = module.linear_attention
+        keep_softmax_heads(mechanism, [head for layer, head in heads if layer == mechanism.shape.layer])
+        mechanism.settings = dict(model.config.settings_of(mechanism.shape.layer))
+
+
+def repeated_tokens(model: PreTrainedModel, seed: int = 0) -> Tensor:
+    """Random tokens, each sequence followed by itself, `[NUM_SEQUENCES, 2 x length]`, without special tokens."""
+    longest = max_length_of(model.config)
+    length = min(COPY_LENGTH, longest // 2) if longest is not None and longest > 0 else COPY_LENGTH
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = torch.tensor([0, *special_tokens(model.config, *names)])
+    allowed = torch.arange(model.config.vocab_size)
+    allowed = allowed[~torch.isin(allowed, special)]
+    generator = torch.Generator().manual_seed(seed)
+    once = allowed[torch.randint(len(allowed), (NUM_SEQUENCES, length), generator=generator)]
+    return torch.cat((once, once), dim=1)
+
+
+@torch.no_grad()
+def rank_heads(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] | None = None) -> list[HeadScore]:
+    """All heads of the converted layers, the one with the largest score first.
+
+    The model does not change. The cost is one forward pass of each sample per head.
+
+    Args:
+        model: a converted model with the original weights.
+        retrieval: the result of `repeated_tokens`.
+        text: padded batches.
+    """
+    modules = list(linear_attention_modules(model).values())
+    with softmax_attention(model):
+        before = _losses(model, retrieval, text)
+    scores = []
+    heads = [(module, head) for module in modules for head in range(module.linear_attention.shape.num_heads)]
+    for module, head in progress(heads, "ranking"):
+        with _only_one_linear_head(model, module, head):
+            found = _losses(model, retrieval, text)
+        rises = {name: found[name] - before[name] for name in found}
+        scores.append(HeadScore(module.linear_attention.shape.layer, head, **rises))
+    return sorted(scores, key=lambda entry: -entry.score)
+
+
+def _losses(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] | None) -> dict[str, float]:
+    """The nats per token on the second copy of the random tokens and, if there is one, on the text."""
+    ids = retrieval.to(model.device)
+    length = ids.shape[1] // 2
+    logits = model(input_ids=ids, use_cache=False).logits[:, length:-1].float()
+    losses = {"retrieval": F.cross_entropy(logits.flatten(0, 1), ids[:, length + 1 :].flatten()).item()}
+    if text is None:
+        return losses
+    total, count = 0.0, 0
+    for batch in text:
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        mask = batch["attention_mask"].bool()
+        real = mask[:, 1:] & mask[:, :-1]
+        logits = model(**batch, use_cache=False).logits[:, :-1].float()
+        total += F.cross_entropy(logits[real], batch["input_ids"][:, 1:][real], reduction="sum").item()
+        count += int(real.sum())
+    return {**losses, "text": total / max(count, 1)}
+
+
+@contextlib.contextmanager
+def _only_one_linear_head(model: PreTrainedModel, module: Any, head: int) -> Iterator[None]:
+    """A context in which all heads compute softmax, except for one."""
+    mechanism = module.linear_attention
+    earlier = list(getattr(mechanism, "softmax_heads", ()))
+    with softmax_attention(model, [layer for layer in _converted(model) if layer != mechanism.shape.layer]):
+        try:
+            keep_softmax_heads(mechanism, [other for other in range(mechanism.shape.num_heads) if other != head])
+            yield
+        finally:
+            keep_softmax_heads(mechanism, earlier)
+
+
+def describe_heads(choice: Mapping[str, Any]) -> list[str]:
+    """The ranking of the heads for the terminal: those that keep softmax, and some of the others."""
+    kept = [tuple(pair) for pair in choice["heads"]]
+    where = "repeated random tokens" + (f" and {choice['inputs']}" if choice["inputs"] else "")
+    lines = [f"How much the loss rises if one head at a time computes the mechanism, in nats per token on {where}:"]
+    for entry in choice["ranking"][: max(len(kept), MAX_LISTED_HEADS)]:
+        stays = "  stays softmax" if (entry["layer"], entry["head"]) in kept else ""
+        text = "" if entry["text"] is None else f", text {entry['text']:.4g}"
+        lines.append(f"  head {entry['layer']}.{entry['head']:<4} retrieval {entry['retrieval']:.4g}{text}{stays}")
+    return lines

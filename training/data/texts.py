@@ -1,0 +1,296 @@
+"""Conversion of texts, from files and `datasets` data sets, to examples of token ids (`packing.py`).
+
+| task                    | .txt                                        | a file of rows, or --dataset_name   |
+| causal_lm, training     | one document, cut into blocks               | BOS + text of a row, packed         |
+| causal_lm, evaluation   | overlapping windows, each token scored once | BOS + text of a row, cut            |
+| masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
+| sequence_classification | refused                                     | a row is a text with class, cut     |
+| seq2seq_lm              | refused                                     | a row is two texts, each cut        |
+| token_classification    | refused                                     | a row is words with classes, cut    |
+
+"Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
+to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt
+without blank lines, every line is a text. If the tokenizer has no BOS token, its EOS token follows each text instead.
+Everything is tokenised at the start, and the tokens are kept for later runs (`tokenization.py`).
+
+Rows of causal_lm may hold conversations instead, in the form of chat templates: who says what.
+
+    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning."}]}
+
+The tokenizer's chat template makes one text of a conversation. With `--loss_on answers`, only what the assistant says
+is learned, with the token that ends it. Conversations are not packed, and are cut to `--max_length` tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hf_linear_attention._common.errors import DataError, SetupError
+from hf_linear_attention.training.data.packing import (
+    IGNORED,
+    Documents,
+    Examples,
+    PackedBlocks,
+    Part,
+    StreamWindows,
+    Tokens,
+    finished,
+)
+from hf_linear_attention.training.data.rows import (
+    class_labels,
+    pair_scores,
+    path_of,
+    require_column,
+    usable_rows,
+    without_bad,
+)
+from hf_linear_attention.training.data.tokenization import document_ends, joined, paragraphs, tokenize_texts
+from hf_linear_attention.training.tasks import MESSAGES
+
+
+ASSISTANT = "assistant"
+
+
+def usable_texts(part: Part) -> datasets.Dataset:
+    """The rows that `build_examples` accepts: a .txt as it is, otherwise the rows that are not bad (`usable_rows`)."""
+    recipe, rows = part.recipe, part.rows
+    if _is_running_text(part):
+        return rows
+    column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
+    return usable_rows(rows, recipe.data, part.split, labelled and column in rows.column_names)
+
+
+def _is_running_text(part: Part) -> bool:
+    return (path_of(part.recipe.data, part.split) or "").endswith(".txt")
+
+
+def build_examples(part: Part) -> Examples:
+    """The examples of the usable rows of one split.
+
+    Raises:
+        DataError: if the rows hold no text, or labels that cannot be used.
+    """
+    recipe, rows, tokenizer, max_length = part.recipe, part.rows, part.processor, part.max_length
+    data, task, running_text = recipe.data, recipe.model.task, _is_running_text(part)
+    if running_text:
+        texts = ["".join(rows["text"])[: data.max_eval_chars if part.split == "validation" else None]]
+    else:
+        texts = list(rows[data.text_column_name])
+    if task == "causal_lm":
+        return finished(_causal_examples(part, texts, running_text), part)
+    texts = paragraphs(texts[0]) if running_text else texts
+    pairs = list(rows[data.text_pair_column_name]) if data.text_pair_column_name else None
+    labels: list[Any] | None = None
+    if task == "sequence_classification":
+        labels = class_labels(part)
+    elif task == "embedding":
+        if pairs is not None:  # every text of a pair is embedded separately
+            labels = pair_scores(part)
+            texts, pairs = [text for pair in zip(texts, pairs, strict=True) for text in pair], None
+        texts = [recipe.text_prompt + text for text in texts]
+    types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
+    columns = tokenize_texts(
+        texts, tokenizer, pairs, return_token_type_ids=types, truncation=True, max_length=max_length
+    )
+    documents = columns.pop("input_ids")
+    if pairs is None:
+        documents = _without_empty(documents, keep=labels is not None)
+    return finished(Documents(documents, labels, **columns), part)
+
+
+def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Examples:
+    tokenizer, max_length, training = part.processor, part.max_length, part.split == "train"
+    bos, end = document_ends(tokenizer)
+    found = tokenize_texts(texts, tokenizer, add_special_tokens=False)["input_ids"]
+    if running_text:
+        return (
+            PackedBlocks([joined(bos, found[0])], max_length) if training else StreamWindows(found[0], max_length, bos)
+        )
+    documents = [joined(bos, tokens, end) for tokens in found]
+    if training:
+        return PackedBlocks([np.concatenate(documents)] if part.recipe.data.join_documents else documents, max_length)
+    return Documents([document[:max_length] for document in documents], "tokens")
+
+
+def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
+    """The documents that have tokens.
+
+    Raises:
+        DataError: if a document is empty and `keep` is set, because accuracy must count every labelled text.
+    """
+    empty = [number for number, document in enumerate(documents) if len(document) == 0]
+    if empty and keep:
+        raise DataError(
+            f"row {empty[0]} has a label, but its text has no tokens (as in {len(empty)} row(s)); remove such rows"
+        )
+    return [document for document in documents if len(document)]
+
+
+def target_examples(part: Part) -> Examples:
+    """The sources and targets of the usable rows of one split, each cut to `max_length` tokens."""
+    rows, data, tokenizer, max_length = part.rows, part.recipe.data, part.processor, part.max_length
+    sources = tokenize_texts(list(rows[data.text_column_name]), tokenizer, truncation=True, max_length=max_length)
+    targets = target_tokens(list(rows[str(data.text_pair_column_name)]), tokenizer, max_length)
+    return finished(Documents(sources["input_ids"], None, targets=targets), part)
+
+
+def target_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
+    """The tokens of texts that a decoder predicts; each ends, so that the decoder learns to end."""
+    end = tokenizer.eos_token_id
+    found = tokenizer(text_target=texts, truncation=True, max_length=max_length, return_attention_mask=False)
+    rows = [list(ids) for ids in found["input_ids"]]
+    return [np.array(ids if end is None or end in ids else [*ids[: max_length - 1], end], np.int64) for ids in rows]
+
+
+def require_fast(tokenizer: PreTrainedTokenizerBase, lacks: str) -> None:
+    """Refuse a tokenizer that is written in Python.
+
+    Args:
+        lacks: what it does not tell.
+
+    Raises:
+        SetupError: if it is.
+    """
+    if not tokenizer.is_fast:
+        raise SetupError(
+            f"{type(tokenizer).__name__} does not tell {lacks}; convert it to a fast tokenizer (tokenizer.json), or "
+            "give one with `--tokenizer_name`"
+        )
+
+
+def usable_words(part: Part) -> datasets.Dataset:
+    """`rows` without the bad ones, which have no list of words or, where there are labels, not one for each word.
+
+    Raises:
+        DataError: if there are bad rows that may not be skipped, or no column with the words.
+    """
+    rows, data = part.rows, part.recipe.data
+    require_column(rows, "text_column_name", data.text_column_name)
+    labels = list(rows[data.label_column_name]) if data.label_column_name in rows.column_names else None
+    bad: dict[int, str] = {}
+    for number, words in enumerate(rows[data.text_column_name]):
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+            bad[number] = f"`{data.text_column_name}` is {words!r}, not a list of words"
+        elif labels is not None and (not isinstance(labels[number], list) or len(labels[number]) != len(words)):
+            bad[number] = f"`{data.label_column_name}` has not one class for each of the {len(words)} words"
+    return without_bad(rows, bad, data, part.split)
+
+
+def word_examples(part: Part) -> Examples:
+    """One example per row, cut to `max_length` tokens.
+
+    The first token of a word carries its class; the other tokens of the word, and special tokens, carry none (IGNORED).
+
+    Raises:
+        SetupError: if the tokenizer cannot tell which word a token belongs to.
+        DataError: if labels are needed and missing, or a class is unknown.
+    """
+    tokenizer, words = part.processor, list(part.rows[part.recipe.data.text_column_name])
+    require_fast(tokenizer, "which word a token belongs to")
+    labels = class_labels(part, of_words=True)
+    options: dict[str, Any] = {"truncation": True, "max_length": part.max_length, "is_split_into_words": True}
+    found = tokenizer(words, return_attention_mask=False, verbose=False, **options)
+    documents = [np.array(ids, np.int64) for ids in found["input_ids"]]
+    if labels is not None:
+        labels = [_aligned(found.word_ids(number), row) for number, row in enumerate(labels)]
+    return finished(Documents(documents, labels), part)
+
+
+def _aligned(words: list[int | None], labels: list[int]) -> Tokens:
+    """The label of every token: that of its word if it is the first token of the word, otherwise IGNORED."""
+    before = [None, *words[:-1]]
+    chosen = [
+        labels[word] if word is not None and word != last else IGNORED for word, last in zip(words, before, strict=True)
+    ]
+    return np.array(chosen, np.int64)
+
+
+def _is_conversation(part: Part) -> bool:
+    return "text_column_name" not in part.recipe.given and MESSAGES in part.rows.column_names
+
+
+def usable_language(part: Part) -> datasets.Dataset:
+    """`rows` without the bad ones: those without a text or, for conversations, without an answer.
+
+    Raises:
+        DataError: if there are bad rows that may not be skipped, or an option is for conversations and there are
+            none.
+    """
+    recipe, rows, split = part.recipe, part.rows, part.split
+    if not _is_conversation(part):
+        if unused := sorted({"loss_on", "predict_with_generate"} & recipe.given):
+            raise DataError(
+                f"`--{unused[0]}` is for conversations, but the {split} data has no column `{MESSAGES}`; it has "
+                f"{', '.join(rows.column_names)}"
+            )
+        return usable_texts(part)
+    bad = {number: text for number, row in enumerate(rows[MESSAGES]) if (text := _problem(row)) is not None}
+    return without_bad(rows, bad, recipe.data, split)
+
+
+def _problem(messages: Any) -> str | None:
+    """The problem of a conversation, as a clause."""
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not is_list or not all(isinstance(m.get(name), str) for m in messages for name in ("role", "content")):
+        return f"`{MESSAGES}` is not a list of messages with `role` and `content`"
+    return None if any(m["role"] == ASSISTANT for m in messages) else f"no message has the role `{ASSISTANT}`"
+
+
+def language_examples(part: Part) -> Examples:
+    """The conversations, or otherwise the texts, of the usable rows of one split.
+
+    Raises:
+        SetupError: if the tokenizer has no chat template or does not tell characters, or the template changes
+            earlier messages.
+    """
+    if not _is_conversation(part):
+        return build_examples(part)
+    tokenizer, max_length = part.processor, part.max_length
+    if tokenizer.chat_template is None or not tokenizer.is_fast:
+        raise SetupError(
+            f"the column `{MESSAGES}` needs a fast tokenizer (tokenizer.json) with a chat template; give one with "
+            "`--tokenizer_name`, or train on texts"
+        )
+    documents: list[Tokens] = []
+    columns: dict[str, list[Any]] = {"labels": [], "prompt_length": [], "loss_mask": []}
+    for messages in part.rows[MESSAGES]:
+        text, spans = _rendered(messages, tokenizer)
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+        inside = [any(a <= start and end <= b and start < end for a, b in spans) for start, end in found.offset_mapping]
+        ids, is_answer = np.array(found["input_ids"][:max_length], np.int64), np.array(inside[:max_length], bool)
+        if not is_answer.any():
+            continue
+        begun = np.flatnonzero(is_answer & ~np.concatenate([[False], is_answer[:-1]]))
+        documents.append(ids)
+        columns["labels"].append(np.where(is_answer, ids, IGNORED))
+        columns["prompt_length"].append(int(begun[-1]))
+        columns["loss_mask"].append(np.append(is_answer[1:], False).astype(np.int64))  # a logit predicts the next token
+    if part.recipe.task_options.loss_on == "all":
+        del columns["loss_mask"]
+        columns["labels"] = documents
+    return finished(Documents(documents, **columns), part)
+
+
+def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and the characters of its answers, each with what ends it."""
+
+    def render(count: int, asks: bool) -> str:
+        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks))
+
+    text, spans = render(len(messages), False), []
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before, after = render(number, True), render(number + 1, False)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise SetupError(
+                "the chat template changes earlier messages when a conversation goes on, so the answers cannot be "
+                "found in it; give each answer as the last message of a row of its own, with `--loss_on all`, or "
+                "another template"
+            )
+        spans.append((len(before), len(after)))
+    return text, spans
