@@ -119,7 +119,8 @@ audit: ## Known vulnerabilities of the pinned dependencies (needs the network, a
 	else echo "audit: skipped, because pypi.org cannot be reached"; fi
 
 .PHONY: lint
-lint: $(VENV)/.installed ## ruff and clang-format: rules and formatting
+lint: $(VENV)/.installed ## ruff and clang-format: rules and formatting; sizes of the parts
+	$(BIN)/python .ci/sizes.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
@@ -35,7 +34,6 @@ from hf_linear_attention.training.data.inputs import TrainInputs
 from hf_linear_attention.training.data.processors import Processor, tokenizer_of
 from hf_linear_attention.training.distributed import (
     engine_of,
-    load_whole,
     prepare_zero,
     uses_deepspeed,
     zero_backward,
@@ -48,8 +46,8 @@ from hf_linear_attention.training.losses.combined_loss import LOSS, StudentWithO
 from hf_linear_attention.training.losses.objectives import Objective
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
-from hf_linear_attention.training.models import WindowDropout, freeze, parameter_groups
-from hf_linear_attention.training.recipe import Recipe, parse_dims, parse_rates
+from hf_linear_attention.training.models import freeze, parameter_groups
+from hf_linear_attention.training.recipe import Recipe, parse_dims
 from hf_linear_attention.training.tracking import MetricsFile
 
 
@@ -57,49 +55,6 @@ logger = logging.getLogger(__name__)
 
 Objectives = dict[str, tuple[float, Objective]]
 """Objectives with their weights, by name."""
-
-
-class WeightAverage:
-    """An exponential moving average of the weights: average <- decay * average + (1 - decay) * weights at every step.
-
-    Polyak and Juditsky 1992. `torch.optim.swa_utils.AveragedModel` would copy frozen parameters too, and FSDP2 refuses
-    the copy. This covers the parameters of `model` that require gradients, starts at their values, and needs as much
-    memory.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.move = get_ema_multi_avg_fn(decay)
-        self.weights = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.average = {name: value.detach().clone() for name, value in self.weights.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the weights; called after every optimizer step."""
-        self.move(list(self.average.values()), list(self.weights.values()), None)
-
-    @contextmanager
-    @torch.no_grad()
-    def applied(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; afterwards, it has its own again."""
-        trained = {name: value.clone() for name, value in self.weights.items()}
-        self._set(self.average)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                self._set(trained)
-
-    def _set(self, values: dict[str, Tensor]) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(values[name])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The average of every parameter, by name."""
-        return self.average
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load whole tensors, as `state_dict` names them, also if the parameters are in shards."""
-        load_whole(self.average, state)
 
 
 @dataclass
@@ -114,13 +69,8 @@ class RunContext:
     pad_token_id: int
     validation: Stream | None
     metrics: MetricsFile
-    average: WeightAverage | None = None
     retrieval: RetrievalTest | None = None
     known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
-
-    def final_weights(self) -> AbstractContextManager[None]:
-        """Inside, the student has the weights that would be saved as the result: with `--ema_decay`, the average."""
-        return self.average.applied() if self.average is not None else nullcontext()
 
     def evaluate(self, step: int, tokens: int) -> dict[str, float]:
         """Evaluate the student on the validation data, and write the figures to metrics.jsonl and the trackers."""
@@ -140,8 +90,7 @@ class RunContext:
             accelerator.num_processes,
         )
         evaluator = self._evaluator(validation)
-        with self.final_weights():
-            return evaluator(self.student, loader(validation, plan, self.pad_token_id))
+        return evaluator(self.student, loader(validation, plan, self.pad_token_id))
 
     def _evaluator(self, validation: Stream) -> Evaluator | EmbeddingEvaluator:
         recipe = self.recipe
@@ -203,7 +152,6 @@ class TrainingLoop:
         self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
         is_sharded = accelerator.is_fsdp2 or uses_deepspeed(accelerator)
         transfer = TransferLayers(student, recipe.objective.transfer_layers, is_sharded)
-        self.window_dropout = WindowDropout(student, parse_rates(recipe.objective.window_dropout), self.total_steps)
         self.cached = cached_teacher(context, self.inputs, self.objectives)
         layers, note = hidden_layers_of(recipe, self.objectives), None
         if self.cached is not None and self.cached.teacher is None:
@@ -227,8 +175,6 @@ class TrainingLoop:
             "zero_stage": zero_stage(accelerator),
         }
         self.checkpointer = Checkpointer(accelerator, self.scheduler, recipe.output_dir, facts, recipe.run)
-        if optimization.ema_decay is not None:
-            context.average = WeightAverage(student, optimization.ema_decay)
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whose weights the student has already."""
@@ -242,8 +188,6 @@ class TrainingLoop:
         found: dict[str, Any] = {} if self.engine is not None else {"optimizer": self.optimizer}
         if self.context.recipe.model.trains_beside:
             found["trained"] = TrainedParameters(self.context.student)
-        if self.context.average is not None:
-            found["average"] = self.context.average
         return found
 
     def train(self) -> dict[str, float]:
@@ -286,7 +230,7 @@ class TrainingLoop:
         for number, batch in enumerate(window, 1):
             last = number == len(window)
             synchronization = nullcontext() if last else self.accelerator.no_sync(self.synchronized)
-            with synchronization, self.window_dropout.drawn(self.state.step):
+            with synchronization:
                 teacher = self.cached or self.context.teacher
                 targets = teacher(batch) if self._uses_teacher() and teacher else None
                 loss, figures = self.module(batch, targets, scales)
@@ -355,8 +299,6 @@ class TrainingLoop:
         self.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-            if self.context.average is not None:
-                self.context.average.update()
         self.optimizer.zero_grad()
 
     def _add(self, values: dict[str, Tensor]) -> None:

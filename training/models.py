@@ -7,7 +7,6 @@ through the layers.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import re
@@ -27,7 +26,6 @@ from hf_linear_attention._common.loaded_weights import check_complete, check_fin
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import mechanisms_of
-from hf_linear_attention.mechanisms.hybrid import HybridAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
 from hf_linear_attention.training.recipe import MECHANISM, ModelArguments, Recipe
@@ -134,38 +132,6 @@ def freeze(model: nn.Module, pattern: str) -> None:
     logger.info("%d of %d parameters are frozen", len(found), len(names))
 
 
-def untie(model: PreTrainedModel) -> None:
-    """Give every tied parameter of `model` a separate copy of the value, in place.
-
-    Training changes the output layer in other ways than the input embeddings (RADLADS 2025, section 8).
-
-    Raises:
-        SetupError: if the model has no tied parameters.
-    """
-    ties = list(model.all_tied_weights_keys)
-    if not ties:
-        raise SetupError(f"{type(model).__name__} has no tied embeddings; drop `--untie_embeddings`")
-    for name in ties:
-        owner, _, attribute = name.rpartition(".")
-        value = nn.Parameter(model.get_parameter(name).detach().clone())
-        setattr(model.get_submodule(owner), attribute, value)
-    model.config.tie_word_embeddings = False
-    model.all_tied_weights_keys = {}
-
-
-@torch.no_grad()
-def retie(model: PreTrainedModel) -> None:
-    """Tie the parameters that `untie` has separated again, in place, at the mean of their values."""
-    model.config.tie_word_embeddings = True
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-    for source in set(ties.values()):
-        names = [source, *(name for name, other in ties.items() if other == source)]
-        mean = torch.stack([model.get_parameter(name) for name in names]).mean(0)
-        model.get_parameter(source).copy_(mean)
-    model.all_tied_weights_keys = ties
-    model.tie_weights(recompute_mapping=False)
-
-
 def checkpoint_gradients(student: PreTrainedModel) -> None:
     """Have the activations of the layers recomputed in the backward pass (`--gradient_checkpointing`).
 
@@ -236,50 +202,6 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
             state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
             state |= {f"{name}.{key}": value for key, value in merged.get_base_layer().state_dict().items()}
     return state
-
-
-class WindowDropout:
-    """Shortens the windows of a model to the token itself, with probability `rates[i]` in the i-th part of a run.
-
-    The parts are equally long.
-    """
-
-    def __init__(self, model: nn.Module, rates: tuple[float, ...], total_steps: int) -> None:
-        """Find the `hybrid` layers of `model`.
-
-        Raises:
-            SetupError: if `rates` are given and no layer is a `hybrid`.
-        """
-        mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
-        # Others have nothing beside their window that could be trained (`window`), or positions in it (`aft`).
-        self.mechanisms = [mechanism for mechanism in mechanisms if isinstance(mechanism, HybridAttention)]
-        self.rates, self.total_steps = rates, total_steps
-        if rates and not self.mechanisms:
-            found = ", ".join(sorted({mechanism.settings["mechanism"] for mechanism in mechanisms})) or "softmax"
-            raise SetupError(
-                f"`--window_dropout` needs `hybrid` layers, and those of the model are {found}; drop the option"
-            )
-
-    def rate(self, step: int) -> float:
-        """The probability of a batch without windows at optimizer step `step`, counted from 0."""
-        return self.rates[min(step * len(self.rates) // self.total_steps, len(self.rates) - 1)] if self.rates else 0.0
-
-    @contextlib.contextmanager
-    def drawn(self, step: int) -> Iterator[None]:
-        """Draw whether the forward and backward passes inside the context use the windows."""
-        rate = self.rate(step)
-        # The state of this generator is in every checkpoint, so a resumed run draws the same.
-        if not rate or torch.rand(()).item() >= rate:
-            yield
-            return
-        sizes = [mechanism.window_size for mechanism in self.mechanisms]
-        try:
-            for mechanism in self.mechanisms:
-                mechanism.window_size = 1
-            yield
-        finally:
-            for mechanism, size in zip(self.mechanisms, sizes, strict=True):
-                mechanism.window_size = size
 
 
 # The endings of the names of classifiers, whose checkpoints have classes of their own.

@@ -106,12 +106,6 @@ class ObjectiveArguments:
         off=0,
         on_resume=OnResume.WARNED,
     )
-    window_dropout: str | None = option(
-        "Probability with which a batch is computed without the windows of `hybrid` layers, so that their linear part "
-        "is trained to be used. Several values, such as 0.9,0.75,0.5, apply to equal parts of the run in turn.",
-        None,
-        on_resume=OnResume.WARNED,
-    )
     hidden_state_layers: Literal["last", "all"] = option(
         "Layers whose hidden states are compared.", "last", needs=("hidden_state_weight",), on_resume=OnResume.WARNED
     )
@@ -292,12 +286,6 @@ class ModelArguments:
     freeze_pattern: str | None = option(
         "Freeze every parameter whose name contains a match of this regular expression.", None
     )
-    untie_embeddings: Literal["keep", "retie"] | None = option(
-        "Train shared input and output embeddings as two separate matrices; `keep` saves both, `retie` their mean as "
-        "one.",
-        None,
-        tasks=TEXT_TASKS,
-    )
     offload_folder: str | None = option(
         "Attention transfer for a model larger than memory: all weights but those of the mechanisms are kept in this "
         "folder and read when they are needed.",
@@ -448,11 +436,6 @@ class OptimizationArguments:
     gradient_checkpointing: bool = option(
         "Recompute activations in the backward pass: slower, but less memory.", False, on_resume=OnResume.FREE
     )
-    ema_decay: float | None = option(
-        "Decay per step of an exponential moving average of the weights, which is then evaluated and saved.",
-        None,
-        bounds=Bounds(above=0, below=1, such_as=0.999),
-    )
     num_train_epochs: float | None = option(
         "Length in epochs; default: 3 without other limits.",
         None,
@@ -570,6 +553,9 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 GONE = {
     "layer_patience": Gone("leave it out: `--max_train_tokens` limits attention transfer"),
     "lora_dropout": Gone("leave it out: adapters are trained without dropout", (0,)),
+    "ema_decay": Gone("leave it out: the weights of the last step, or of the best evaluation, are saved"),
+    "untie_embeddings": Gone("leave it out: embeddings stay as the checkpoint has them"),
+    "window_dropout": Gone("give `--far_share_weight`, which trains what is beyond the window"),
     "use_dora": Gone("leave it out: LoRA takes its place", (False,)),
     "warmup_steps": Gone("give `--warmup_ratio`, the fraction of the steps", (0,)),
 }
@@ -585,19 +571,6 @@ def parse_layer_numbers(text: str) -> list[int]:
         if not isinstance(layers := parse_layers(text), str):
             return layers
     raise ValueError(f"`--transfer_layers {text}`: give numbers and ranges of layers, such as 0,2,4-7")
-
-
-def parse_rates(text: str | None) -> tuple[float, ...]:
-    """The probabilities in a text such as `0.9,0.75,0.5`, the value of `--window_dropout`; none for None.
-
-    Raises:
-        ValueError: if a part of `text` is not a number from 0 to 1.
-    """
-    with suppress(ValueError):
-        rates = tuple(float(part) for part in text.split(",")) if text is not None else ()
-        if all(0 <= rate <= 1 for rate in rates):
-            return rates
-    raise ValueError(f"`--window_dropout {text}`: give probabilities between 0 and 1, such as 0.9,0.75,0.5")
 
 
 def parse_dims(text: str | None) -> tuple[int, ...]:

@@ -55,7 +55,6 @@ from hf_linear_attention.training.recipe import (
     Recipe,
     parse_dims,
     parse_layer_numbers,
-    parse_rates,
 )
 from hf_linear_attention.training.tasks import RETRIEVAL
 from hf_linear_attention.training.tracking import tracker_problems
@@ -278,8 +277,6 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
             yield "`--use_peft` needs peft; install it with `pip install peft`"
         if model.trainable == "mechanism":
             yield "`--use_peft` and `--trainable mechanism` exclude each other; use `--trainable all` or `adapter`"
-        if model.untie_embeddings is not None:
-            yield "`--use_peft` does not train the embeddings that `--untie_embeddings` separates; drop one of the two"
     elif model.trainable == "adapter":
         yield "`--trainable adapter` needs `--use_peft`; give it too"
 
@@ -290,11 +287,6 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
         yield "`--lr_scheduler_type constant` has no warmup; use `constant_with_warmup`, or drop the warmup"
     if recipe.model.trainable == "adapter" and "mechanism_learning_rate" in recipe.given:
         yield "`--mechanism_learning_rate` has no effect with `--trainable adapter`; drop it"
-    if recipe.model.trainable == "mechanism" and recipe.model.untie_embeddings is not None:
-        yield (
-            "`--trainable mechanism` does not train the embeddings that `--untie_embeddings` separates; drop one of "
-            "the two"
-        )
     if recipe.model.trainable == "mechanism" and {"learning_rate", "mechanism_learning_rate"} <= recipe.given:
         yield "`--learning_rate` has no effect with `--trainable mechanism` and `--mechanism_learning_rate`; drop it"
 
@@ -328,7 +320,6 @@ def _texts(recipe: Recipe) -> Iterator[str]:
     """Check the texts that name several numbers, and the regular expression."""
     layers, pattern = recipe.objective.transfer_layers, recipe.model.freeze_pattern
     for read in (
-        lambda: parse_rates(recipe.objective.window_dropout),
         lambda: parse_layer_numbers("0" if layers is None else layers),
         lambda: parse_dims(recipe.task_options.matryoshka_dims),
     ):

@@ -49,8 +49,6 @@ from hf_linear_attention.training.models import (
     disable_dropout,
     load_student,
     load_teacher,
-    retie,
-    untie,
 )
 from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
@@ -95,8 +93,6 @@ def _run(
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
     source = None if recipe.model.trains_beside else checkpoint
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
-    if recipe.model.untie_embeddings is not None and source is None:
-        untie(student)
     shards = (accelerator.is_fsdp2 or uses_deepspeed(accelerator)) and data.train is not None
     if recipe.model.offload_folder is None and not shards:  # shards are moved to the device when they are made
         student.to(accelerator.device)
@@ -219,16 +215,11 @@ def _train(
     # There is no best evaluation if the evaluation has changed and nothing was trained since.
     if recipe.run.load_best_model_at_end and state.best:
         figures = _load_best(context, state)
-    with context.final_weights():
-        if recipe.model.untie_embeddings == "retie":
-            context.average = None  # the weights are the average now
-            retie(context.student)
-            figures = context.evaluate(state.step, state.tokens)
-        weights = whole_weights(context.student, keep=accelerator.is_main_process)
-        if accelerator.is_main_process:
-            done = {"steps": state.step, recipe.unit: state.tokens, "processes": accelerator.num_processes}
-            done |= {"skipped_rows": skipped} if skipped else {}
-            save_final(recipe, context.student, context.processor, recipe.summary() | done, figures, weights)
+    weights = whole_weights(context.student, keep=accelerator.is_main_process)
+    if accelerator.is_main_process:
+        done = {"steps": state.step, recipe.unit: state.tokens, "processes": accelerator.num_processes}
+        done |= {"skipped_rows": skipped} if skipped else {}
+        save_final(recipe, context.student, context.processor, recipe.summary() | done, figures, weights)
     accelerator.wait_for_everyone()
     return figures
 
@@ -272,8 +263,6 @@ def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:
         else:
             best = load_student(context.recipe, str(checkpoint), None)
             load_whole(context.student.state_dict(keep_vars=True), best.state_dict())
-        if context.average is not None:
-            context.average.load_state_dict(saved["average"])
         logger.info("the best model is that of step %d of %d", step, state.step)
     return state.best["figures"]
 

@@ -24,7 +24,6 @@ ASKED = {
     "no modules to adapt": (["--use_peft", "--lora_target_modules", "nothing"], "lora_target_modules"),
     "a pattern for nothing": (["--freeze_pattern", "nothing"], "freeze_pattern"),
     "a pattern for everything": (["--freeze_pattern", "."], "freeze_pattern"),
-    "no window": (["--window_dropout", "0.5"], "window_dropout"),
     "no learned mechanism": (["--trainable", "mechanism"], "trainable mechanism"),
     "layers that are not there": (
         ["--transfer_layers", "9", "--attention_transfer_weight", 1, "--trainable", "mechanism"], "transfer_layers",

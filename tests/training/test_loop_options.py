@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import types
 from pathlib import Path
@@ -15,8 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 from hf_linear_attention import convert
-from hf_linear_attention.training import loop as loop_module
-from hf_linear_attention.training.loop import WeightAverage
 from hf_linear_attention.training.losses.objectives import AttentionTransfer
 
 
@@ -78,48 +75,6 @@ def test_frozen_parameters_stay(finetune, causal: list[Any], converted: str, tmp
         error = capsys.readouterr().err.splitlines()[-1]
         assert "match some of them, but not all" in error
         assert not (tmp_path / "refused").exists()
-
-
-def test_the_average_is_torchs_own() -> None:
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    torch.manual_seed(0)
-    model = torch.nn.Linear(5, 3)
-    mine, yours = WeightAverage(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    yours.update_parameters(model)  # its first update copies
-    for _ in range(4):
-        with torch.no_grad():
-            model.weight += torch.randn(3, 5)
-        mine.update()
-        yours.update_parameters(model)
-    trained = model.weight.clone()
-    with mine.applied():
-        torch.testing.assert_close(model.weight, yours.module.weight)  # float32 rounding of two forms of one formula
-    assert torch.equal(model.weight, trained)
-
-
-def test_the_average_is_what_is_saved_and_goes_on_after_a_resumption(
-    finetune, causal: list[Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    averages: list[WeightAverage] = []
-    build = lambda *a: averages.append(WeightAverage(*a)) or averages[-1]  # noqa: E731
-    monkeypatch.setattr(loop_module, "WeightAverage", build)
-    options = [*causal, "--ema_decay", 0.5, "--checkpointing_steps", 2, "--validation_file", files / "valid.txt"]
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    expected = finetune(*options, "--max_eval_samples", 4, output_dir=whole)
-    saved = load_file(whole / "model.safetensors")
-    assert all(torch.equal(saved[name], value) for name, value in averages[0].average.items() if name in saved)
-    last = load_file(whole / "checkpoint-4" / "model.safetensors")
-    assert not torch.equal(saved["model.norm.weight"], last["model.norm.weight"])
-    shutil.copytree(whole / "checkpoint-2", parted / "checkpoint-2")
-    more = ["--max_eval_samples", 4, "--resume_from_checkpoint", "latest"]
-    resumed = finetune(*options, *more, output_dir=parted)
-    again = load_file(parted / "model.safetensors")
-    assert all(torch.equal(again[name], saved[name]) for name in saved)
-    assert resumed[-1] == expected[-1]
-    only = ["--model_name_or_path", whole, "--task", "causal_lm", "--validation_file", files / "valid.txt"]
-    (figures,) = finetune(*only, "--max_length", 32, "--max_eval_samples", 4, output_dir=tmp_path / "evaluated")
-    assert figures["eval_nats_per_token"] == expected[-1]["eval_nats_per_token"]
 
 
 def test_trackers_that_there_are_not(finetune, causal: list[Any], monkeypatch: pytest.MonkeyPatch, capsys) -> None:

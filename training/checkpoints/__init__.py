@@ -4,7 +4,7 @@ Checkpoints are the folders `checkpoint-<step>`. They are written under another 
 they are never incomplete.
 
     config.json, weights, code, tokenizer and so on    the files of `save_pretrained`: the folder loads with AutoModel
-    optimizer.pt                                       the optimizer, and the average of the weights if there is one
+    optimizer.pt                                       the optimizer
     scheduler.bin, scaler.pt, random_states_<n>.pkl    what accelerate saves: schedule, gradient scaler, and the state
                                                        of every random generator of each process
     deepspeed/                                         with DeepSpeed, the part of the optimizer of each process

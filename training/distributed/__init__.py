@@ -293,7 +293,6 @@ def _wrong_with_deepspeed(recipe: Recipe) -> list[str]:
         != "none",
         "offloading in the launch file (allowed is `none`)": moved != {"none"},
         "`zero3_init_flag: true` in the launch file": splits_on_load,
-        "`--ema_decay`": recipe.optimization.ema_decay is not None,
         # DeepSpeed gives parameters without a gradient one of zeros, so that the weight decay would change them.
         "`--weight_decay` with an objective that leaves the output layer out": bool(recipe.optimization.weight_decay)
         and not _all_reach_the_loss(recipe),
@@ -323,7 +322,6 @@ def _refuse_with_shards(recipe: Recipe, engine: str, wrong: list[str]) -> None:
         *(["mixed precision fp16 (allowed are no, bf16)"] if _precision(recipe) == "fp16" else []),
         *(["attention transfer, which trains the mechanisms alone"] if transfer else []),
         *(["`--use_peft`"] if recipe.model.use_peft else []),
-        *(["`--untie_embeddings`"] if recipe.model.untie_embeddings is not None else []),
     ]
     if wrong:
         raise SetupError(
