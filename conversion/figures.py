@@ -4,9 +4,9 @@ The control that a language model has to beat is an exact window of the same byt
 forgets what leaves it and costs nothing to make, and a state that does no better with as many bytes is not worth its
 training (arXiv 2608.28444).
 
-- `window_alone`: the student's own window, where it has one, with the weights of the teacher.
-- `same_bytes`: the window of as many bytes as the student's state, with the weights of the teacher.
-- `healed`: the same window after the student's training: its stages and tokens.
+- window_alone: the student's own window, where it has one, with the weights of the teacher
+- same_bytes: the window of as many bytes as the student's state, with the weights of the teacher
+- healed: the same window after the student's training: its stages and tokens
 
 Embedding models are measured by their likeness to the original, by pairs with scores and by retrieval.
 """

@@ -276,7 +276,7 @@ class ConversionArguments(MeasuringArguments):
     )
     train_file: str | None = option(
         "data to train on with --preset: .txt, .jsonl, .csv, .tsv or .parquet, with the column `text` or those of the "
-        "model's task (docs/healing.md)",
+        "model's task (docs/data.md)",
         None,
         needs=("preset",),
         is_path=True,

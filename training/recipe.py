@@ -154,7 +154,7 @@ class TaskArguments:
     )
     retrieval_file: str | None = option(
         "Queries and documents for figures of retrieval: .jsonl, .csv, .tsv or .parquet with the columns `query` and "
-        "`document` (docs/healing.md).",
+        "`document` (docs/data.md).",
         None,
         needs=EVALUATION_DATA,
         tasks=("embedding",),

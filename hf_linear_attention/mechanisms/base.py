@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of an attention mechanism and of its options.
 
-A mechanism replaces softmax(q k^T) v inside one attention layer. It consists of a file `mechanism_<name>.py` and a line
-in `mechanisms.py`. Its class attributes say what it can do, and a configuration that asks for more is refused with the
-name of what is missing.
+A mechanism replaces softmax(q k^T) v inside one attention layer. It has a module, its options in `options.py`
+and a line in `registry.py`. Its class attributes say what it can do, and a configuration that asks for more is refused
+with the name of what is missing.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -53,6 +53,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attention.conversion.commands import COMMANDS, main
 from hf_linear_attention.conversion.convert_checkpoint import main as convert_checkpoint
+from hf_linear_attention.features.maps import FEATURE_MAPS
+from hf_linear_attention.mechanisms.options import FEATURE_MAP_TRAITS, LinearOptions
 from hf_linear_attention.training.finetune import main as finetune
 
 
@@ -236,6 +238,7 @@ BY_COMMAND: dict[str, Callable[[], None]] = {
     "--pairs_file": minilm,
     "--task seq2seq_lm": task("seq2seq_lm", "pairs.jsonl", "--drop", "position_bias"),
     "--config distil_causal_lm": decoder,
+    "--module hf_linear_attention finetune": decoder,
     "distil_embedding": lambda: (encoder(), trained()),
     "accelerate launch --config_file training/launch/cpu2.yaml -m hf_linear_attention.training.finetune ...": lambda: (
         decoder(),
@@ -345,7 +348,7 @@ class PageRun:
             words[words.index("...") : words.index("...") + 1] = self.earlier[script]
         elif script in words:
             self.earlier.setdefault(script, [*words[words.index(script) + 1 :], "--checkpointing_steps", "1"])
-        is_new = not {"--resume_from_checkpoint", "--overwrite"} & set(words)
+        is_new = not {"evaluate", "--resume_from_checkpoint", "--overwrite"} & set(words)
         if "--output_dir" in words and is_new:
             shutil.rmtree(words[words.index("--output_dir") + 1], ignore_errors=True)
         if (
@@ -387,12 +390,17 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it to write to; caches are not the user's."""
+def folder(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it to write to; caches are not the user's, and what a page registers is forgotten."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     shutil.copytree(template, tmp_path / "page", symlinks=True)
     monkeypatch.chdir(tmp_path / "page")
-    return tmp_path / "page"
+    registries: list[dict[str, Any]] = [FEATURE_MAPS, FEATURE_MAP_TRAITS, LinearOptions.options]
+    before = [dict(registry) for registry in registries]
+    yield tmp_path / "page"
+    for registry, entries in zip(registries, before):
+        registry.clear()
+        registry.update(entries)
 
 
 def run_page(page: str, log: pytest.LogCaptureFixture, has_budget: bool = False) -> dict[str, Any]:
