@@ -12,7 +12,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, Inputs, head_of
-from hf_linear_attention._common.layers import layers_text
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.architectures import attention_modules, converted_features
 from hf_linear_attention.attention.transformers_internals import loaded_names
@@ -20,6 +19,7 @@ from hf_linear_attention.configuration_linear_attention import entries_of, mecha
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes, with_budget
 from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
+from hf_linear_attention.layer_numbers import layers_text
 from hf_linear_attention.layer_ranges import spread
 from hf_linear_attention.mechanisms.base import AttentionMechanism
 from hf_linear_attention.modeling_linear_attention import (

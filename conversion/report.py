@@ -16,7 +16,6 @@ import torch
 import transformers
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
-from hf_linear_attention._common.layers import layers_text
 from hf_linear_attention._common.model_card import REPORT, format_value, write_model_card
 from hf_linear_attention._common.options import option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
@@ -26,6 +25,7 @@ from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, de
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes
 from hf_linear_attention.kernels.cpu import kernel_backend
+from hf_linear_attention.layer_numbers import layers_text
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -34,7 +34,6 @@ from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.devices import computing_device
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention._common.layers import parse_layers
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention._common.special_tokens import special_tokens
@@ -45,6 +44,7 @@ from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.verification import divergence
+from hf_linear_attention.layer_numbers import parse_layers
 from hf_linear_attention.layer_ranges import with_softmax_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch

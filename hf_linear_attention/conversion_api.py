@@ -16,12 +16,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from ._common.layers import is_by_layer
 from .attention.layer import LinearizedCrossAttention
 from .attention.transformers_internals import base_model_class, converting
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
 from .default_settings import DEFAULTS, direction_of
+from .layer_numbers import is_by_layer
 from .layer_ranges import spread
 from .mechanisms.registry import MECHANISMS
 from .modeling_linear_attention import NoRotaryError, RotaryError, converted_modules, linear_model_class

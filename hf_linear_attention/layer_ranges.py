@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ._common.layers import EXAMPLES, is_by_layer, layers_text
 from .configuration_linear_attention import COMMON_SETTINGS, LinearAttentionSettings, unknown_mechanism
+from .layer_numbers import EXAMPLES, is_by_layer, layers_text
 from .mechanisms.registry import MECHANISMS
 
 

@@ -13,7 +13,6 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_linear_attention._common.layers import parse_layers
 from hf_linear_attention._common.options import (
     BELOW_ONE,
     COUNT,
@@ -28,6 +27,7 @@ from hf_linear_attention._common.options import (
     facts_of,
     option,
 )
+from hf_linear_attention.layer_numbers import parse_layers
 from hf_linear_attention.training.data.sentence_files import Pooling, SentenceFiles, sentence_files
 from hf_linear_attention.training.tasks import (
     CACHED,

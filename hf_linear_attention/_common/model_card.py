@@ -15,8 +15,8 @@ import yaml
 
 from hf_linear_attention import model_cards
 from hf_linear_attention._common.heads import head_of_config, is_without_head
-from hf_linear_attention._common.layers import ranges_of
 from hf_linear_attention._common.safe_yaml import load_yaml
+from hf_linear_attention.layer_numbers import ranges_of
 
 
 TEMPLATE = Path(next(iter(model_cards.__path__))) / "template.md"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of layers, and values by layer, as people write them; this file imports neither torch nor transformers."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from hf_linear_attention.mechanisms.options import NAMED_LAYERS
+from .mechanisms.options import NAMED_LAYERS
 
 
 EXAMPLES = "`3`, `0-3` or `4-`"
