@@ -67,7 +67,7 @@ def diagnose(model: PreTrainedModel, inputs: Sequence[Mapping[str, torch.Tensor]
             raise NotImplementedError(
                 f"{type(seen.module).stock_class.__name__} does not compute a matrix of attention weights."
             )
-        mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.value.device)
+        mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.softmax_output.device)
         errors = relative_head_error(seen, mask).sqrt()
         layer = seen.module.linear_attention.shape.layer
         found.setdefault(layer, []).append((cumulative_shares(seen.softmax_weights).mean(0), errors.mean(0)))

@@ -42,7 +42,7 @@ def head_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
             layers[mechanism.shape.layer]["half_life"] = [math.log(2) / -rate for rate in decay().tolist()]
 
     def look(seen: ObservedAttention) -> None:
-        mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.value.device)
+        mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.softmax_output.device)
         errors = relative_head_error(seen, mask).sqrt().mean(0)
         if torch.isfinite(errors).all():
             layers[seen.module.linear_attention.shape.layer]["error"] = errors.tolist()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..mechanisms.base import LayerShape, Rotary
+from ..mechanisms.base import LayerShape, MechanismInputs, Rotary
 
 
 # The initial half-life, in tokens, if the trained length is unknown.
@@ -119,10 +119,9 @@ def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int 
     return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
 
 
-def without_hidden(
-    shift: RotaryShift | None, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def without_hidden(shift: RotaryShift | None, inputs: MechanismInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys `[B, heads, N, D]` with the rotary frequencies of `shift` taken back."""
+    query, key, positions = inputs.query, inputs.key, inputs.positions
     if shift is None or positions is None:
         return query, key
     return shift(query, -positions), shift(key, -positions)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import orthogonal_random_matrix
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
-from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 
@@ -29,7 +29,7 @@ def performer(**settings) -> PerformerAttention:
 def attend(mechanism, length=6, seed=0, state=None, is_causal=True, heads=(4, 2), mask=None):
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, h, length, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
 
 
 def test_orthogonal_blocks_are_orthogonal_with_gaussian_norms_and_a_partial_last_block():
@@ -173,7 +173,8 @@ def test_calibration_sees_real_tokens_alone_and_each_head_by_itself():
     torch.testing.assert_close(mechanism.feature_map.norm_weight, torch.zeros(2))
     before, _ = attend(mechanism)
     torch.testing.assert_close(before, attend(performer(num_features=16))[0])  # A = 0 is FAVOR+
-    mechanism.calibrate(query, key, attention_mask=mask, scaling=0.25)
+    given = MechanismInputs(query, key, key, mask, 0.25, is_causal=False)
+    mechanism.calibrate(given)
     fitted = mechanism.feature_map.norm_weight.clone()
     for head in range(2):  # f as in the paper: the mean of |q_i + k_j|^2 over all pairs of a head
         real_query = query[:, 2 * head : 2 * head + 2].transpose(1, 2)[mask].reshape(-1, 8).double() * 0.5
@@ -181,7 +182,7 @@ def test_calibration_sees_real_tokens_alone_and_each_head_by_itself():
         f = (real_query[:, None] + real_key).square().sum(-1).mean()
         assert fitted[head].item() == pytest.approx(optimal_norm_weight(f, 8).item(), rel=1e-5)
     noisy_query, noisy_key = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (query, key))
-    mechanism.calibrate(noisy_query, noisy_key, attention_mask=mask, scaling=0.25)
+    mechanism.calibrate(given._replace(query=noisy_query, key=noisy_key))
     assert torch.equal(mechanism.feature_map.norm_weight, fitted)
     attend(mechanism.train(), length=9, seed=4)  # frozen
     assert torch.equal(mechanism.feature_map.norm_weight, fitted)
@@ -235,12 +236,11 @@ def test_absorbing_keys_anew_is_no_forward():
     attend(mechanism)
     before = mechanism.feature_map.projection.clone()
     key, value = torch.randn(2, 2, 2, 5, 8)
-    state = mechanism.absorb(key, value, attention_mask=None, scaling=0.25, state=None)
+    query = torch.randn(2, 4, 5, 8)
+    state = mechanism.absorb(MechanismInputs(query, key, value, None, 0.25, is_causal=True))
     assert mechanism.num_forwards == 1
     assert torch.equal(mechanism.feature_map.projection, before)
-    expected = mechanism.eval()(
-        torch.randn(2, 4, 5, 8), key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None
-    )[1]
+    expected = mechanism.eval()(MechanismInputs(query, key, value, None, 0.25, is_causal=True))[1]
     assert all(torch.equal(a, b) for a, b in zip(state, expected))
 
 
@@ -266,7 +266,9 @@ def test_gradient_checkpointing_recomputes_with_the_projection_of_its_forward():
             query.requires_grad_()
 
             def run(query, mechanism=mechanism, key=key, value=value):
-                return mechanism(query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None)[0]
+                return mechanism.attend(
+                    query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None
+                )[0]
 
             output = checkpoint(run, query, use_reentrant=False) if wrap else run(query)
             gradients.append(torch.autograd.grad(output.sum() ** 2, query)[0])
@@ -280,7 +282,8 @@ def test_two_forwards_before_a_backward_survive_a_redraw():
     query = torch.randn(2, 4, 5, 8, requires_grad=True)
     key = value = torch.randn(2, 2, 5, 8)
     outputs = [
-        mechanism(query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None)[0] for _ in range(2)
+        mechanism.attend(query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None)[0]
+        for _ in range(2)
     ]
     assert not torch.equal(*outputs)
     sum(output.sum() for output in outputs).backward()
@@ -296,7 +299,7 @@ def test_uniform_mixing_is_a_share_of_the_mean_of_visible_values(is_causal):
     for mechanism in (plain, mixed):
         torch.manual_seed(0)
         query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-        weights.append(mechanism.attention_weights(query, key, attention_mask=mask, scaling=0.25, is_causal=is_causal))
+        weights.append(mechanism.attention_weights(MechanismInputs(query, key, key, mask, 0.25, is_causal)))
     visible = mask[:, None, None, :].expand(2, 4, 6, 6).double()
     visible = visible.tril() if is_causal else visible
     uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1)

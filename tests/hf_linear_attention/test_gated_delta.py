@@ -11,7 +11,7 @@ from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.state_budget import state_bytes
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.torch_kernels.delta import gated_delta
@@ -34,7 +34,7 @@ def sample(length, head_dim=8):
 
 def run(mechanism, query, key, value, gates, mask=None, state=None):
     options = {"attention_mask": mask, "scaling": 0.3, "is_causal": True, "state": state, "gates": gates}
-    return mechanism(query, key, value, **options)
+    return mechanism.attend(query, key, value, **options)
 
 
 def test_it_is_the_rule_of_qwen3_next():
@@ -89,13 +89,15 @@ def test_frequencies_that_the_features_must_not_see_are_taken_back(is_interleave
     everything, partial = build(rotary=rotary, rope="none"), build(rotary=rotary, rope="partial", rope_frequencies=2)
     gates = everything.gates(torch.randn(2, 30, HIDDEN))
     rotated = [everything.shift(x, positions) for x in (query, key)]
-    *moved, place = everything.prepare(*rotated, positions)
-    assert place is None  # the state needs no positions
+    given = MechanismInputs(*rotated, value, None, 0.3, True, positions)
+    prepared = everything.prepare(given)
+    moved = prepared[:2]
+    assert prepared.positions is None  # the state needs no positions
     assert everything.needs_positions
     torch.testing.assert_close(run(everything, *moved, value, gates), run(everything, query, key, value, gates))
     fast = Rotary((1.0, 0.3, 0.0, 0.0), is_interleaved)
     expected = [build(rotary=fast, rope="none").shift(x, positions) for x in (query, key)]
-    torch.testing.assert_close(partial.prepare(*rotated, positions)[:2], tuple(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(partial.prepare(given)[:2], tuple(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_the_convolution_starts_as_the_identity_and_sees_only_its_tokens():
@@ -151,10 +153,10 @@ def test_decoding_a_convolution_with_padding_between_and_before_tokens():
     state = None
     for token in range(12):
         parts = [x[:, :, token : token + 1] for x in (query, key, value)]
-        output, state = mechanism(*parts, attention_mask=mask[:, token : token + 1], state=state, **options)
+        output, state = mechanism.attend(*parts, attention_mask=mask[:, token : token + 1], state=state, **options)
     for row in range(2):
         parts = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
-        whole, final = mechanism(*parts, attention_mask=None, state=None, **options)
+        whole, final = mechanism.attend(*parts, attention_mask=None, state=None, **options)
         torch.testing.assert_close(output[row, 0], whole[0, -1], rtol=1e-10, atol=1e-10)
         for actual, expected in zip(state, final):
             torch.testing.assert_close(actual[row], expected[0], rtol=1e-10, atol=1e-10)

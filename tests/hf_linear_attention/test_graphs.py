@@ -38,7 +38,7 @@ LAYERS = {
     "performer": {"mechanism": "performer", "num_features": 64},
     "hybrid": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4, "num_features": 64},
 }
-MOST_NODES = 60
+MOST_NODES = 65
 LENGTH = 4096
 
 
@@ -83,7 +83,7 @@ def sample(batch=1, length=LENGTH, dim=32, heads=4, kv_heads=2):
 def attention(mechanism, is_causal=True, mask=None):
     def attend(query, key, value):
         options = {"scaling": query.shape[-1] ** -0.5, "is_causal": is_causal, "state": None}
-        return mechanism(query, key, value, attention_mask=mask, **options)[0]
+        return mechanism.attend(query, key, value, attention_mask=mask, **options)[0]
 
     return attend
 
@@ -225,11 +225,11 @@ def test_what_follows_numbered_sequences_follows_the_last(row):
     query, key, value = sample(1, 41, 8)
     options = {"scaling": 8**-0.5, "is_causal": True}
     packed = [x[:, :, :40] for x in (query, key, value)]
-    _, state = mechanism(*packed, attention_mask=numbers, state=None, **options)
+    _, state = mechanism.attend(*packed, attention_mask=numbers, state=None, **options)
     following = [x[:, :, 40:] for x in (query, key, value)]
-    actual, _ = mechanism(*following, attention_mask=None, state=state, **options)
+    actual, _ = mechanism.attend(*following, attention_mask=None, state=state, **options)
     last = [x[:, :, 24:] for x in (query, key, value)]
-    expected, _ = mechanism(*last, attention_mask=None, state=None, **options)
+    expected, _ = mechanism.attend(*last, attention_mask=None, state=None, **options)
     torch.testing.assert_close(actual, expected[:, -1:], rtol=1e-4, atol=1e-5)
 
 
@@ -252,9 +252,9 @@ def test_numbers_are_refused_where_they_have_no_form():
         with pytest.raises(ValueError, match="own row of the batch"):
             attention(each, is_causal=False, mask=numbers)(*inputs)
     options = {"scaling": 1.0, "is_causal": True}
-    _, state = mechanism(*inputs, attention_mask=None, state=None, **options)
+    _, state = mechanism.attend(*inputs, attention_mask=None, state=None, **options)
     with pytest.raises(ValueError, match="after cached tokens"):
-        mechanism(*inputs, attention_mask=numbers, state=state, **options)
+        mechanism.attend(*inputs, attention_mask=numbers, state=state, **options)
 
 
 @pytest.mark.parametrize("row", MECHANISM_ROWS)
@@ -265,11 +265,11 @@ def test_a_forward_of_meta_tensors_has_the_right_shapes(row, is_masked):
     mask = torch.ones(2, 19, dtype=torch.bool, device="meta") if is_masked else None
     for is_causal in causalities(row):
         options = {"attention_mask": mask, "scaling": 0.3, "is_causal": is_causal}
-        output, state = mechanism(query, key, value, state=None, **options)
+        output, state = mechanism.attend(query, key, value, state=None, **options)
         assert output.shape == (2, 19, 4, 8)
         if is_causal and supports(row, "state"):
             token, options = [x[:, :, :1] for x in (query, key, value)], {**options, "attention_mask": None}
-            output, following = mechanism(*token, state=state, **options)
+            output, following = mechanism.attend(*token, state=state, **options)
             assert output.shape == (2, 1, 4, 8)
             assert [(x.shape, x.dtype) for x in following] == [(x.shape, x.dtype) for x in state]
 
@@ -299,16 +299,16 @@ def test_no_tokens_change_no_state(row):
     mechanism, inputs = build_mechanism(row), [x.detach() for x in sample(2, 21, 8)]
     options = {"attention_mask": None, "scaling": 0.3, "is_causal": True}
     with torch.no_grad():
-        _, state = mechanism(*inputs, state=None, **options)
+        _, state = mechanism.attend(*inputs, state=None, **options)
         none = [x[:, :, :0] for x in inputs]
         for start in (state, None):
-            output, same = mechanism(*none, state=start, **options)
+            output, same = mechanism.attend(*none, state=start, **options)
             assert output.shape == (2, 0, 4, 8)
             if start is not None:
                 torch.testing.assert_close(same, state, rtol=0, atol=0)
             else:
-                whole, _ = mechanism(*inputs, state=same, **options)
-                expected, _ = mechanism(*inputs, state=None, **options)
+                whole, _ = mechanism.attend(*inputs, state=same, **options)
+                expected, _ = mechanism.attend(*inputs, state=None, **options)
                 torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -440,14 +440,14 @@ def test_float16_computes_in_torch_with_sums_in_float32(row):
     inputs = [x.half() for x in sample(2, 40, 8)]
     for is_causal in causalities(row):
         options = {"attention_mask": None, "scaling": 8**-0.5, "is_causal": is_causal, "state": None}
-        output, state = mechanism(*inputs, **options)
-        expected, _ = mechanism(*(x.float() for x in inputs), **options)
+        output, state = mechanism.attend(*inputs, **options)
+        expected, _ = mechanism.attend(*(x.float() for x in inputs), **options)
         assert output.dtype == torch.float16
         torch.testing.assert_close(output.float(), expected, rtol=5e-3, atol=5e-3)
         if is_causal and supports(row, "state"):
             sums = torch.float16 if row.startswith("window") else torch.float32  # which keeps keys, and no sums
             assert state[0].dtype == sums
             token = [x[:, :, :1] for x in inputs]
-            output, state = mechanism(*token, **{**options, "state": state})
+            output, state = mechanism.attend(*token, **{**options, "state": state})
             assert output.dtype == torch.float16
             assert state[0].dtype == sums

@@ -29,7 +29,7 @@ def sample(length: int, std: float = 2.0):
 
 
 def run(mechanism, query, key, value, mask=None, state=None, is_causal=True):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=is_causal, state=state)
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=is_causal, state=state)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -50,10 +50,10 @@ def decoded(mechanism, query, key, value):
     options = {"scaling": 0.25, "is_causal": True}
     outputs = []
     first = (x[:, :, :2] for x in (query, key, value))
-    _, state = mechanism(*first, attention_mask=mask, state=None, **options, **at(mechanism, 0, 2))
+    _, state = mechanism.attend(*first, attention_mask=mask, state=None, **options, **at(mechanism, 0, 2))
     for t in range(2, LENGTH):
         token = (x[:, :, t : t + 1] for x in (query, key, value))
-        output, state = mechanism(*token, attention_mask=None, state=state, **options, **at(mechanism, t, t + 1))
+        output, state = mechanism.attend(*token, attention_mask=None, state=state, **options, **at(mechanism, t, t + 1))
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
 
@@ -96,8 +96,8 @@ def test_a_state_keeps_no_more_keys_alive_than_it_holds(is_padded):
     query, key, value = (torch.randn(2, length, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
     mask = torch.arange(length).expand(2, -1) > 4 if is_padded else None
     options = {"attention_mask": mask, "scaling": 0.25, "is_causal": True, **at(mechanism, 0, length)}
-    _, state = mechanism(query, key, value, state=None, **options)
-    _, later = mechanism(query, key, value, state=state, **options)
+    _, state = mechanism.attend(query, key, value, state=None, **options)
+    _, later = mechanism.attend(query, key, value, state=state, **options)
     for tensor in (*state[:6], *later[:6]):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
@@ -107,7 +107,7 @@ def test_a_state_keeps_no_more_keys_alive_than_it_holds(is_padded):
 def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
     mechanism, layer = hybrid({"window_size": 3, "num_sinks": 2}), LinearAttentionStateLayer(64, static=True)
     query, key, value = (torch.randn(2, LENGTH, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    _, state = mechanism(query, key, value, attention_mask=None, state=None, scaling=0.25, is_causal=True)
+    _, state = mechanism.attend(query, key, value, attention_mask=None, state=None, scaling=0.25, is_causal=True)
     assert not all(tensor.is_contiguous() for tensor in state)  # else the next line would not show anything
     layer.store(state)
     assert all(tensor.is_contiguous() for tensor in layer.state)
@@ -118,7 +118,7 @@ def static_layer(mechanism, query, key, value, count):
     layer = LinearAttentionStateLayer(64, static=True)
     first = (x[:, :, :count] for x in (query, key, value))
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True}
-    layer.store(mechanism(*first, state=None, **options, **at(mechanism, 0, count))[1])
+    layer.store(mechanism.attend(*first, state=None, **options, **at(mechanism, 0, count))[1])
     return layer
 
 
@@ -132,8 +132,8 @@ def test_a_step_in_place_is_one_that_is_not(settings):
     state, memory = tuple(x.clone() for x in layer.state), [x.data_ptr() for x in layer.state]
     for t in range(1, LENGTH):
         token, further = [x[:, :, t : t + 1] for x in inputs], {**options, **at(mechanism, t, t + 1)}
-        expected, state = mechanism(*token, state=state, **further)
-        output, new = mechanism(*token, state=layer.state, in_place=True, **further)
+        expected, state = mechanism.attend(*token, state=state, **further)
+        output, new = mechanism.attend(*token, state=layer.state, in_place=True, **further)
         layer.store(new)
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
         torch.testing.assert_close(layer.state, state, rtol=0, atol=0)
@@ -151,9 +151,9 @@ def test_a_step_in_place_that_is_refused_changes_nothing():
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, "in_place": True}
     strided = (*state[:1], state[1].mT.contiguous().mT, *state[2:])
     with pytest.raises(ValueError, match=r"`state` has a tensor with strides .* dense"):
-        mechanism(query, key, value, state=strided, **options)
+        mechanism.attend(query, key, value, state=strided, **options)
     with pytest.raises(ValueError, match="it must have"):
-        mechanism(query, key[..., :8], value, state=state, **options)
+        mechanism.attend(query, key[..., :8], value, state=state, **options)
     torch.testing.assert_close(list(state), kept, rtol=0, atol=0)
 
 
@@ -168,8 +168,9 @@ def test_a_feature_map_that_does_not_fit_is_refused(monkeypatch, given):
     key = kernel_map.key._replace(weight=given.get("key_weight", kernel_map.key.weight))
     changed = kernel_map._replace(function=given.get("function", kernel_map.function), key=key)
     monkeypatch.setattr(mechanism.feature_map, "unscaled_map", lambda: changed)
+    token = [x[:, :, -1:] for x in inputs]
     with pytest.raises(ValueError, match="must"):
-        mechanism(*(x[:, :, -1:] for x in inputs), attention_mask=None, scaling=0.25, is_causal=True, state=state)
+        mechanism.attend(*token, attention_mask=None, scaling=0.25, is_causal=True, state=state)
 
 
 @torch.no_grad()
@@ -183,7 +184,7 @@ def test_a_compiled_step_writes_a_static_cache_without_a_copy():
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, **at(mechanism, LENGTH - 1, LENGTH)}
 
     def step(layer, *tensors):
-        output, state = mechanism(*tensors, state=layer.state, in_place=True, **options)
+        output, state = mechanism.attend(*tensors, state=layer.state, in_place=True, **options)
         layer.store(state)
         return output
 
@@ -204,10 +205,10 @@ def test_a_compiled_step_is_one_operator(settings):
     query, key, value = (torch.randn(2, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True}
     first, token = ([x[:, :, part] for x in (query, key, value)] for part in (slice(0, -1), slice(-1, None)))
-    _, state = mechanism(*first, state=None, **options, **at(mechanism, 0, LENGTH - 1))
+    _, state = mechanism.attend(*first, state=None, **options, **at(mechanism, 0, LENGTH - 1))
 
     def step(*tensors):
-        return mechanism(*tensors, state=state, **options, **at(mechanism, LENGTH - 1, LENGTH))
+        return mechanism.attend(*tensors, state=state, **options, **at(mechanism, LENGTH - 1, LENGTH))
 
     def backend(module, example):
         graphs.append([str(node.target) for node in module.graph.nodes])

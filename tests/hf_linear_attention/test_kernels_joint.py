@@ -8,7 +8,7 @@ import torch
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.kernels.cpu import library
 from hf_linear_attention.mechanisms import hybrid as mechanism_hybrid
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
 from hf_linear_attention.mechanisms.hybrid import HybridAttention
 
 
@@ -53,7 +53,7 @@ def results(mechanism, tensors, split, mask=None):
     positions = (torch.ones(2, length) if mask is None else mask).cumsum(dim=1).int().sub(1).clamp(min=0)
     outputs, state = [], None
     for part in (slice(0, split), slice(split, None)) if split else (slice(None),):
-        output, state = mechanism(
+        output, state = mechanism.attend(
             *(x[:, :, part] for x in leaves),
             attention_mask=None if mask is None else mask[:, part],
             **{"scaling": 0.3, "is_causal": True, "state": state, "positions": positions[:, part]},
@@ -105,5 +105,6 @@ def test_a_state_without_the_keys_of_its_window_is_refused():
     state = torch.zeros(2, KV_HEADS, 6, DIM + 2)
     seen = torch.ones(2, 20, 4, dtype=torch.bool)
     line = mechanism_hybrid.Line(key, value, torch.ones(2, 20, dtype=torch.bool), None)
+    inputs = MechanismInputs(query, key, value, None, 0.3, is_causal=True)
     with pytest.raises(ValueError, match="20 queries, 20 keys, a window of 5, a state"):
-        mechanism._at_once(query, line, line.kind, (key[:, :, :4], value[:, :, :4]), seen, 0.3, None, state)
+        mechanism._at_once(inputs, line, (key[:, :, :4], value[:, :, :4]), seen, state)

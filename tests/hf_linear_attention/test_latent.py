@@ -8,10 +8,11 @@ import torch
 from matrix import build_mechanism, stock_config, stock_model
 
 from hf_linear_attention import convert, convert_config
+from hf_linear_attention.mechanisms.base import MechanismInputs
 
 
 def run(mechanism, query, key, value, mask=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
 
 
 @pytest.mark.parametrize("std", [0.5, 8.0])
@@ -19,7 +20,7 @@ def test_outputs_are_convex_combinations_of_the_values(std):
     mechanism, mask = build_mechanism("latent"), torch.ones(2, 30, dtype=torch.bool)
     mask[0, 5:17] = False
     query, key = torch.randn(2, 4, 30, 8) * std, torch.randn(2, 2, 30, 8) * std
-    weights = mechanism.attention_weights(query, key, attention_mask=mask, scaling=0.3, is_causal=False)
+    weights = mechanism.attention_weights(MechanismInputs(query, key, key, mask, 0.3, is_causal=False))
     assert (weights >= 0).all()
     assert (weights[0, :, :, ~mask[0]] == 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 30), rtol=0, atol=1e-6)

@@ -21,7 +21,7 @@ def test_full_length_is_the_formula_of_the_paper(row):
     query, key = torch.randn(2, 4, 24, 8, dtype=torch.float64), torch.randn(2, 2, 24, 8, dtype=torch.float64)
     value = torch.randn(2, 2, 24, 8, dtype=torch.float64)
     leaves = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), *mechanism.parameters()]
-    actual = mechanism(query, key, value, attention_mask=None, scaling=0.3, is_causal=False, state=None)[0]
+    actual = mechanism.attend(query, key, value, attention_mask=None, scaling=0.3, is_causal=False, state=None)[0]
     expected = reference.linformer(query, key, value, *mechanism._projections, 0.3).transpose(1, 2)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     direction = torch.randn_like(expected)
@@ -43,9 +43,11 @@ def test_a_shorter_input_is_pooled_by_the_count_of_what_is_there(length):
     means = [torch.stack([x[:, :, part].mean(2) for part in segments], dim=2) for x in (key, value)]
     weights = (query @ reference.repeat_heads(means[0], 4).transpose(-1, -2) * 0.3).softmax(-1)
     expected = (weights @ reference.repeat_heads(means[1], 4)).transpose(1, 2)
-    actual = mechanism(query, key, value, attention_mask=None, scaling=0.3, is_causal=False, state=None)[0]
+    actual = mechanism.attend(query, key, value, attention_mask=None, scaling=0.3, is_causal=False, state=None)[0]
     torch.testing.assert_close(actual, expected)
-    ones = mechanism(query, key, torch.ones_like(value), attention_mask=None, scaling=0.3, is_causal=False, state=None)
+    ones = mechanism.attend(
+        query, key, torch.ones_like(value), attention_mask=None, scaling=0.3, is_causal=False, state=None
+    )
     torch.testing.assert_close(ones[0], torch.ones_like(ones[0]), rtol=0, atol=1e-6)
 
 
@@ -74,7 +76,7 @@ def tokens(length: int, batch: int = 1):
 
 
 def run(mechanism, query, key, value, mask=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
 
 
 @pytest.mark.parametrize("row", ["linformer-mean-pool", "linformer-stretched"])
@@ -215,4 +217,4 @@ def test_an_input_that_is_too_long_says_what_to_do():
     mechanism = build_mechanism("linformer-headwise", max_length=8)
     x = torch.randn(1, 2, 9, 8)
     with pytest.raises(ValueError, match=r"Got 9 positions.*`max_length` = 8.*--max_length"):
-        mechanism(torch.randn(1, 4, 9, 8), x, x, attention_mask=None, scaling=1.0, is_causal=False, state=None)
+        mechanism.attend(torch.randn(1, 4, 9, 8), x, x, attention_mask=None, scaling=1.0, is_causal=False, state=None)

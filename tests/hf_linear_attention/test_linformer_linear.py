@@ -9,7 +9,7 @@ from matrix import build_mechanism, stock_config
 
 from hf_linear_attention import LinearAttentionSettings, convert_config
 from hf_linear_attention.features.maps import elu_plus_one
-from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.linear import LinearAttention
 from hf_linear_attention.mechanisms.linformer import mean_pool_matrix
 from hf_linear_attention.mechanisms.linformer_linear import LinformerLinearAttention
@@ -31,7 +31,7 @@ def inputs(length: int, std: float = 2.0):
 
 
 def run(mechanism, query, key, value, mask=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
 
 
 @pytest.mark.parametrize("feature_map", ["elu1", "relu", "squared_relu", "exp", "hedgehog"])
@@ -52,7 +52,7 @@ def test_weights_are_non_negative_and_sum_to_1(std):
     query, key, _ = (x.float() for x in inputs(30, std))
     mask = torch.ones(2, 30, dtype=torch.bool)
     mask[0, 4:11] = False
-    weights = mechanism.attention_weights(query, key, attention_mask=mask, scaling=0.3, is_causal=False)
+    weights = mechanism.attention_weights(MechanismInputs(query, key, key, mask, 0.3, is_causal=False))
     assert (weights >= 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 30), rtol=0, atol=1e-6)
 

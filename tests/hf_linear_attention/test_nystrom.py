@@ -26,7 +26,7 @@ def inputs(length, batch=1, std=2.0, dtype=torch.float64):
 
 
 def run(mechanism, query, key, value, mask=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
 
 
 def softmax(query, key, value):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from matrix import MAX_STD, MECHANISM_ROWS, build_mechanism, rows
 from oracles import ORACLES
 
+from hf_linear_attention.mechanisms.base import MechanismInputs
+
 
 SCALING = 8**-0.5
 CAUSAL, BIDIRECTIONAL = rows(causal=True), rows(bidirectional=True)
@@ -46,7 +48,7 @@ def test_equal_to_the_oracle(row, problem):
     heads, std, query, key, value, mask, form = problem
     assume(std <= MAX_STD.get(row, 8.0))
     mechanism, is_causal = build_mechanism(row, **heads), is_causal_form(row, form)
-    actual, _ = mechanism(query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=None)
+    actual, _ = mechanism(MechanismInputs(query, key, value, mask, SCALING, is_causal))
     compute = ORACLES[MECHANISM_ROWS[row]["mechanism"]]
     seen = mask & mask.any(dim=1, keepdim=True)
     expected = torch.zeros(*mask.shape, *actual.shape[2:], dtype=torch.float64)
@@ -68,7 +70,7 @@ def test_any_split_gives_the_same(row, problem, data):
 
     def run(start, stop, state):
         parts = (x[:, :, start:stop] for x in (query, key, value))
-        return mechanism(*parts, attention_mask=mask[:, start:stop], scaling=SCALING, is_causal=True, state=state)
+        return mechanism(MechanismInputs(*parts, mask[:, start:stop], SCALING, is_causal=True), state)
 
     length = mask.shape[1]
     whole, _ = run(0, length, None)
@@ -92,7 +94,7 @@ def test_what_padding_holds_does_not_matter(row, problem, noise):
         hidden = ~mask[:, None, :, None]
         noisy = (key, value) if fill is None else (key.masked_fill(hidden, fill), value.masked_fill(hidden, fill))
         outputs.append(
-            mechanism(query, *noisy, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=None)[0]
+            mechanism.attend(query, *noisy, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=None)[0]
         )
     assert torch.equal(outputs[0][mask], outputs[1][mask])
     assert torch.isfinite(outputs[1]).all()

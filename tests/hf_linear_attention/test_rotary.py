@@ -11,7 +11,7 @@ from hf_linear_attention.attention.masks import attend_packed
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import half_squared_norm
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.positions.rotary import RotaryShift
 
@@ -66,11 +66,8 @@ def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
 
 
 def run(mechanism, query, key, value, positions, mask=None, state=None, is_causal=True):
-    query, key, positions = mechanism.prepare(query, key, positions)
-    options = {} if positions is None else {"positions": positions}
-    return mechanism(
-        query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state, **options
-    )
+    given = MechanismInputs(query, key, value, mask, SCALING, is_causal, positions)
+    return mechanism(mechanism.prepare(given), state)
 
 
 def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interleaved=False):
@@ -186,13 +183,8 @@ def test_packed_sequences_are_apart(settings):
     query, key, value = sample(40)
     queries, keys = (rotated(x, positions).float() for x in (query, key))
     packed, state = run(mechanism, queries, keys, value, positions, mask=numbers)
-
-    def attend(q, k, v, mask, positions=None):
-        options = {} if positions is None else {"positions": positions}
-        return mechanism(q, k, v, attention_mask=mask, scaling=SCALING, is_causal=True, state=None, **options)[0]
-
-    q, k, p = mechanism.prepare(queries, keys, positions)
-    apart = attend_packed(attend, q, k, value, None, numbers, p)
+    given = mechanism.prepare(MechanismInputs(queries, keys, value, numbers, SCALING, True, positions))
+    apart = attend_packed(lambda part: mechanism(part)[0], given)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     for start, end in zip([0, *ends], ends):
         parts = [x[:, :, start:end] for x in (query, key, value)]
