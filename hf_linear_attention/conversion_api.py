@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .attention.layer import LinearizedCrossAttention
+from .attention.survey import NoRotaryError, RotaryError
 from .attention.transformers_internals import base_model_class, converting
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
@@ -24,7 +25,7 @@ from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
 from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
-from .modeling_linear_attention import NoRotaryError, RotaryError, converted_modules, linear_model_class
+from .modeling_linear_attention import converted_modules, linear_model_class
 from .position_extension import Extension, LongerPositions, plan_extension
 
 

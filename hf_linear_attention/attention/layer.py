@@ -18,7 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..mechanisms.base import MechanismInputs, State
 from ..torch_kernels.attention import is_tracing
 from .architectures import FEATURE_ARGUMENTS
-from .cache import LinearAttentionStateLayer, Tokens, refuse_linear_layer, refuse_other_softmax_rows, state_layer
+from .cache import (
+    LinearAttentionStateLayer,  # of decoders
+    Tokens,  # of decoders
+    refuse_linear_layer,
+    refuse_other_softmax_rows,  # of decoders
+    state_layer,  # of decoders
+)
 from .masks import attend_packed, linear_attention_mask, read_mask
 from .transformers_internals import collects_attentions
 
@@ -81,6 +87,7 @@ class LinearizedAttention:
 
     # The attribute of an encoder-decoder cache that holds the layers of this attention.
     cache_name = "self_attention_cache"
+    attends_across = False  # whether keys come from another sequence
     # `observe_attention` sets this function, which gets the mechanism's inputs while the layer computes softmax.
     linear_attention_observer: Callable[..., None] | None = None
 
@@ -362,6 +369,7 @@ class LinearizedCrossAttention(LinearizedAttention):
     """Mixed in before a stock attention class whose keys come from another sequence."""
 
     cache_name = "cross_attention_cache"
+    attends_across = True
 
     def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
         """The cross-attention state layer of `cache` for this layer, or None."""

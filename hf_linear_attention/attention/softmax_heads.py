@@ -73,7 +73,8 @@ class SoftmaxHeads(AttentionMechanism):
         if self.mechanism_class.absorb is AttentionMechanism.absorb:  # it calls `forward`
             return super().absorb(inputs, state)
         own = super().absorb(inputs, None if state is None else state[:-NUM_KEPT])
-        return None if own is None else (*own, *self._extended(inputs, state))
+        kept: Any = self._extended(inputs, state)
+        return None if own is None else (*own, *kept)
 
     def _extended(self, inputs: MechanismInputs, state: State | None) -> KeptKeys:
         """The kept keys of `state`, followed by the new ones."""

@@ -39,9 +39,9 @@ from ..torch_kernels.blocks import accumulated, normalize, sized_step, with_dtyp
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import NORMALIZATIONS, Part, log_size
 from .base import LayerShape, MechanismInputs, State
-from .delta_rule import DeltaRule  # of decoders
+from .delta_rule import DeltaRule  # of the delta rule
 from .options import HybridOptions
-from .token_gates import SigmoidGate, hidden_size_of, scaled  # of decoders
+from .token_gates import SigmoidGate, hidden_size_of, scaled  # of the delta rule
 from .window import WindowAttention, WindowState
 from .window_keys import ORDINARY, Line
 

@@ -21,7 +21,7 @@ from ..torch_kernels.attention import (
 from ..torch_kernels.blocks import EXP, KernelMap, read_state, with_dtype
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import LinearOptions
-from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents
+from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents  # of gates
 
 
 # The number of features per step on a CPU: 4 MB in float32.
@@ -36,7 +36,9 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = self.build_feature_map(sizes, settings)
         self.decay = decay_of(settings, shape)
-        self.gate = gates_of(settings, shape)
+        self.gate: Any = None
+        if settings.get("decay") == "gated" or settings.get("input_gate"):
+            self.gate = gates_of(settings, shape)
         self.needs_gates = self.gate is not None
         self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.shift is not None

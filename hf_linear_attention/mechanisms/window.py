@@ -24,7 +24,7 @@ from ..torch_kernels.attention import is_eager
 from ..torch_kernels.blocks import with_dtype
 from ..torch_kernels.window import NearKeys, Part, SinkKeys, exact_part
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State
-from .bidirectional_window import attend_both_ways
+from .bidirectional_window import attend_both_ways  # of encoders
 from .options import WindowOptions
 from .window_keys import EMPTY, ORDINARY, Line, kind_of, within_sequences
 
@@ -154,8 +154,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             position = mask.cumsum(dim=1)
             first = length - position[:, -1:]
         if old is not None:
-            dtypes = {"key": inputs.key.to(old.key.dtype), "value": inputs.value.to(old.value.dtype)}
-            inputs, position, first = inputs._replace(**dtypes), position + old.num_seen, first - old.num_seen
+            inputs = inputs._replace(key=inputs.key.to(old.key.dtype), value=inputs.value.to(old.value.dtype))
+            position, first = position + old.num_seen, first - old.num_seen
         line = Line(inputs.key, inputs.value, kind_of(mask, position, self.num_sinks), None)
         line = line._replace(position=inputs.positions) if self.keeps_positions else line
         if old is not None:
@@ -169,7 +169,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             kind = torch.where(F.pad(numbers, (w, 0))[:, -w:] == numbers[:, -1:], last.kind, EMPTY).to(torch.int8)
             last = last._replace(kind=kind)
             sinks = tuple((x * seen[:, None, :, :, None])[:, :, length - 1 :].sum(dim=2) for x in sinks)
-        return output, WindowState(sums, *last[:3], *sinks, position[:, -1:], last.position)
+        kept = WindowState(sums, last.key, last.value, last.kind, sinks[0], sinks[1], position[:, -1:], last.position)
+        return output, kept
 
     def _sinks(
         self, inputs: MechanismInputs, position: Tensor, first: Tensor, old: WindowState | None
@@ -255,8 +256,9 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             numbers = torch.arange(1, self.num_sinks + 1, dtype=torch.long, device=position.device)
             distance = (position.unsqueeze(-1) - numbers).abs()
         sink_keys = SinkKeys(sinks[0], sinks[1], seen, distance)
-        given: Any = (inputs.query, near, sink_keys, inputs.scaling, log_decay, self.is_scale_constant)
-        output, size, largest = exact_part(*given, self.sink_query(inputs))
+        options: Any = {"log_decay": log_decay, "is_scale_constant": self.is_scale_constant}
+        options["sink_query"] = self.sink_query(inputs)
+        output, size, largest = exact_part(inputs.query, near, sink_keys, inputs.scaling, **options)
         return self._joined((output, size), behind, largest, inputs).flatten(1, 2)
 
     def _joined(self, exact: Part, behind: list[Part], largest: Tensor, inputs: MechanismInputs) -> Tensor:

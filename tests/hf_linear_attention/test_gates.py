@@ -244,8 +244,8 @@ def test_compiled_training_of_packed_sequences(name):
 def test_calibration_gets_them(monkeypatch):
     model, given = build(), []
 
-    def keep(self, query, key, *, attention_mask, scaling, gates):
-        given.append((key.shape[2], gates))
+    def keep(self, inputs):
+        given.append((inputs.key.shape[2], inputs.gates))
 
     monkeypatch.setattr(GatedDeltaAttention, "needs_calibration", classmethod(lambda cls, settings: True))
     monkeypatch.setattr(GatedDeltaAttention, "calibrate", keep)

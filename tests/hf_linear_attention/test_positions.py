@@ -77,7 +77,7 @@ def test_without_rope_the_map_sees_unrotated_queries_and_keys(family, monkeypatc
     monkeypatch.setattr(
         first.linear_attention,
         "forward",
-        lambda query, key, value, **kwargs: (seen.append((query, key)), (query.transpose(1, 2), None))[1],
+        lambda given, state: (seen.append((given.query, given.key)), (given.query.transpose(1, 2), None))[1],
     )
     model(**sample_inputs(family), use_cache=False)
     inputs = sample_inputs(family)
