@@ -296,8 +296,8 @@ def attend_packed(attend: Callable[[MechanismInputs], torch.Tensor], inputs: Mec
         position = torch.arange(size, dtype=torch.long, device=query.device)
         inside = position < lengths[chosen, None]
         index = (starts[chosen, None] + position).clamp(max=batch * length - 1)
-        rows: Any = [tensor[index].transpose(1, 2) for tensor in flat]
+        query, key, value = (tensor[index].transpose(1, 2) for tensor in flat)
         positions, gates = (None if tensor is None else tensor[index] for tensor in further)
-        result = attend(MechanismInputs(*rows, inside, inputs.scaling, inputs.is_causal, positions, gates))
+        result = attend(MechanismInputs(query, key, value, inside, inputs.scaling, inputs.is_causal, positions, gates))
         output = output.index_put((index[inside],), result[inside].to(output.dtype))
     return output.unflatten(0, (batch, length))
