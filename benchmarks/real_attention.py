@@ -95,7 +95,7 @@ def minilm_heads(text: str, length: int, count: int) -> list[list[Heads]]:
     found: list[list[Heads]] = []
 
     def look(seen: ObservedAttention) -> None:
-        found[-1].append(Heads(seen.inputs.query, seen.inputs.key, seen.value, seen.inputs.scaling))
+        found[-1].append(Heads(seen.inputs.query, seen.inputs.key, seen.inputs.value, seen.inputs.scaling))
 
     with observe_attention(model, look):
         for ids in inputs:
@@ -122,7 +122,7 @@ def build_mechanism(name: str, shape: LayerShape, **settings: Any) -> AttentionM
 def mechanism_output(mechanism: AttentionMechanism, heads: Heads) -> torch.Tensor:
     """`[B, H, N, D]`."""
     query, key, value, scaling = heads
-    output, _ = mechanism(query, key, value, attention_mask=None, scaling=scaling, is_causal=False, state=None)
+    output, _ = mechanism.attend(query, key, value, attention_mask=None, scaling=scaling, is_causal=False, state=None)
     return output.transpose(1, 2)
 
 

@@ -76,7 +76,7 @@ def mechanism_call(is_causal: bool = True, max_length: int | None = None, **sett
             options["gates"] = mechanism.gates(key.transpose(1, 2).flatten(2))
         if mechanism.needs_positions:
             options["positions"] = torch.arange(query.shape[2], dtype=torch.int32)[None]
-        return mechanism(query, key, value, **options)[0].transpose(1, 2)
+        return mechanism.attend(query, key, value, **options)[0].transpose(1, 2)
 
     return call
 

@@ -74,7 +74,7 @@ def head_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
 def _errors(seen: ObservedAttention) -> torch.Tensor:
     """`[H]`: the errors of the heads on inputs without padding, relative to the output of softmax attention."""
-    mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.value.device)
+    mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.softmax_output.device)
     return relative_head_error(seen, mask).sqrt().mean(0)
 
 

@@ -64,7 +64,7 @@ def layer_times(module: Any, length: int, dtype: torch.dtype, rounds: int = ROUN
     is_grouped = query.shape[1] != key.shape[1]
 
     def linear() -> Tensor:
-        return module._attend(module.mechanism_inputs(query, key, None, gates=gates), value, None)
+        return module._attend(module.mechanism_inputs(query, key, value, None, gates=gates), None)
 
     def softmax() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=is_grouped)

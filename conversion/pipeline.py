@@ -22,6 +22,7 @@ from hf_linear_attention._common.loaded_weights import check_complete, check_fin
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention._common.reading import reading
+from hf_linear_attention.attention.survey import NoRotaryError, RotaryError
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
@@ -66,7 +67,6 @@ from hf_linear_attention.conversion.softmax_choice import (
 )
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import verify
-from hf_linear_attention.modeling_linear_attention import NoRotaryError, RotaryError
 from hf_linear_attention.position_extension import Extension
 
 

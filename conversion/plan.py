@@ -13,7 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.attention.architectures import attention_modules, converted_features
+from hf_linear_attention.attention.architectures import attention_modules
+from hf_linear_attention.attention.survey import converted_features
 from hf_linear_attention.attention.transformers_internals import loaded_names
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.source import Source

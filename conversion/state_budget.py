@@ -14,7 +14,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanisms.base import AttentionMechanism
+from hf_linear_attention.mechanisms.base import AttentionMechanism, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 
@@ -161,13 +161,13 @@ def _state_of_one_token(module: nn.Module, dtype: torch.dtype) -> tuple[Any, ...
     query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, device=device, dtype=dtype)
     key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device, dtype=dtype)
     value, is_causal = key, bool(module.linear_attention_is_causal)
-    options: dict[str, Any] = {"attention_mask": None, "scaling": 1.0, "is_causal": is_causal, "state": None}
+    inputs = MechanismInputs(query, key, value, None, 1.0, is_causal)
     with torch.no_grad():
         if mechanism.needs_positions:
             start = torch.zeros(1, 1, dtype=torch.int32, device=device)
-            query, key, positions = mechanism.prepare(query, key, start)
-            options |= {} if positions is None else {"positions": positions}
+            inputs = mechanism.prepare(inputs._replace(positions=start))
         if mechanism.needs_gates:
-            options["gates"] = mechanism.gates(torch.zeros(1, 1, shape.hidden_size or 0, device=device, dtype=dtype))
-        _, state = mechanism(query, key, value, **options)
+            hidden = torch.zeros(1, 1, shape.hidden_size or 0, device=device, dtype=dtype)
+            inputs = inputs._replace(gates=mechanism.gates(hidden))
+        _, state = mechanism(inputs, None)
     return state or ()

@@ -132,7 +132,8 @@ sys.meta_path.append(_MovedModules())
 PROVIDERS.append(_on_demand("kernels.register", "register_kernels"))
 EXTENSIONS["first_instance"] = _on_demand("registration", "register_heads")
 EXTENSIONS["checkpoint_code"] = _on_demand("checkpoint_code", "checkpoint_code")
-EXTENSIONS["observed_rotary"] = _on_demand("rotary_positions", "observed_rotary")
+for _name in ("attention_classes", "survey"):
+    EXTENSIONS[_name] = _on_demand("attention.survey", _name)
 EXTENSIONS["after_saving"] = _on_demand("conversion.report", "write_conversion_files")
 for _name in ("convert", "save_prompt_state", "load_prompt_state"):
     EXTENSIONS[_name] = _on_demand(_LAZY[_name], _name)

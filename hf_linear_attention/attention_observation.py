@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention.layer import MechanismInputs
 from .attention.transformers_internals import attention_implementation, set_attention_implementation
+from .mechanisms.base import MechanismInputs
 from .modeling_linear_attention import linear_attention_modules, softmax_attention
 
 
@@ -32,21 +32,20 @@ IMPLEMENTATION = "observed_softmax_attention"
 class ObservedAttention:
     """One call of one converted layer: the inputs of its mechanism, and what softmax attention computes from them.
 
-    `value` is `[B, Hkv, S, D]` and `softmax_output` is `[B, N, H, D]`. `softmax_weights` is `[B, H, N, S]`, or None
+    `softmax_output` is `[B, N, H, D]`. `softmax_weights` is `[B, H, N, S]`, or None
     unless the layer runs with `attn_implementation` = `eager`.
     """
 
     module: Any
     inputs: MechanismInputs
-    value: Tensor
     softmax_output: Tensor
     softmax_weights: Tensor | None = None
 
     @cached_property
     def output(self) -> Tensor:
         """The output of the mechanism, `[B, N, H, D]`, with gradients for whatever requires them."""
-        with torch.autocast(device_type=self.value.device.type, enabled=False):
-            return self.module._attend(self.inputs, self.value, None)
+        with torch.autocast(device_type=self.inputs.value.device.type, enabled=False):
+            return self.module._attend(self.inputs, None)
 
     @cached_property
     def far_log_odds(self) -> Tensor | None:
@@ -57,7 +56,7 @@ class ObservedAttention:
         Raises:
             NotImplementedError: if the input is packed.
         """
-        if self.inputs.segments is not None:
+        if self.inputs.is_packed:
             raise NotImplementedError("The shares of far keys are not known for packed input; join the documents.")
         mechanism: Any = self.module.linear_attention
         mix: Any = getattr(mechanism, "mix", None)
@@ -80,20 +79,13 @@ class ObservedAttention:
             NotImplementedError: if the mechanism has no weight matrix per head, or the input is packed.
         """
         mechanism, inputs = self.module.linear_attention, self.inputs
-        if inputs.segments is not None or not mechanism.supports("weights", mechanism.settings):
+        if inputs.is_packed or not mechanism.supports("weights", mechanism.settings):
             raise NotImplementedError(
                 f"{type(mechanism).__name__} has no attention weights here; train on its outputs "
                 "(attention_transfer_weight) instead."
             )
-        with torch.autocast(device_type=self.value.device.type, enabled=False):
-            return mechanism.attention_weights(
-                inputs.query,
-                inputs.key,
-                attention_mask=inputs.key_mask,
-                scaling=inputs.scaling,
-                is_causal=inputs.is_causal,
-                **inputs.per_token,
-            )
+        with torch.autocast(device_type=inputs.value.device.type, enabled=False):
+            return mechanism.attention_weights(inputs)
 
 
 @contextlib.contextmanager
@@ -135,8 +127,8 @@ def _observed_forward(
     name = attention_implementation(module.model_config)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_function(module))
     output, weights = attend(module, query, key, value, attention_mask, **{**kwargs, "dropout": 0.0})
-    inputs = module.mechanism_inputs(query, key, attention_mask, gates=gates, **kwargs)
-    module.linear_attention_observer(ObservedAttention(module, inputs, value, output, weights))
+    inputs = module.mechanism_inputs(query, key, value, attention_mask, gates=gates, **kwargs)
+    module.linear_attention_observer(ObservedAttention(module, inputs, output, weights))
     return output, weights
 
 

@@ -4,8 +4,7 @@
 The definitions that the configs need become `configuration_linear_attention.py`, and the others that the checkpoint's
 mechanisms need `modeling_linear_attention.py`. They are copied as they are written, comments included, in the order of
 the imports. Of the tables in `TABLES` only the rows of the checkpoint's own settings are kept, and what only other rows
-use is left out. Lines that end in the comment `of decoders` are left out if the model cannot generate text, and lines
-that end in `of softmax heads` if no head has softmax attention.
+use is left out. Lines that end in one of the comments in `needs_of` are left out where the model does not need them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .configuration_linear_attention import CODE_FILES, LICENCE_LINE, can_generate, entries_of
+from .configuration_linear_attention import CODE_FILES, LICENCE_LINE, can_generate, entries_of, is_causal_config
 
 
 ROOT = Path(__file__).parent
@@ -40,6 +39,9 @@ and reads these settings, it serves the checkpoint instead, with its kernels.
 """
 '''
 HEADING = "# " + "-" * 20 + " {} " + "-" * 20
+# Mechanisms whose bidirectional form consists of causal sweeps.
+SWEEPING = ("aft", "hybrid")
+MARKS = r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule)$"
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -66,10 +68,28 @@ Key = tuple[Module, Statement]
 def checkpoint_code(config: Any) -> dict[str, str]:
     """`{file: text}` of the code for a model with this `Linear<X>Config`."""
     entries = entries_of(config.linear_attention)
-    left_out = [] if can_generate(config) else ["of decoders"]
-    left_out += [] if any(entry["softmax_heads"] for entry in entries) else ["of softmax heads"]
+    left_out = tuple(mark for mark, is_needed in needs_of(config).items() if not is_needed)
     kept = {table: {entry[name] for entry in entries if name in entry} for table, name in TABLES.items()}
-    return _files(tuple(left_out), tuple((table, tuple(sorted(rows))) for table, rows in kept.items()))
+    if config.linear_attention_classes is not None:
+        kept["ADAPTERS"] = set(config.linear_attention_classes)
+    return _files(left_out, tuple((table, tuple(sorted(rows))) for table, rows in kept.items()))
+
+
+def needs_of(config: Any) -> dict[str, bool]:
+    """For each comment that marks lines of the ring, whether a model with this config needs them."""
+    entries, classes = entries_of(config.linear_attention), config.linear_attention_classes
+    directions = {direction for found in (classes or {}).values() for direction in found}
+    is_unknown, is_causal = classes is None, is_causal_config(config, config.stock_model_type)
+    sweeps = any(entry["mechanism"] in SWEEPING for entry in entries)
+    return {
+        "of decoders": can_generate(config),
+        "of causal layers": is_unknown or is_causal or sweeps or bool(directions - {"bidirectional"}),
+        "of encoders": is_unknown or not is_causal or "bidirectional" in directions,
+        "of cross-attention": any(entry["cross_attention"] for entry in entries),
+        "of softmax heads": any(entry["softmax_heads"] for entry in entries),
+        "of gates": any(entry.get("decay") == "gated" or entry.get("input_gate") for entry in entries),
+        "of the delta rule": any(entry.get("far", "linear") != "linear" for entry in entries),
+    }
 
 
 @functools.lru_cache(maxsize=8)
@@ -96,7 +116,7 @@ def _ring(left_out: Collection[str], rows: dict[str, tuple[str, ...]]) -> dict[s
         text = path.read_text(encoding="utf-8")
         if left_out:
             text = re.sub(rf"(?m)^.*  # ({'|'.join(left_out)})\n", "", text)
-        module = _parsed(name, re.sub(r"(?m)  # of (decoders|softmax heads)$", "", text), rows)
+        module = _parsed(name, re.sub(MARKS, "", text), rows)
         for other, _ in module.imported.values():
             visit(other)
         ring[name] = module
@@ -140,7 +160,7 @@ def _cut(node: ast.stmt, rows: dict[str, tuple[str, ...]]) -> str | None:
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Dict):
         return None
     kept = rows.get(ast.unparse(node.target))
-    if not kept:
+    if not kept:  # the settings do not choose from this table
         return None
     pairs = [(k, v) for k, v in zip(node.value.keys, node.value.values) if getattr(k, "value", None) in kept]
     node.value.keys, node.value.values = [k for k, _ in pairs], [v for _, v in pairs]

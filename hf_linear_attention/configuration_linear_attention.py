@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of linear attention, and the `Linear<X>Config` classes, which are made on demand from the stock ones.
 
-`LinearLlamaConfig` is `LlamaConfig` with `model_type = "linear_llama"` and one more field, `linear_attention`:
+`LinearLlamaConfig` is `LlamaConfig` with `model_type = "linear_llama"` and the field `linear_attention`:
 
     {"mechanism": "linear", "feature_map": "exp", "num_features": 64, "layers": "all"}
 
 If layers have different settings, the field is a list of such dicts, each with the numbers of its `layers`; no layer is
 in two of them. `settings_of` returns the settings of one layer.
+
+`linear_attention_classes` has the names of the model's stock classes of attention, and what they are in it (`causal`,
+`bidirectional`, `cross`); conversion finds that out.
 
 The model type differs from the stock one, so that nobody loads converted weights into a softmax model unnoticed.
 """
@@ -469,9 +472,10 @@ def _make_config_class(stock: type) -> type:
         namespace = {
             "__module__": __name__,
             "__qualname__": name,
-            "__doc__": f"`{stock.__name__}` with one more field, `linear_attention`.",
-            "__annotations__": {"linear_attention": dict | list | None},
+            "__doc__": f"`{stock.__name__}` with linear attention.",
+            "__annotations__": {"linear_attention": dict | list | None, "linear_attention_classes": dict | None},
             "linear_attention": None,
+            "linear_attention_classes": None,
             "model_type": PREFIX + stock.model_type,
             "stock_model_type": stock.model_type,
         }

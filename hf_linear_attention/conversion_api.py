@@ -17,14 +17,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .attention.layer import LinearizedCrossAttention
+from .attention.survey import NoRotaryError, RotaryError
 from .attention.transformers_internals import base_model_class, converting
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
 from .default_settings import DEFAULTS, direction_of
 from .layer_numbers import is_by_layer
 from .layer_ranges import spread
+from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
-from .modeling_linear_attention import NoRotaryError, RotaryError, converted_modules, linear_model_class
+from .modeling_linear_attention import converted_modules, linear_model_class
 from .position_extension import Extension, LongerPositions, plan_extension
 
 
@@ -328,9 +330,9 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
         raise ValueError("`batches` has no token to calibrate on; pass at least one batch of real inputs.")
     for module in modules:
         query, key = torch.cat(queries[module], dim=2), torch.cat(keys[module], dim=2)
-        per_token = {"gates": torch.cat(gates[module], dim=2).squeeze(1)} if gates[module] else {}
-        scaling = module.linear_attention_scaling
-        module.linear_attention.calibrate(query, key, attention_mask=None, scaling=scaling, **per_token)
+        mechanism, scaling = module.linear_attention, module.linear_attention_scaling
+        found = torch.cat(gates[module], dim=2).squeeze(1) if gates[module] else None
+        mechanism.calibrate(MechanismInputs(query, key, key, None, scaling, is_causal=False, gates=found))
     first = keys[modules[0]]
     # ALBERT's layers share one module, which then sees every batch several times.
     return sum(part.shape[2] for part in first) * num_batches // len(first)

@@ -33,18 +33,15 @@ from .attention.architectures import (
     is_causal_attention,
     layer_shape,
     layer_type,
-    refuse_features,
     refuse_without_hidden_states,
     skips_position_bias,
 )
-from .attention.cache import state_layer
 from .attention.layer import (
     CACHE_ARGUMENTS,
     IMPLEMENTATION,
     LinearizedAttention,
-    LinearizedCrossAttention,
+    LinearizedCrossAttention,  # of cross-attention
     check_softmax_cache,
-    cross_state_layer,
 )
 from .attention.long_inputs import divide_long_inputs  # of decoders
 from .attention.masks import linear_attention_mask
@@ -65,10 +62,9 @@ from .configuration_linear_attention import (
     unknown_mechanism,
 )
 from .extensions import extension, installed_package
-from .mechanisms.base import LayerShape, Rotary
 from .mechanisms.registry import MECHANISMS, refuse_shape
 from .positions.limit import limit_positions
-from .positions.rotary import kept_frequencies, needs_rotary, refuse_frequencies
+from .positions.rotary import needs_rotary, rotary_of
 
 
 # The classes made in this file, by their stock class and whether they are for cross-attention.
@@ -131,12 +127,8 @@ class LinearAttentionModelMixin(ModelHooks):
             return
         # This is done before the first forward pass, because assisted decoding makes the layers record from here on.
         for module in linear_attention_modules(self).values():
-            if not module.linear_attention_enabled:
-                continue
-            if isinstance(module, LinearizedCrossAttention):
-                cross_state_layer(cache, module.layer_idx)
-            elif module.linear_attention_is_causal:
-                state_layer(cache, module.layer_idx)
+            if module.linear_attention_enabled and (module.linear_attention_is_causal or module.attends_across):
+                module.find_state_layer(cache)
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
@@ -238,8 +230,9 @@ def linearize(model: PreTrainedModel) -> None:
     limit_positions(model)
     modules = list(self_attention_modules(model).values())
     groups = [(settings, _chosen(model, modules, settings)) for settings in entries_of(model.config.linear_attention)]
-    for settings, chosen in groups:
-        refuse_features(model, chosen, settings["drop"])
+    is_complete = all(settings["rotary"] is not None for settings, _ in groups if needs_rotary(settings))
+    if getattr(model.config, "linear_attention_classes", None) is None or not is_complete:
+        extension("survey", "The config lacks what conversion finds out (`linear_attention_classes`)")(model, groups)
     converted = {layer for _, chosen in groups for layer in chosen}
     for layer, module in enumerate(modules):
         if converted and layer not in converted and getattr(module, "layer_idx", None) is not None:
@@ -264,12 +257,11 @@ def _convert_layers(
 ) -> None:
     """Give these attention modules mechanisms with the same settings, which share what their class shares."""
     first = None
-    shapes = {layer: layer_shape(module, layer, model.config) for layer, module in chosen.items()}
+    rotary = rotary_of(settings) if chosen and needs_rotary(settings) else {}
     if lacking := {number for number, _ in settings["softmax_heads"]} - set(chosen):
         raise ValueError(f"`softmax_heads` names heads in layer {min(lacking)}, which is not converted.")
-    if chosen and needs_rotary(settings):
-        shapes = _with_rotary(shapes, model, settings, chosen)
-    for (layer, module), shape in zip(chosen.items(), shapes.values()):
+    for layer, module in chosen.items():
+        shape = dataclasses.replace(layer_shape(module, layer, model.config), rotary=rotary.get(layer))
         needed = "causal" if is_causal_attention(module, model) else "bidirectional"
         needed = "cross" if layer >= num_self_attention else needed
         refuse_shape(type(module).__name__, shape, needed, settings)
@@ -286,57 +278,6 @@ def _convert_layers(
             child.share_with(first)
         first = first or child
         _swap(module, child, model.config, needed)
-
-
-def _with_rotary(
-    shapes: Mapping[int, LayerShape], model: PreTrainedModel, settings: dict[str, Any], modules: Mapping[int, Any]
-) -> dict[int, LayerShape]:
-    """The shapes with the rotary positions in the settings; new settings get those that the layers compute with.
-
-    Raises:
-        ValueError: if these layers cannot do what the setting `rope` asks for.
-    """
-    if settings["rotary"] is None:
-        settings["rotary"] = _observed_rotary(model, modules, settings)
-    rotary = {
-        layer: Rotary(tuple(entry["inverse_frequencies"]), entry["pairing"] == "interleaved")
-        for entry in settings["rotary"]
-        for layer in entry["layers"]
-    }
-    shapes = {layer: dataclasses.replace(shape, rotary=rotary.get(layer)) for layer, shape in shapes.items()}
-    if settings.get("rope") == "partial" and settings["rope_frequencies"] is None:
-        num_layers = num_attention_layers(model.config) or 0  # the settings are refused if the list is shorter
-        settings["rope_frequencies"] = kept_frequencies(shapes, settings["trained_length"], num_layers)
-    refuse_frequencies(settings.get("rope_frequencies"), shapes)
-    return shapes
-
-
-def _observed_rotary(
-    model: PreTrainedModel, modules: Mapping[int, Any], settings: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    rope = settings.get("rope", "before_map")
-    # Conversion writes `rotary` into the config.
-    observed_rotary = extension(
-        "observed_rotary", "The config does not contain the model's rotary positions (`rotary`)"
-    )
-    try:
-        found = observed_rotary(model, modules)
-    except ValueError as error:
-        if rope == "before_map":  # only sinks would use them
-            return []
-        raise RotaryError(f"`rope` = `{rope}`, but {error}") from error
-    if not found and rope != "before_map":
-        name = type(next(iter(modules.values()))).__name__
-        raise NoRotaryError(f"`rope` = `{rope}`, but {name} has no rotary positions; leave out the option `rope`.")
-    return found
-
-
-class RotaryError(ValueError):
-    """The setting `rope` cannot be applied to the rotary positions of this model."""
-
-
-class NoRotaryError(RotaryError):
-    """The model has no rotary positions, so that all values of the setting `rope` mean the same."""
 
 
 def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:

@@ -39,6 +39,7 @@ from benchmarks.real_attention import (
 )
 from hf_linear_attention.features.maps import elu_plus_one
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES
+from hf_linear_attention.mechanisms.base import MechanismInputs
 from hf_linear_attention.mechanisms.linformer import mean_pool_matrix
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
@@ -89,7 +90,8 @@ def sized(
 def error_of(name: str, heads: Heads, fitting: Heads, target: Tensor, **settings: Any) -> Tensor:
     """The errors of one layer; `fitting` is another text, for mechanisms that calibrate constants."""
     mechanism = build_mechanism(name, heads.shape(), **settings)
-    mechanism.calibrate(fitting.query, fitting.key, attention_mask=None, scaling=fitting.scaling)
+    given = MechanismInputs(fitting.query, fitting.key, fitting.value, None, fitting.scaling, is_causal=False)
+    mechanism.calibrate(given)
     return relative_errors(mechanism_output(mechanism, heads), target)
 
 

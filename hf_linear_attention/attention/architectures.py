@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a stock attention module does, determined from the module itself, so that a new model type needs no change.
 
-The functions tell self-attention from cross-attention and causal from bidirectional attention, read the number and size
-of the heads, and find what a module does to its logits or masks that a state of constant size cannot represent
-(`features_of`).
+The functions tell self-attention from cross-attention and causal from bidirectional attention, and read the number and
+size of the heads. `survey.py` finds out the rest when a model is converted.
 
 The ALiBi families compute their own softmax. ALiBi (Press 2022) adds -slope (i - j) to a logit, so a weight decays by
 exp(-slope) per token, and linear attention can reproduce it exactly. The classes at the end of this file are bases that
@@ -15,25 +14,22 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
 
-from ..configuration_linear_attention import DROPPABLE, is_causal_config, max_length_of
+from ..configuration_linear_attention import is_causal_config, max_length_of
+from ..extensions import extension
 from ..mechanisms.base import LayerShape
-from .calls import interface_keywords, layer_hidden_size
 from .transformers_internals import attention_implementation
 
 
-# The forward pass of classes with these names is observed; LongCat-Flash has a `LongcatFlashMLA`.
-ATTENTION_NAME = re.compile(r"attention|attn|MLA", re.IGNORECASE)
 # The name of a module that attends to another sequence, or of the parent of that module.
 CROSS_NAME = re.compile(r"cross|x_attn|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
-POSITION_BIAS_NAME = re.compile(r"relative_(position|attention)_bias")
 # Arguments that stock layers pass to the attention function, and the feature that each of them implements.
 FEATURE_ARGUMENTS = {
     "position_bias": "position_bias",
@@ -43,42 +39,27 @@ FEATURE_ARGUMENTS = {
     "indices": "sparse_attention",
     "block_indices": "sparse_attention",
 }
-# Stock attention classes that use the attention interface and still cannot be converted.
-EXCEPTIONS = {
-    "DiffLlamaAttention": "attends twice, to different values, with one cache entry",
-    "DogeAttention": "adds a mask of its own, computed from the values, per head",
-    "DeepseekV4Attention": "attends to compressed keys that it keeps in a cache layer of its own",
-    # transformers sizes its masks by the cache layers of lightning attention, which stay empty.
-    "MiniMaxAttention": "shares a cache with lightning attention, which knows no other linear state",
-    "T5Gemma2MergedAttention": "attends to its own tokens and the encoder's in one softmax",
-}
 # Classes that compute their own softmax, in models of which another part (GIT's image encoder) uses the interface.
 OWN_SOFTMAX = {"GitSelfAttention"}
 
 
-def attention_modules(model: nn.Module, cross: bool = False) -> dict[str, Any]:
+def attention_modules(model: Any, cross: bool = False) -> dict[str, Any]:
     """`{name: module}` of every attention module that uses the attention interface, in the order of the model.
+
+    The config of a converted model names their classes.
 
     Args:
         cross: whether to return the modules that attend to another sequence instead of those that attend to their own.
     """
-    reaches: dict[type, bool] = {}
-    for module in model.modules():
-        if type(module) not in reaches:
-            reaches[type(module)] = _reaches_interface(module)
+    classes = getattr(getattr(model, "config", None), "linear_attention_classes", None)
+    if classes is None:
+        purpose = "The config does not name the model's classes of attention (`linear_attention_classes`)"
+        classes = extension("attention_classes", purpose)(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if reaches[type(module)] and is_cross_attention(name, module) == cross
+        if stock_class_of(module).__name__ in classes and is_cross_attention(name, module) == cross
     }
-
-
-def _reaches_interface(module: nn.Module) -> bool:
-    if adapter_of(type(module)) is not None or hasattr(module, "linear_attention_enabled"):
-        return True
-    if isinstance(module, PreTrainedModel) or not isinstance(config_of(module), PreTrainedConfig):
-        return False
-    return bool(ATTENTION_NAME.search(type(module).__name__)) and interface_keywords(module, type(module)) is not None
 
 
 def has_own_dispatch(model_class: type) -> bool:
@@ -100,6 +81,15 @@ def is_causal_attention(module: Any, model: Any) -> bool:
     if hasattr(module, "is_causal"):  # some decoders leave it False and rely on their mask
         return bool(module.is_causal or getattr(module, "is_decoder", False))
     return is_causal_config(model.config, model.config.stock_model_type)
+
+
+def layer_hidden_size(module: Any) -> int:
+    """E, the size of the hidden states of an attention module: what its first projection takes, else `hidden_size`."""
+    for child in module.modules():
+        size = getattr(child, "in_features", None) or getattr(child, "nx", None)  # GPT-2 has `Conv1D`
+        if isinstance(size, int):
+            return size
+    return getattr(getattr(module, "config", None), "hidden_size", 8)
 
 
 def layer_shape(module: Any, layer: int, config: PreTrainedConfig) -> LayerShape:
@@ -160,85 +150,9 @@ def layer_type(module: Any) -> str | None:
     return types[layer] if types and layer is not None and layer < len(types) else None
 
 
-def features_of(module: Any, model: nn.Module) -> dict[str, str]:
-    """`{feature: what the stock attention does}`: the `DROPPABLE` features, and those that cannot be dropped."""
-    found = {
-        "exception": EXCEPTIONS.get(stock_class_of(module).__name__),
-        "position_bias": _position_bias(module, model),
-        "softcap": _softcap(module),
-        "attention_sinks": _sinks(module),
-        "sliding_window": _window(module),
-        "chunked_attention": _chunk(module),
-        "sparse_attention": _selection(module),
-    }
-    return {feature: text for feature, text in found.items() if text is not None}
-
-
-def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[str]) -> None:
-    """Refuse features of the layers to convert that linear attention cannot reproduce, unless `drop` names them.
-
-    Raises:
-        ValueError: naming each such feature. An entry of `drop` that no layer has changes nothing, so that one setting
-            serves a family.
-    """
-    if not converted:
-        return
-    found = converted_features(model, converted)
-    kept = {feature: texts for feature, texts in found.items() if feature not in drop}
-    problems = [
-        f"{text}, in layers {', '.join(map(str, layers))}" for texts in kept.values() for text, layers in texts.items()
-    ]
-    if problems:
-        clean = [
-            layer for layer in converted if not any(layer in layers for t in kept.values() for layers in t.values())
-        ]
-        by_type = all(layer_type(converted[layer]) == "full_attention" for layer in clean)
-        others = "full_attention" if clean and by_type else clean
-        typed = others if isinstance(others, str) else ",".join(map(str, others))
-        how = f": set `layers` to `{others}` (`--layers {typed}`)" if clean else " (`layers`)"
-        problems.append(f"keep these layers softmax{how}")
-        if names := [feature for feature in kept if feature in DROPPABLE]:
-            listed = ", ".join(f"`{name}`" for name in names)
-            problems.append(
-                f"or convert them without it: set `drop` to a list with {listed} (`--drop {','.join(names)}`)"
-            )
-    if problems:
-        raise ValueError(
-            f"{type(model).__name__} has attention that linear attention cannot reproduce:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
-        )
-
-
-def converted_features(model: Any, converted: Mapping[int, Any]) -> dict[str, dict[str, list[int]]]:
-    """`{feature: {class and what it does: layers}}` of the layers to convert, or of those converted with `drop`."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for layer, module in converted.items():
-        for feature, text in features_of(module, model).items():
-            found.setdefault(feature, {}).setdefault(f"{stock_class_of(module).__name__} {text}", []).append(layer)
-    return found
-
-
 def stock_class_of(module: Any) -> type:
     """The class that an attention module has in transformers, or had before its conversion."""
     return getattr(type(module), "stock_class", type(module))
-
-
-def _passes(module: Any, feature: str) -> bool:
-    """Whether the stock forward passes an argument for this feature to the attention function."""
-    if adapter_of(stock := stock_class_of(module)) is not None:
-        return False
-    return any(FEATURE_ARGUMENTS.get(name) == feature for name in interface_keywords(module, stock) or ())
-
-
-def _position_bias(module: Any, model: nn.Module) -> str | None:
-    if getattr(module, "position_embeddings_type", "relative") in (None, "rotary"):
-        return None
-    tables = (name for name, _ in model.named_parameters() if POSITION_BIAS_NAME.search(name))
-    # The module of such a table is inside the attention, its layer or its encoder (BEiT adds it to the mask).
-    owners = (model.get_submodule(".".join(name.split(".")[:-2])) for name in tables)
-    if _passes(module, "position_bias") or any(module is child for owner in owners for child in owner.modules()):
-        return "adds a learned position bias to its logits"
-    return None
 
 
 def skips_position_bias(module: Any, settings: Mapping[str, Any]) -> bool:
@@ -246,40 +160,6 @@ def skips_position_bias(module: Any, settings: Mapping[str, Any]) -> bool:
     if "position_bias" not in settings["drop"] or settings["layers"] != "all":
         return False
     return "position_bias" in inspect.signature(type(module).forward).parameters and hasattr(module, "o")
-
-
-def _softcap(module: Any) -> str | None:
-    cap = getattr(module, "attn_logit_softcapping", None) if _passes(module, "softcap") else None
-    return f"caps its logits at {cap}" if cap else None
-
-
-def _sinks(module: Any) -> str | None:
-    has_sinks = _passes(module, "attention_sinks") and getattr(module, "sinks", None) is not None
-    return "has learned attention sinks" if has_sinks else None
-
-
-def _selection(module: Any) -> str | None:
-    is_sparse = _passes(module, "sparse_attention") and layer_type(module) != "full_attention"
-    return "attends to a selection of the keys" if is_sparse else None
-
-
-def _window(module: Any) -> str | None:
-    if "sliding" not in (layer_type(module) or "sliding"):
-        return None
-    window = getattr(module, "sliding_window", getattr(config_of(module), "sliding_window", None))
-    return f"sees the nearest {window} tokens only" if _hides(window, config_of(module)) else None
-
-
-def _chunk(module: Any) -> str | None:
-    size = (
-        getattr(config_of(module), "attention_chunk_size", None) if layer_type(module) == "chunked_attention" else None
-    )
-    return f"sees its own chunk of {size} tokens only" if _hides(size, config_of(module)) else None
-
-
-def _hides(size: Any, config: Any) -> bool:
-    """Whether a window of this size hides keys: one that is as long as the longest input does not."""
-    return isinstance(size, int) and size < (max_length_of(config) or size + 1)
 
 
 def _stock_module(module: Any) -> Any:

@@ -33,12 +33,6 @@ class Tokens(NamedTuple):
     gates: torch.Tensor | None = None  # float32 [B, S, C], where the mechanism needs them
     query: torch.Tensor | None = None  # [B, H, S, D], where the state depends on them
 
-    @property
-    def further(self) -> dict[str, torch.Tensor]:
-        """What `absorb` takes beside keys, values and their mask."""
-        given = {"positions": self.positions, "gates": self.gates, "query": self.query}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
-
 
 class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     """Holds the state of one attention layer, a tuple of float32 tensors whose first axis is the batch.

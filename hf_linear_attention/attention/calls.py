@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface
 from transformers.utils import logging
 
+from .architectures import layer_hidden_size
 from .transformers_internals import set_attention_implementation
 
 
@@ -197,15 +198,6 @@ def _attempts(module: Any, forward: Any, positions: Iterable[Any] | None) -> Ite
             **dict.fromkeys(POSITIONS, embeddings),
         }
         yield {p.name: known.get(p.name, hidden) for p in parameters if p.default is p.empty or p.name in names}
-
-
-def layer_hidden_size(module: Any) -> int:
-    """E, the size of the hidden states of an attention module: what its first projection takes, else `hidden_size`."""
-    for child in module.modules():
-        size = getattr(child, "in_features", None) or getattr(child, "nx", None)  # GPT-2 has `Conv1D`
-        if isinstance(size, int):
-            return size
-    return getattr(getattr(module, "config", None), "hidden_size", 8)
 
 
 def rotary_widths(module: Any) -> list[int]:

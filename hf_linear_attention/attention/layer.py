@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..mechanisms.base import State
+from ..mechanisms.base import MechanismInputs, State
 from ..torch_kernels.attention import is_tracing
 from .architectures import FEATURE_ARGUMENTS
-from .cache import LinearAttentionStateLayer, Tokens, refuse_linear_layer, refuse_other_softmax_rows, state_layer
+from .cache import (
+    LinearAttentionStateLayer,  # of decoders
+    Tokens,  # of decoders
+    refuse_linear_layer,
+    refuse_other_softmax_rows,  # of decoders
+    state_layer,  # of decoders
+)
 from .masks import attend_packed, linear_attention_mask, read_mask
 from .transformers_internals import collects_attentions
 
@@ -76,30 +82,12 @@ def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, An
         refuse_other_softmax_rows(cache, module.layer_idx, hidden.shape[0])
 
 
-class MechanismInputs(NamedTuple):
-    """The inputs of a mechanism for one call of its layer, except the values."""
-
-    query: torch.Tensor  # [B, H, N, D]
-    key: torch.Tensor  # [B, Hkv, S, D]
-    key_mask: torch.Tensor | None  # bool [B, S], False at padding
-    segments: torch.Tensor | None  # [B, S], packed sequences numbered from 1, 0 at padding
-    scaling: float
-    is_causal: bool
-    positions: torch.Tensor | None = None  # int32 [B, N], of a mechanism that has to know them
-    gates: torch.Tensor | None = None  # float32 [B, S, C], of a mechanism that needs them
-
-    @property
-    def per_token(self) -> dict[str, torch.Tensor]:
-        """The further arguments of the mechanism, each with one entry per token: `positions` and `gates`."""
-        given = {"positions": self.positions, "gates": self.gates}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
-
-
 class LinearizedAttention:
     """Mixed in before a stock attention class; finds the cache of this layer and attends with the mechanism."""
 
     # The attribute of an encoder-decoder cache that holds the layers of this attention.
     cache_name = "self_attention_cache"
+    attends_across = False  # whether keys come from another sequence
     # `observe_attention` sets this function, which gets the mechanism's inputs while the layer computes softmax.
     linear_attention_observer: Callable[..., None] | None = None
 
@@ -197,17 +185,18 @@ class LinearizedAttention:
             state_layer.refuse_other_rows(query.shape[0])
             state_layer.is_claimed = False  # cross-attention calls `update` only once
             seen = state_layer.get_seq_length()
-        inputs = self.mechanism_inputs(query, key, attention_mask, seen=seen, **kwargs)
+        inputs = self.mechanism_inputs(query, key, value, attention_mask, seen=seen, **kwargs)
         # Autocast is disabled, because the sums must stay float32; entering its context costs as much as a layer norm.
         with torch.autocast(query.device.type, enabled=False) if is_autocast(query) else nullcontext():
             if self._wants_weights(kwargs):
-                return self._attend_with_weights(inputs, value, state_layer)
-            return self._attend(inputs, value, state_layer), None
+                return self._attend_with_weights(inputs, state_layer)
+            return self._attend(inputs, state_layer), None
 
     def mechanism_inputs(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
+        value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
         seen: int | torch.Tensor = 0,
@@ -225,16 +214,16 @@ class LinearizedAttention:
         scaling = self._scaling(scaling)
         if scaling != self.linear_attention_scaling:  # OPT and similar models scale the query themselves
             query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
-        positions = None
-        if self.linear_attention.needs_positions:
-            query, key, positions = self.linear_attention.prepare(
-                query, key, self._positions(position_ids, query, seen)
-            )
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine passes False if a mask hides the future, or if there is no future to hide.
             is_causal = self.linear_attention_is_causal
         key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
-        return MechanismInputs(query, key, key_mask, segments, scaling, is_causal, positions, gates)
+        mask = key_mask if segments is None else segments
+        inputs = MechanismInputs(query, key, value, mask, scaling, is_causal, gates=gates)
+        if self.linear_attention.needs_positions:
+            positions = self._positions(position_ids, query, seen)
+            inputs = self.linear_attention.prepare(inputs._replace(positions=positions))
+        return inputs
 
     def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
         """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
@@ -267,71 +256,55 @@ class LinearizedAttention:
     def _scaling(self, scaling: float | None) -> float:
         return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
 
-    def _attend(
-        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
-    ) -> torch.Tensor:
-        query, key, key_mask, segments, scaling, is_causal, *_ = inputs
+    def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> torch.Tensor:
+        query = inputs.query
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
         if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
             batch, heads, length, _ = query.shape
-            return query.new_zeros(batch, length, heads, value.shape[3])
-        if segments is not None and is_tracing():
-            if not is_causal:
-                raise NotImplementedError(
-                    f"{type(self.linear_attention).__name__} in an encoder does not support packed sequences inside a "
-                    "graph (torch.compile, torch.export); put each sequence into its own row of the batch."
-                )
-            key_mask = segments
-        elif segments is not None:
-
-            def attend(
-                query: torch.Tensor,
-                key: torch.Tensor,
-                value: torch.Tensor,
-                mask: torch.Tensor | None,
-                **options: Any,
-            ) -> torch.Tensor:
-                options |= {"scaling": scaling, "is_causal": is_causal, "state": None}
-                return self.linear_attention(query, key, value, attention_mask=mask, **options)[0]
-
-            output = attend_packed(attend, query, key, value, key_mask, segments, **inputs.per_token)
+            return query.new_zeros(batch, length, heads, inputs.value.shape[3])
+        if inputs.is_packed and not is_tracing():
+            output = attend_packed(lambda part: self.linear_attention(part, None)[0], inputs)
             if state_layer is not None:
-                self._keep_last_sequence(inputs, value, state_layer)
+                self._keep_last_sequence(inputs, state_layer)
             return output
-        state = self._current_state(state_layer, scaling)
-        options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "state": state, **inputs.per_token}
-        if state_layer is not None and state_layer.static and self.linear_attention.can_step_in_place:
-            options["in_place"] = not state_layer.record_past
-        output, state = self.linear_attention(query, key, value, attention_mask=key_mask, **options)
-        if state_layer is not None:
-            state_layer.record(self._tokens(inputs, value, key_mask))
-            state_layer.extend(state, key.shape[2])
+        if inputs.is_packed and not inputs.is_causal:
+            raise NotImplementedError(
+                f"{type(self.linear_attention).__name__} in an encoder does not support packed sequences inside a "
+                "graph (torch.compile, torch.export); put each sequence into its own row of the batch."
+            )
+        if state_layer is None:
+            return self.linear_attention(inputs, None)[0]
+        in_place = state_layer.static and not state_layer.record_past
+        state = self._current_state(state_layer, inputs.scaling)
+        output, state = self.linear_attention(inputs._replace(in_place=in_place) if in_place else inputs, state)
+        state_layer.record(self._tokens(inputs))
+        state_layer.extend(state, inputs.key.shape[2])
         return output
 
-    def _tokens(self, inputs: MechanismInputs, value: torch.Tensor, mask: torch.Tensor | None) -> Tokens:
+    def _tokens(self, inputs: MechanismInputs) -> Tokens:
         """What the cache keeps of these tokens for a rollback."""
         query = inputs.query if self.linear_attention.absorbs_queries else None
-        return Tokens(inputs.key, value, mask, inputs.positions, inputs.gates, query)
+        return Tokens(inputs.key, inputs.value, inputs.attention_mask, inputs.positions, inputs.gates, query)
 
-    def _keep_last_sequence(
-        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer
-    ) -> None:
+    def _keep_last_sequence(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer) -> None:
         """Store the state of the last packed sequence of each row, because later tokens continue that sequence."""
         if self._current_state(state_layer, inputs.scaling) is not None:
             raise ValueError(
                 "Got packed sequences after cached tokens; linear attention accepts them only with an empty cache."
             )
-        segments: Any = inputs.segments
-        tokens = self._tokens(inputs, value, segments == segments.amax(dim=1, keepdim=True))
+        numbers: Any = inputs.attention_mask
+        tokens = self._tokens(inputs._replace(attention_mask=numbers == numbers.amax(dim=1, keepdim=True)))
         state = self._absorb(tokens, inputs.scaling, None)
         state_layer.record(tokens)
-        state_layer.extend(state, value.shape[2])
+        state_layer.extend(state, inputs.key.shape[2])
 
     def _absorb(self, tokens: Tokens, scaling: float, state: State | None) -> State:
-        key, value, mask, *_ = tokens
-        options = {"attention_mask": mask, "scaling": scaling, "state": state}
-        return self.linear_attention.absorb(key, value, **options, **tokens.further)
+        key, value, mask, positions, gates, query = tokens
+        if query is None:
+            query = key.new_zeros(key.shape[0], self.linear_attention.shape.num_heads, *key.shape[2:])
+        inputs = MechanismInputs(query, key, value, mask, scaling, True, positions, gates)
+        return self.linear_attention.absorb(inputs, state)
 
     def _current_state(self, state_layer: LinearAttentionStateLayer | None, scaling: float) -> State | None:
         if state_layer is None:
@@ -360,7 +333,7 @@ class LinearizedAttention:
             )
 
     def _attend_with_weights(
-        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
+        self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the weights `[B, H, N, S]` over the keys of this call; a state has no weights to show."""
         if not self.linear_attention.supports("weights", self.linear_attention.settings):
@@ -369,9 +342,9 @@ class LinearizedAttention:
                 "`output_attentions`."
             )
         is_all = state_layer is None or (state_layer.state is None and state_layer.pending is None)
-        output, key = self._attend(inputs, value, state_layer), inputs.key
+        output, key, value = self._attend(inputs, state_layer), inputs.key, inputs.value
         identity = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:3], -1)
-        weights = self._attend(inputs, identity, None).transpose(1, 2)
+        weights = self._attend(inputs._replace(value=identity), None).transpose(1, 2)
         if is_all:  # computed from the weights, so that these get gradients
             groups = weights.shape[1] // value.shape[1]
             output = (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2)
@@ -396,6 +369,7 @@ class LinearizedCrossAttention(LinearizedAttention):
     """Mixed in before a stock attention class whose keys come from another sequence."""
 
     cache_name = "cross_attention_cache"
+    attends_across = True
 
     def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
         """The cross-attention state layer of `cache` for this layer, or None."""
@@ -428,19 +402,15 @@ class LinearizedCrossAttention(LinearizedAttention):
             visible = rows[:, 0].expand(key.shape[0], -1).contiguous()
         return visible, None
 
-    def _attend(
-        self, inputs: MechanismInputs, value: torch.Tensor, state_layer: LinearAttentionStateLayer | None
-    ) -> torch.Tensor:
+    def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> torch.Tensor:
         """Attend; new keys, if any, are the whole other sequence, from which the state is made anew."""
-        query, key, key_mask, _, scaling, *_ = inputs
-        num_keys = key.shape[2]
+        key, num_keys = inputs.key, inputs.key.shape[2]
         state = None if num_keys or state_layer is None else state_layer.state
         if num_keys == 0:  # some mechanisms accept no empty sequence, so one hidden key is added
-            key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
-            key_mask = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
-        output, new_state = self.linear_attention(
-            query, key, value, attention_mask=key_mask, scaling=scaling, is_causal=False, state=state
-        )
+            padded = {"key": F.pad(key, (0, 0, 0, 1)), "value": F.pad(inputs.value, (0, 0, 0, 1))}
+            hidden = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
+            inputs = inputs._replace(attention_mask=hidden, **padded)
+        output, new_state = self.linear_attention(inputs._replace(is_causal=False), state)
         if state_layer is not None and state is None:
             state_layer.extend(new_state, num_keys)
         return output

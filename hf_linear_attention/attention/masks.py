@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
+from ..mechanisms.base import MechanismInputs
 from ..torch_kernels.attention import is_tracing
 from .transformers_internals import mask_functions
 
@@ -265,33 +266,20 @@ def _check_square_mask(square: torch.Tensor, segments: torch.Tensor, is_causal: 
         )
 
 
-def attend_packed(
-    attend: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    segments: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    gates: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend within each packed sequence, by calling `attend(query, key, value, key_mask)` on a padded batch of them.
+def attend_packed(attend: Callable[[MechanismInputs], torch.Tensor], inputs: MechanismInputs) -> torch.Tensor:
+    """Attend within each packed sequence, by calling `attend` for a padded batch of them.
 
     Sequences are grouped by length, rounded up to a power of two, so padding at most doubles the work. This is exact
     for any mechanism, and no mechanism needs to know about packing.
 
     Args:
-        attend: returns `[b, n, H, D]` for a batch of sequences.
-        query: `[B, H, N, D]`.
-        key, value: `[B, Hkv, N, D]`.
-        key_mask: bool `[B, N]`, False for keys to ignore, or None.
-        segments: `[B, N]`, runs of equal numbers, 0 at padding.
-        positions: `[B, N]`, passed to `attend` as an argument of that name, or None.
-        gates: `[B, N, C]`, likewise.
+        attend: returns `[b, n, H, D]` for a batch of sequences with a bool mask.
+        inputs: a mask `[B, N]` of runs of equal numbers, 0 at padding.
 
     Returns:
         `[B, N, H, D]`, 0 at padding.
     """
+    query, segments = inputs.query, cast(torch.Tensor, inputs.attention_mask)
     batch, heads, length, _ = query.shape
     # Each row starts a new run, even if its first number equals the last one of the row before.
     change = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
@@ -299,20 +287,17 @@ def attend_packed(
     lengths = torch.diff(starts, append=starts.new_tensor([batch * length]))
     real = segments.flatten()[starts] > 0
     starts, lengths = starts[real], lengths[real]
-    output = query.new_zeros(batch * length, heads, value.shape[-1])
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    given = {"positions": positions, "gates": gates}
-    per_token = {name: tensor.flatten(0, 1) for name, tensor in given.items() if tensor is not None}
+    output = query.new_zeros(batch * length, heads, inputs.value.shape[-1])
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs[:3]]
+    further = [None if tensor is None else tensor.flatten(0, 1) for tensor in (inputs.positions, inputs.gates)]
     sizes = [1 << max(0, math.ceil(math.log2(n))) for n in lengths.tolist()]
     for size in sorted(set(sizes)):
         chosen = [index for index, other in enumerate(sizes) if other == size]
         position = torch.arange(size, dtype=torch.long, device=query.device)
         inside = position < lengths[chosen, None]
         index = (starts[chosen, None] + position).clamp(max=batch * length - 1)
-        if key_mask is not None:
-            inside = inside & key_mask.flatten()[index]
-        rows = [tensor[index].transpose(1, 2) for tensor in flat]
-        result = attend(*rows, inside, **{name: tensor[index] for name, tensor in per_token.items()})
-        keep = position < lengths[chosen, None]
-        output = output.index_put((index[keep],), result[keep].to(output.dtype))
+        query, key, value = (tensor[index].transpose(1, 2) for tensor in flat)
+        positions, gates = (None if tensor is None else tensor[index] for tensor in further)
+        result = attend(MechanismInputs(query, key, value, inside, inputs.scaling, inputs.is_causal, positions, gates))
+        output = output.index_put((index[inside],), result[inside].to(output.dtype))
     return output.unflatten(0, (batch, length))

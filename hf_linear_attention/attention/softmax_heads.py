@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..mechanisms.base import AttentionMechanism, State
+from ..mechanisms.base import AttentionMechanism, MechanismInputs, State
 from ..torch_kernels.blocks import with_dtype
 
 
@@ -49,72 +49,42 @@ class SoftmaxHeads(AttentionMechanism):
         size = self.shape.num_heads // self.shape.num_key_value_heads
         return sorted({head // size for head in self.softmax_heads})
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """The output of the mechanism, in which the softmax heads are replaced; see `AttentionMechanism.forward`."""
-        own = None if state is None else state[:-NUM_KEPT]
-        output, new = super().forward(
-            query,
-            key,
-            value,
-            attention_mask=attention_mask,
-            scaling=scaling,
-            is_causal=is_causal,
-            state=own,
-            **options,
-        )
-        kept: Any = self._extended(key, value, attention_mask, state)
+        output, new = super().forward(inputs, None if state is None else state[:-NUM_KEPT])
+        kept: Any = self._extended(inputs, state)
         if self.softmax_heads:
             size = self.shape.num_heads // self.shape.num_key_value_heads
             groups = self.softmax_groups
             places = [groups.index(head // size) for head in self.softmax_heads]
             exact = exact_attention(
-                query[:, list(self.softmax_heads)], kept.key[:, places], kept.value[:, places], kept.mask, scaling
+                inputs.query[:, list(self.softmax_heads)],
+                kept.key[:, places],
+                kept.value[:, places],
+                kept.mask,
+                inputs.scaling,
             )
             heads = torch.tensor(self.softmax_heads, dtype=torch.long, device=output.device)
             output = output.index_copy(2, heads, exact.transpose(1, 2).to(output.dtype))
         return output, None if new is None else (*new, *kept)
 
-    def absorb(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        state: State | None,
-        query: torch.Tensor | None = None,
-        **per_token: torch.Tensor,
-    ) -> State | None:
+    def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
         """The state after these keys, without an output."""
-        options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "query": query, **per_token}
         if self.mechanism_class.absorb is AttentionMechanism.absorb:  # it calls `forward`
-            return super().absorb(key, value, state=state, **options)
-        own = super().absorb(key, value, state=None if state is None else state[:-NUM_KEPT], **options)
-        kept: Any = self._extended(key, value, attention_mask, state)
+            return super().absorb(inputs, state)
+        own = super().absorb(inputs, None if state is None else state[:-NUM_KEPT])
+        kept: Any = self._extended(inputs, state)
         return None if own is None else (*own, *kept)
 
-    def _extended(
-        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, state: State | None
-    ) -> KeptKeys:
+    def _extended(self, inputs: MechanismInputs, state: State | None) -> KeptKeys:
         """The kept keys of `state`, followed by the new ones."""
-        if mask is not None and mask.dtype != torch.bool:
+        if inputs.is_packed:
             raise NotImplementedError(
                 "Heads with softmax attention (`softmax_heads`) do not support packed sequences inside a graph "
                 "(torch.compile, torch.export); put each sequence into its own row of the batch."
             )
-        groups = self.softmax_groups
-        key, value = key[:, groups], value[:, groups]
+        groups, mask = self.softmax_groups, inputs.attention_mask
+        key, value = inputs.key[:, groups], inputs.value[:, groups]
         if state is None:
             return KeptKeys(key, value, mask)
         old = KeptKeys(*state[-NUM_KEPT:])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..features.maps import half_squared_norm
-from ..mechanisms.base import State
+from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import HybridAttention
 from ..mechanisms.window import WindowState
 from ..torch_kernels.attention import needs_plain
@@ -81,31 +81,23 @@ def window(
     return None
 
 
-def hybrid_step(
-    mechanism: HybridAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    state: State,
-    positions: Any,
-    in_place: bool,
-) -> tuple[Tensor, State] | None:
+def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
     """One token of `hybrid` where a graph or C takes these tensors, without gradients."""
-    if not takes_step(query, key, value, *state[1:3], in_graphs=True):
+    query, key, value, _, scaling, _, positions, *_ = inputs
+    if not takes_step(query, key, value, old.key, old.value, in_graphs=True):
         return None
-    old = WindowState(*state[1:])
+    state = old.stored
     # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
     key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
     far_rows = (None, None) if mechanism.shift is None else mechanism.far_rows(query, old, positions)
     joint, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.unscaled_map()
     log_decay = None if mechanism.decay is None else mechanism.decay()
     given = (
-        *(query, key, value, mechanism.sink_query(query, positions), None if mechanism.shift is None else positions),
+        *(query, key, value, mechanism.sink_query(inputs), None if mechanism.shift is None else positions),
         *(*far_rows, *kernel_map.key, kernel_map.query.weight, log_decay, list(state)),
         *(*(joint or (None, None)), kernel_map.function, scaling),
     )
-    if in_place:
+    if inputs.in_place:
         parts = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given)
     else:
         *new, parts = without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)

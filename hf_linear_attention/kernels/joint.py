@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mechanisms.base import MechanismInputs
 from ..mechanisms.hybrid import HybridAttention
 from ..mechanisms.window_keys import Line
 from ..torch_kernels.attention import in_torch, needs_plain
@@ -117,13 +118,10 @@ class Given(NamedTuple):
 
 def hybrid(
     mechanism: HybridAttention,
-    query: Tensor,
+    inputs: MechanismInputs,
     line: Line,
-    visible: Tensor,
-    sinks: Any,
+    sinks: tuple[Tensor, ...],
     seen: Tensor,
-    scaling: float,
-    positions: Any,
     sums: Tensor | None,
 ) -> tuple[Tensor, Tensor | None] | None:
     """The operator for the keys of `line` (see `WindowAttention._at_once`), at once or in a graph, where C takes them.
@@ -134,7 +132,8 @@ def hybrid(
     Raises:
         ValueError: if the shapes, dtypes or devices do not match.
     """
-    features = mechanism.feature_map.num_features
+    query, scaling, positions = inputs.query, inputs.scaling, cast(Tensor, inputs.positions)
+    visible, features = line.kind, mechanism.feature_map.num_features
     if needs_plain(query) or not takes_attention(query, line.key, line.value, visible, features):
         return None
     constants, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.kernel_map(scaling)
@@ -144,7 +143,7 @@ def hybrid(
     pairs, move = NO_PAIRS, mechanism.move_to_sinks(query, positions)
     if mechanism.shift is not None:
         turn = mechanism.shift.table(-positions)
-        is_same = line.position is positions
+        is_same = line.position is inputs.positions
         turns = turn, turn if is_same else mechanism.shift.table(-cast(Tensor, line.position))
         pairs = mechanism.shift.pairs
     to_sinks, sink_pairs = None, NO_PAIRS

@@ -34,4 +34,4 @@ def register_kernels() -> None:
         "slot_attention": slot_attention,
         "window": window,
     }
-    register_implementations(1, functions)
+    register_implementations(2, functions)

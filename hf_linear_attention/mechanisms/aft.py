@@ -29,7 +29,7 @@ from transformers import initialization as init
 from ..attention.segments import gather_tokens, inverse_order, real_first, without_padding
 from ..torch_kernels.attention import is_eager, kernel_attention, kernel_sums
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize
-from .base import AttentionMechanism, LayerShape, OutputParts, State, mask_chunks
+from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import AftOptions
 
 
@@ -89,36 +89,18 @@ class AftAttention(AftOptions, AttentionMechanism):
             else:
                 init.zeros_(parameter)
 
-    def attention_weights(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        **per_token: torch.Tensor,
-    ) -> torch.Tensor:
+    def attention_weights(self, inputs: MechanismInputs) -> torch.Tensor:
         """Raise NotImplementedError, because the weights differ between channels."""
         raise NotImplementedError("`aft` weighs every channel separately, so it has no matrix of weights per head.")
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Weigh the values per channel and gate them; see `AttentionMechanism.forward`.
 
         Raises:
             ValueError: for more than `max_length` positions (`full` and `local`).
             NotImplementedError: for packed sequences in a traced graph (`local`, `conv` and `full`).
         """
+        query, key, value, attention_mask, _, is_causal, *_ = inputs
         if self.variant == "simple" and not is_causal:
             mean, tokens = _mean_by_keys(key, value, attention_mask), _tokens_at_a_time(query)
             outputs, masks = OutputParts(query), mask_chunks(attention_mask, tokens, query)

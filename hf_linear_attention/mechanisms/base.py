@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -54,6 +54,32 @@ class LayerShape:
     hidden_size: int | None = None
 
 
+class MechanismInputs(NamedTuple):
+    """What a mechanism gets in one call of its layer."""
+
+    query: torch.Tensor  # [B, H, N, D], after rotary embedding and normalisation
+    key: torch.Tensor  # [B, Hkv, S, D]; with a state, only the keys after it
+    value: torch.Tensor  # [B, Hkv, S, W], those of the keys
+    # bool [B, S], False at padding, or None; or integers: the number of each key's packed sequence from 1, and 0 at
+    # padding, which `forward` of a causal mechanism may get inside a traced graph.
+    attention_mask: torch.Tensor | None
+    scaling: float  # the factor of the layer's q·k
+    is_causal: bool  # whether a query sees only its own and earlier keys
+    positions: torch.Tensor | None = None  # int32 [B, N], if the mechanism `needs_positions`
+    gates: torch.Tensor | None = None  # float32 [B, S, C], if it `needs_gates`
+    in_place: bool = False  # whether `forward` may write the state after one more token over the old one
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the mask numbers packed sequences."""
+        return self.attention_mask is not None and self.attention_mask.dtype != torch.bool
+
+    @property
+    def key_mask(self) -> torch.Tensor | None:
+        """The mask as bool, False at padding."""
+        return self.attention_mask > 0 if self.attention_mask is not None and self.is_packed else self.attention_mask
+
+
 class AttentionMechanism(MechanismOptions, nn.Module):
     """Base class of all mechanisms; `settings` holds a valid value for every name in `options` (see its options)."""
 
@@ -61,12 +87,10 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     num_growing: ClassVar[int] = 0
     # Whether `prepare` has to know where queries and keys stand.
     needs_positions = False
-    # Whether `forward` takes what `gates` computes from the hidden states of the layer.
+    # Whether the inputs have what `gates` computes from the hidden states of the layer.
     needs_gates = False
-    # Whether the state depends on the queries, so that `absorb` takes them.
+    # Whether the state depends on the queries, so that `absorb` needs them.
     absorbs_queries = False
-    # Whether `forward` takes `in_place`, which allows it to write the state after one more token over `state`.
-    can_step_in_place = False
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
@@ -97,37 +121,20 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the parameters and buffers that no checkpoint has filled; equal seeds give equal values."""
 
-    def calibrate(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        **per_token: torch.Tensor,
-    ) -> None:
-        """Fit constants (persistent buffers) to real queries and keys, once; most mechanisms have none.
+    def calibrate(self, inputs: MechanismInputs) -> None:
+        """Fit constants (persistent buffers) to real queries and keys, once; most mechanisms have none."""
 
-        The shapes are those of `forward`; `attention_mask` is bool `[B, S]` or None; `per_token` has the `gates`, if
-        the mechanism needs them.
+    def prepare(self, inputs: MechanismInputs) -> MechanismInputs:
+        """The inputs of `forward`, from those after rotary embedding; called if the mechanism `needs_positions`.
+
+        The positions are the `position_ids` of the tokens.
         """
-
-    def prepare(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries, keys and positions for `forward`, from those after rotary embedding.
-
-        Where it returns positions, `forward` takes them as a further argument of that name.
-
-        `positions` `[B, N]` (int32) are the `position_ids` of the tokens, or None unless `needs_positions`.
-        """
-        return query, key, None
+        return inputs
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Numbers for each token that depend on the hidden state from which the layer makes queries, keys and values.
 
-        Only called if `needs_gates`. `forward`, `absorb` and `attention_weights` then take the result as an argument
-        of that name, with the tokens of the keys; it is part of what a rollback has to keep.
+        Only called if `needs_gates`. The result is part of the inputs and of what a rollback has to keep.
 
         Args:
             hidden_states: `[B, N, E]`, in the dtype of the model.
@@ -142,78 +149,37 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         number = self.settings.get("seed", 0) * 100_003 + self.shape.layer + draw * 2_654_435_761
         return torch.Generator().manual_seed(number % 2**32)  # the generator uses only 32 bits
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Compute the attention output and the new state.
 
         Args:
-            query: `[B, H, N, D]`, after rotary embedding and normalisation.
-            key: `[B, Hkv, S, D]`; with a state, only the keys after it.
-            value: `[B, Hkv, S, D]`, those of the keys.
-            attention_mask: bool `[B, S]`, False at padded keys, or None. Inside a traced graph a causal mechanism may
-                get integers instead: the number of each key's packed sequence from 1, and 0 at padding.
-            scaling: the factor of the layer's q·k.
-            is_causal: whether a query sees only its own and earlier keys.
-            state: the result of an earlier call, or None at the start; only changed in place with `in_place`.
+            state: the result of an earlier call, or None at the start; only changed with `inputs.in_place`.
 
         Returns:
-            The output `[B, N, H, D]` in the dtype of `query`, which is 0 for a query that sees no key; and the new
+            The output `[B, N, H, W]` in the dtype of the queries, which is 0 for a query that sees no key; and the new
             state, or None if the mechanism has no state.
         """
         raise NotImplementedError
 
-    def absorb(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        state: State | None,
-        query: torch.Tensor | None = None,
-        **per_token: torch.Tensor,
-    ) -> State | None:
-        """The state after these keys, without an output.
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, state: State | None = None, **more: Any
+    ) -> tuple[torch.Tensor, State | None]:
+        """What the mechanism computes from inputs that are given one by one, by the names in `MechanismInputs`."""
+        return self(MechanismInputs(query, key, value, **more), state)
 
-        Args:
-            query: given if `absorbs_queries`.
-            per_token: the `positions` and `gates` of the keys, as in `forward`.
-        """
-        if query is None:
-            query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
-        _, state = self(
-            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=True, state=state, **per_token
-        )
-        return state
+    def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
+        """The state after these keys, without an output; the queries are 0 unless `absorbs_queries`."""
+        return self(inputs, state)[1]
 
-    def attention_weights(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        **per_token: torch.Tensor,
-    ) -> torch.Tensor:
+    def attention_weights(self, inputs: MechanismInputs) -> torch.Tensor:
         """The matrix `[B, H, N, S]`, which the mechanism never forms itself, for inspection.
 
         It is the output for v = identity (Performer 2020, appendix C.4), because every mechanism here is linear in v,
         and costs O(N S) memory.
         """
-        batch, num_kv_heads, length, _ = key.shape
-        identity = torch.eye(length, dtype=query.dtype, device=key.device).expand(batch, num_kv_heads, -1, -1)
-        options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
-        output, _ = self(query, key, identity, state=None, **options, **per_token)
+        batch, num_kv_heads, length, _ = inputs.key.shape
+        identity = torch.eye(length, dtype=inputs.query.dtype, device=inputs.key.device)
+        output, _ = self(inputs._replace(value=identity.expand(batch, num_kv_heads, -1, -1)), None)
         return output.transpose(1, 2)
 
 

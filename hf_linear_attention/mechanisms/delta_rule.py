@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from transformers import initialization as init
 from ..features.maps import orthogonal_random_matrix
 from ..torch_kernels.blocks import accumulation_dtype, with_dtype
 from ..torch_kernels.delta import gated_delta
-from .base import LayerShape
+from .base import LayerShape, MechanismInputs
 from .token_gates import ForgetGate, SigmoidGate, hidden_size_of, scaled
 
 
@@ -112,19 +113,10 @@ class DeltaRule(nn.Module):
         beta = self.beta(hidden)
         return beta if self.forget is None else torch.cat((beta, self.forget(hidden)), dim=-1)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gates: torch.Tensor,
-        *,
-        scaling: float,
-        mask: torch.Tensor | None,
-        state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output `[B, H, N, D]` and the state S `[B, Hkv, F, D]`; see `torch_kernels.delta.gated_delta`."""
-        beta, log_decay = self._split(gates)
+        query, key, value, mask, scaling, *_ = inputs
+        beta, log_decay = self._split(cast(torch.Tensor, inputs.gates))
         # The scale of the output is one of the queries, because the output is linear in them.
         features = self.features.queries(query, scaling)
         return gated_delta(

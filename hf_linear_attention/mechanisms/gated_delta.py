@@ -30,7 +30,7 @@ from transformers import initialization as init
 from ..attention.segments import gather_tokens, inverse_order, real_first
 from ..positions.rotary import taken_back, without_hidden
 from ..torch_kernels.blocks import accumulated, with_dtype
-from .base import AttentionMechanism, LayerShape, State
+from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .delta_rule import DeltaRule
 from .options import GatedDeltaOptions
 from .token_gates import INITIAL_SLOPE
@@ -103,38 +103,27 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         """beta and the log-decay of every token, see `DeltaRule`."""
         return self.rule.gates(hidden_states)
 
-    def prepare(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def prepare(self, inputs: MechanismInputs) -> MechanismInputs:
         """Take back the rotary frequencies that the feature map must not see."""
-        return *without_hidden(self.shift, query, key, positions), None
+        query, key = without_hidden(self.shift, inputs)
+        return inputs._replace(query=query, key=key, positions=None)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-        gates: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, State | None]:
-        """The gated delta rule; see `AttentionMechanism.forward`, and `gates` for the last argument.
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+        """The gated delta rule; see `AttentionMechanism.forward`.
 
         The state is S `[B, Hkv, F, D]` and, with convolutions, the W - 1 newest queries, keys and values.
 
         Raises:
             ValueError: without gates, or in the bidirectional form.
         """
-        if gates is None or not is_causal:
+        if inputs.gates is None or not inputs.is_causal:
             raise ValueError("`gated_delta` is causal and needs `gates`; compute them with the method of that name.")
         sums, *tails = state or (None,)
-        dtype = query.dtype
+        dtype = inputs.query.dtype
         if self.conv_size:
-            (query, key, value), tails = self._convolved((query, key, value), tails, attention_mask)
-        output, sums = self.rule(query, key, value, gates, scaling=scaling, mask=attention_mask, state=sums)
+            (query, key, value), tails = self._convolved(inputs[:3], tails, inputs.attention_mask)
+            inputs = inputs._replace(query=query, key=key, value=value)
+        output, sums = self.rule(inputs, sums)
         return with_dtype(output.transpose(1, 2), dtype), (sums, *tails)
 
     def _convolved(

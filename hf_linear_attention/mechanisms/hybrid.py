@@ -21,7 +21,7 @@ are global: they also attend to every key exactly (Longformer 2020, section 3.1)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,13 +35,13 @@ from ..positions.rotary import (
     without_hidden,
 )
 from ..torch_kernels.attention import is_eager, kernel_sums, makes_features, map_attention, state_after
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, normalize, sized_step, with_dtype
+from ..torch_kernels.blocks import accumulated, normalize, sized_step, with_dtype
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import NORMALIZATIONS, Part, log_size
-from .base import LayerShape, State
-from .delta_rule import DeltaRule  # of decoders
+from .base import LayerShape, MechanismInputs, State
+from .delta_rule import DeltaRule  # of the delta rule
 from .options import HybridOptions
-from .token_gates import SigmoidGate, hidden_size_of, scaled  # of decoders
+from .token_gates import SigmoidGate, hidden_size_of, scaled  # of the delta rule
 from .window import WindowAttention, WindowState
 from .window_keys import ORDINARY, Line
 
@@ -60,8 +60,6 @@ class HybridAttention(HybridOptions, WindowAttention):
     the state of the window. If the feature map does not see all rotary frequencies, the positions of the window are
     kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
     """
-
-    can_step_in_place = True
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
@@ -83,7 +81,7 @@ class HybridAttention(HybridOptions, WindowAttention):
             shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
         )
         self.mix = NORMALIZATIONS[settings["normalization"]](shape.num_heads)
-        self.is_scale_constant = self.mix.is_scale_constant
+        self.has_sums, self.is_scale_constant = True, self.mix.is_scale_constant
         decay = decay_of(settings, shape)
         self.decay = decay if isinstance(decay, LearnedDecay) else None
         self.keeps_positions = self.shift is not None
@@ -114,68 +112,40 @@ class HybridAttention(HybridOptions, WindowAttention):
         """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`."""
         return torch.cat((self.rule.gates(hidden_states), self.share(scaled(hidden_states))), dim=-1)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attention_mask: Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-        positions: Tensor | None = None,
-        gates: Tensor | None = None,
-        in_place: bool = False,
-    ) -> tuple[Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Window, sinks and far keys; see `AttentionMechanism.forward` and `gates`.
 
         Raises:
             ValueError: with a delta rule, without gates or in the bidirectional form.
         """
-        options: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "is_causal": is_causal}
         if self.rule is None:
-            return super().forward(query, key, value, state=state, positions=positions, in_place=in_place, **options)
-        if gates is None or not is_causal:
+            return super().forward(inputs, state)
+        if inputs.gates is None or not inputs.is_causal:
             raise ValueError(
                 f"`far` = `{self.settings['far']}` is causal and needs `gates`; compute them with the method of that "
                 "name."
             )
         sums, rest = (state[0], state[1:]) if state else (None, None)
-        near, rest = super().forward(query, key, value, state=rest, positions=positions, **options)
-        gates, share = gates.tensor_split((-self.shape.num_heads,), dim=-1)
-        seen = without_hidden(self.shift, query, key, positions)
-        delta, sums = self.rule(*seen, value, gates, scaling=scaling, mask=attention_mask, state=sums)
+        near, rest = super().forward(inputs._replace(in_place=False), rest)
+        gates, share = inputs.gates.tensor_split((-self.shape.num_heads,), dim=-1)
+        query, key = without_hidden(self.shift, inputs)
+        delta, sums = self.rule(inputs._replace(query=query, key=key, gates=gates), sums)
         output = near
         if self.uses_far:
             exact = accumulated(near)
-            output = with_dtype(exact + share.unsqueeze(-1) * (delta.transpose(1, 2) - exact), query.dtype)
+            output = with_dtype(exact + share.unsqueeze(-1) * (delta.transpose(1, 2) - exact), near.dtype)
         return output, (sums, *(rest or ()))
 
-    def _unpacked(self, state: State) -> tuple[Tensor | None, WindowState]:
-        if self.feature_map is None:
-            return super()._unpacked(state)
-        return state[0], WindowState(*state[1:])
-
-    def _initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, WindowState]:
-        if self.feature_map is None:
-            return super()._initial_state(key, value)
-        shape = (*key.shape[:2], self.feature_map.num_features, value.shape[-1] + 2)
-        sums = key.new_zeros(shape, dtype=accumulation_dtype(key))
-        sums[..., -1] = EMPTY_MAXIMUM
-        return sums, super()._initial_state(key, value)[1]
-
-    def _step(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any, in_place: bool
-    ) -> tuple[Tensor, State] | None:
-        """`_attend_back` for one token in few operations, because at this size the overhead of each dominates."""
-        if self.feature_map is None or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
+    def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
+        """`_attend_causally` for one token in few operations, because at this size the overhead of each dominates."""
+        if not self.has_sums or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
-        found = implemented("hybrid_step", self, query, key, value, scaling, state, positions, in_place)
+        found = implemented("hybrid_step", self, inputs, old)
         if found is not None:
             return found
-        if is_eager(query) and query.device.type == "cpu" and bool((state[3] == ORDINARY).all()):
-            return self._step_in_torch(query, key, value, scaling, state, positions)
+        query = inputs.query
+        if is_eager(query) and query.device.type == "cpu" and bool((old.kind == ORDINARY).all()):
+            return self._step_in_torch(inputs, old)
         return None
 
     def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
@@ -186,12 +156,11 @@ class HybridAttention(HybridOptions, WindowAttention):
         position: Any = old.position
         return self.shift(query, -positions), self.shift(key, -position[:, :1])
 
-    def _step_in_torch(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, state: State, positions: Any
-    ) -> tuple[Tensor, State]:
+    def _step_in_torch(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State]:
         """The step in torch, if every slot of the window holds a token that is not a sink."""
-        old, dtype = WindowState(*state[1:]), state[0].dtype
-        (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[-1]
+        query, key, value, _, scaling, _, positions, *_ = inputs
+        sums = cast(Tensor, old.sums)
+        (batch, heads), kv_heads, width, dtype = query.shape[:2], key.shape[1], value.shape[-1], sums.dtype
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
         far_query, far_key = self.far_rows(query, old, positions)
         exponents = (
@@ -199,9 +168,9 @@ class HybridAttention(HybridOptions, WindowAttention):
             self.feature_map.forward_keys(far_key, scaling),
         )
         log_decay = None if self.decay is None else self.decay()
-        far, far_size, sums = sized_step(*exponents, old.value[:, :, :1], state[0], True, log_decay)
+        far, far_size, sums = sized_step(*exponents, old.value[:, :, :1], sums, True, log_decay)
         windows = [torch.cat((x[:, :, 1:], new), dim=2) for x, new in ((old.key, key), (old.value, value))]
-        to_sinks = self.sink_query(query, positions)
+        to_sinks = self.sink_query(inputs)
         queries = (query, query if to_sinks is None else to_sinks)
         rows = [(x.to(dtype) * scaling).reshape(batch * kv_heads, -1, self.shape.head_dim) for x in queries]
         keys = [x.to(dtype).flatten(0, 1).transpose(1, 2) for x in (windows[0], old.sink_key)]
@@ -214,26 +183,22 @@ class HybridAttention(HybridOptions, WindowAttention):
         largest = logits.amax(dim=-1, keepdim=True).view(shape)
         norm = half_squared_norm(query, scaling).view(shape)
         output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], largest, norm).view(batch, 1, heads, width)
-        new_state = (sums, *windows, old.kind, old.sink_key, old.sink_value, old.num_seen + 1)
+        position = None
         if old.position is not None:
-            new_state += (torch.cat((old.position[:, 1:], positions), dim=1),)
-        return with_dtype(output, query.dtype), new_state
+            position = torch.cat((old.position[:, 1:], cast(Tensor, positions)), dim=1)
+        new = old._replace(sums=sums, key=windows[0], value=windows[1], num_seen=old.num_seen + 1, position=position)
+        return with_dtype(output, query.dtype), new.stored
 
-    def _behind(
-        self,
-        query: Tensor,
-        line: Line,
-        mask: Tensor,
-        scaling: float,
-        positions: Any,
-        sums: Tensor | None = None,
+    def parts_behind(
+        self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None = None
     ) -> tuple[list[Part], Tensor | None]:
-        if self.feature_map is None:
-            return super()._behind(query, line, mask, scaling, positions)
-        decay = self.decay or self.alibi
-        query, key, value = accumulated(query), line.key, line.value
+        """One part for the far keys; see `WindowAttention.parts_behind`."""
+        if not self.has_sums:
+            return [], None
+        decay, scaling = self.decay or self.alibi, inputs.scaling
+        query, key, value = accumulated(inputs.query), line.key, line.value
         if self.shift is not None:
-            place: Any = line.position
+            positions, place = cast(Tensor, inputs.positions), cast(Tensor, line.position)
             query, key = self.shift(query, -positions), self.shift(accumulated(key), -place)
         options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
@@ -250,37 +215,26 @@ class HybridAttention(HybridOptions, WindowAttention):
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return [(output, log_size(denominator, scale))], sums
 
-    def _sums_behind(
-        self, query: Tensor, line: Line, mask: Tensor, scaling: float, positions: Any, sums: Tensor | None
-    ) -> Tensor | None:
-        decay = self.decay or self.alibi
-        if self.feature_map is None or decay is not None:  # a decay depends on the order of the keys
-            return super()._sums_behind(query, line, mask, scaling, positions, sums)
-        place: Any = line.position
-        key = accumulated(line.key) if self.shift is None else self.shift(accumulated(line.key), -place)
+    def sums_behind(self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None) -> Tensor | None:
+        """The sums of `parts_behind` alone."""
+        if not self.has_sums or self.decay or self.alibi:  # a decay depends on the order of the keys
+            return super().sums_behind(inputs, line, mask, sums)
+        key = line.key if self.shift is None else self.shift(accumulated(line.key), -cast(Tensor, line.position))
 
         def features_of(keys: Tensor, _: Tensor | None) -> Tensor:
-            return self.feature_map.forward_keys(keys, scaling)
+            return self.feature_map.forward_keys(keys, inputs.scaling)
 
-        return state_after(features_of, key, line.value, mask, sums, log_features=True, size=key.shape[2])
+        return state_after(features_of, accumulated(key), line.value, mask, sums, log_features=True, size=key.shape[2])
 
     def _at_once(
-        self,
-        query: Tensor,
-        line: Line,
-        visible: Tensor,
-        sinks: Any,
-        seen: Tensor,
-        scaling: float,
-        positions: Any,
-        sums: Tensor | None = None,
+        self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Tensor | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        if self.feature_map is None or self.alibi is not None or not self.uses_far or not self.joins_at_once:
+        if not self.has_sums or self.alibi is not None or not self.uses_far or not self.joins_at_once:
             return None
-        return implemented("hybrid", self, query, line, visible, sinks, seen, scaling, positions, sums)
+        return implemented("hybrid", self, inputs, line, sinks, seen, sums)
 
-    def _joined(self, exact: Part, behind: list[Part], largest: Tensor, query: Tensor, scaling: float) -> Tensor:
-        if not self.uses_far or self.feature_map is None:
+    def _joined(self, exact: Part, behind: list[Part], largest: Tensor, inputs: MechanismInputs) -> Tensor:
+        if not self.uses_far or not self.has_sums:
             return exact[0]
-        norm = half_squared_norm(query, scaling).unflatten(1, (exact[0].shape[1], -1))
+        norm = half_squared_norm(inputs.query, inputs.scaling).unflatten(1, (exact[0].shape[1], -1))
         return self.mix(exact, behind, largest, norm)

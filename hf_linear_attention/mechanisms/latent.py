@@ -23,7 +23,7 @@ from transformers import initialization as init
 
 from ..torch_kernels.blocks import accumulated
 from ..torch_kernels.slots import slot_attention
-from .base import AttentionMechanism, LayerShape, State
+from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import LatentOptions
 
 
@@ -47,21 +47,11 @@ class LatentAttention(LatentOptions, AttentionMechanism):
         drawn = torch.randn(size, generator=self.generator(), dtype=torch.float32, device="cpu")
         init.copy_(self.latents, self.initial_std * drawn)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Gather keys and values into the latents and attend to those; see `AttentionMechanism.forward`."""
-        queries, key, value = accumulated(query), accumulated(key), accumulated(value)
+        queries, key, value = (accumulated(x) for x in inputs[:3])
         latents = self.latents.to(key.dtype).expand(key.shape[0], -1, -1, -1)
-        mask = None if attention_mask is None else attention_mask.unsqueeze(1)
-        keys, values = (slot_attention(latents, key, x, mask, scaling) for x in (key, value))  # [B, Hkv, L, D]
-        output = slot_attention(queries, keys, values, None, scaling)
-        return output.transpose(1, 2).to(query.dtype), None
+        mask = None if inputs.attention_mask is None else inputs.attention_mask.unsqueeze(1)
+        keys, values = (slot_attention(latents, key, x, mask, inputs.scaling) for x in (key, value))  # [B, Hkv, L, D]
+        output = slot_attention(queries, keys, values, None, inputs.scaling)
+        return output.transpose(1, 2).to(inputs.query.dtype), None

@@ -19,9 +19,9 @@ from ..torch_kernels.attention import (
     state_after,
 )
 from ..torch_kernels.blocks import EXP, KernelMap, read_state, with_dtype
-from .base import AttentionMechanism, LayerShape, OutputParts, State, mask_chunks
+from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import LinearOptions
-from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents
+from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents  # of gates
 
 
 # The number of features per step on a CPU: 4 MB in float32.
@@ -36,7 +36,9 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = self.build_feature_map(sizes, settings)
         self.decay = decay_of(settings, shape)
-        self.gate = gates_of(settings, shape)
+        self.gate: Any = None
+        if settings.get("decay") == "gated" or settings.get("input_gate"):
+            self.gate = gates_of(settings, shape)
         self.needs_gates = self.gate is not None
         self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.shift is not None
@@ -62,41 +64,31 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         """The gates of every token, see `TokenGates`; only called if the settings ask for gates."""
         return super().gates(hidden_states) if self.gate is None else self.gate(hidden_states)
 
-    def prepare(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def prepare(self, inputs: MechanismInputs) -> MechanismInputs:
         """Take back the rotary frequencies that the feature map must not see."""
-        return *without_hidden(self.shift, query, key, positions), None
+        query, key = without_hidden(self.shift, inputs)
+        return inputs._replace(query=query, key=key, positions=None)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-        gates: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """phi(q)·S / phi(q)·Z by the fastest kernel for these arguments; see `AttentionMechanism.forward`.
 
         Raises:
             ValueError: without the `gates` that the settings ask for.
         """
+        query, key, value, attention_mask, scaling, is_causal, *_ = inputs
         old: Any = state[0] if state else None
         if self.gate is not None:
-            output, old = self._gated(query, key, value, gates, attention_mask, scaling, is_causal, old)
+            output, old = self._gated(inputs, old)
             return with_dtype(output, query.dtype), (old,)
         is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
         if is_step:
-            output, old = self._kernel(query, key, value, None, scaling, True, old)
+            output, old = self._kernel(inputs, old)
             return with_dtype(output.transpose(1, 2), query.dtype), (old,)
         if makes_features(query, key, value, attention_mask, self.feature_map.num_features):
             kernel_map = self.feature_map.kernel_map(scaling)
             if kernel_map is not None:
-                return self._with_map(kernel_map, query, key, value, attention_mask, is_causal, old)
+                output, old = self._with_map(kernel_map, inputs, old)
+                return output, (old,)
         elementwise_map = self.feature_map.elementwise_map() if self.decay is None else None
         if elementwise_map is not None and is_causal and self._takes_chunks(query, attention_mask):
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
@@ -106,7 +98,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         if is_causal or key.shape[2] <= size:
             chunks = zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key))
             for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), chunks):
-                output, old = self._kernel(part, keys, values, mask, scaling, is_causal, old)
+                output, old = self._kernel(MechanismInputs(part, keys, values, mask, scaling, is_causal), old)
                 outputs.append(output.transpose(1, 2))
             return outputs.joined(), (old,)
 
@@ -120,54 +112,38 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             outputs.append(read_state(features, old, log_features).transpose(1, 2))
         return outputs.joined(), (old,)
 
-    def _gated(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gates: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gated(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output `[B, N, H, W]` and the state, with exponents from the gates added to those of the keys."""
-        if gates is None or self.gate is None:
+        if inputs.gates is None or self.gate is None:
             raise ValueError("These settings need `gates`; compute them with the method of that name.")
-        weight, log_decay = self.gate.split(gates, mask)
+        query, key, value, mask, *_ = inputs
+        weight, log_decay = self.gate.split(inputs.gates, mask)
         if log_decay is None:
-            return self._weighed(query, key, value, weight, mask, scaling, is_causal, state)
+            return self._weighed(inputs, weight, state)
         outputs = OutputParts(query)
         for tokens in (slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)):
             exponents = -log_decay[:, :, tokens].cumsum(dim=2)
             exponents = exponents if weight is None else weight[:, :, tokens] + exponents
             q, k, v = (x[:, :, tokens] for x in (query, key, value))
             part_mask = None if mask is None else mask[:, tokens]
-            output, new = self._weighed(q, k, v, exponents, part_mask, scaling, is_causal, state)
+            part = inputs._replace(query=q, key=k, value=v, attention_mask=part_mask)
+            output, new = self._weighed(part, exponents, state)
             state = faded(new, log_decay[:, :, tokens].sum(dim=2))
             outputs.append(output)
         return outputs.joined(), cast(torch.Tensor, state)
 
     def _weighed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        exponents: Any,
-        mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: torch.Tensor | None,
+        self, inputs: MechanismInputs, exponents: Any, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention with `exponents [B, Hkv, S]` added to those of the keys."""
+        query, key, value, mask, scaling, is_causal, *_ = inputs
         is_step = state is not None and mask is None and query.shape[2] == key.shape[2] == 1
         kernel_map = None
         if not is_step and makes_features(query, key, value, mask, self.feature_map.num_features):
             kernel_map = self.feature_map.kernel_map(scaling)
         if kernel_map is not None and kernel_map.function == EXP and kernel_map.key is not None:
             kernel_map, query, key = with_key_exponents(kernel_map, query, key, exponents)
-            output, (new,) = self._with_map(kernel_map, query, key, value, mask, is_causal, state)
-            return output, new
+            return self._with_map(kernel_map, inputs._replace(query=query, key=key), state)
         features = self.feature_map.forward_visible_keys(key, scaling, mask)
         output, new = kernel_attention(
             self.feature_map.forward_queries(query, scaling),
@@ -182,37 +158,22 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         return output.transpose(1, 2), new
 
     def _with_map(
-        self,
-        kernel_map: KernelMap,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool,
-        state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, State]:
+        self, kernel_map: KernelMap, inputs: MechanismInputs, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         output, _, _, new_state = map_attention(
             kernel_map,
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            key_mask=mask,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            is_causal=inputs.is_causal,
+            key_mask=inputs.attention_mask,
             state=state,
             log_decay=self.decay() if self.decay is not None else None,
         )
-        return output, (new_state,)
+        return output, new_state
 
-    def _kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kernel(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value, mask, scaling, is_causal, *_ = inputs
         return kernel_attention(
             self.feature_map.forward_queries(query, scaling),
             self.feature_map.forward_visible_keys(key, scaling, mask),

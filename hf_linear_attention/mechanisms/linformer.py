@@ -39,7 +39,7 @@ from ..attention.segments import (
 from ..torch_kernels.attention import needs_plain
 from ..torch_kernels.blocks import accumulated, accumulation_dtype
 from ..torch_kernels.slots import slot_attention
-from .base import AttentionMechanism, LayerShape, State
+from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import LinformerOptions
 
 
@@ -103,24 +103,14 @@ class LinformerAttention(LinformerOptions, AttentionMechanism):
         for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
             init.copy_(tensor, self.projection.initial(tensor.shape, self.num_slots, generator))
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Compress keys and values and attend to the result; see `AttentionMechanism.forward`.
 
         Raises:
             ValueError: for more positions than E has columns.
         """
-        key, value, hidden = self._compress(key, value, attention_mask)
-        return slot_attention(query, key, value, ~hidden, scaling).transpose(1, 2), None
+        key, value, hidden = self._compress(inputs.key, inputs.value, inputs.attention_mask)
+        return slot_attention(inputs.query, key, value, ~hidden, inputs.scaling).transpose(1, 2), None
 
     def _compress(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

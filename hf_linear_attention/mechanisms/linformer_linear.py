@@ -18,7 +18,7 @@ import torch
 
 from ..attention.segments import without_padding
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize, with_ones
-from .base import LayerShape, State
+from .base import LayerShape, MechanismInputs, State
 from .linear import LinearAttention
 from .linformer import LinformerAttention, compress, project
 from .options import LinformerLinearOptions
@@ -47,24 +47,14 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
         super().reset_parameters()
         self.feature_map.reset_parameters(self.generator())
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Compress the key features and the values, and attend to the slots; see `AttentionMechanism.forward`.
 
         Raises:
             ValueError: for more positions than E has columns.
         """
+        query, key, value, mask, scaling, *_ = inputs
         self._check_length(key)
-        mask = attention_mask
         key = without_padding(key, mask)
         queries = self.feature_map.forward_queries(query, scaling)
         keys = self.feature_map.forward_visible_keys(key, scaling, mask)

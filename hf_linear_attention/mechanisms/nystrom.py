@@ -29,7 +29,7 @@ from ..attention.segments import (
 )
 from ..torch_kernels.blocks import accumulation_dtype
 from ..torch_kernels.slots import slot_attention
-from .base import AttentionMechanism, LayerShape, State
+from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import NystromOptions
 
 
@@ -52,20 +52,11 @@ class NystromAttention(NystromOptions, AttentionMechanism):
         if self.conv_weight is not None:
             init.zeros_(self.conv_weight)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Attend through the landmarks, or exactly for short inputs; see `AttentionMechanism.forward`."""
         groups = self.shape.num_heads // self.shape.num_key_value_heads
-        dtype, mask = accumulation_dtype(query), attention_mask
+        query, key, value, mask, scaling, *_ = inputs
+        dtype = accumulation_dtype(query)
         query_, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         is_exported = torch.compiler.is_exporting()  # a graph for any length must not compare it
         if is_exported and mask is None:  # with a mask, short rows are exact behind landmarks too

@@ -13,7 +13,7 @@ from ..features.geometry import LearnedGeometry
 from ..features.random_maps import RANDOM_FEATURES, RandomFeatureMap
 from ..torch_kernels.attention import kernel_attention, state_after
 from ..torch_kernels.blocks import read_state, with_dtype
-from .base import LayerShape, State
+from .base import LayerShape, MechanismInputs, State
 from .linear import LinearAttention
 from .options import PerformerOptions
 
@@ -60,85 +60,38 @@ class PerformerAttention(PerformerOptions, LinearAttention):
         if self.redraw_interval:
             init.zeros_(self.num_forwards)
 
-    def calibrate(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        **per_token: torch.Tensor,
-    ) -> None:
+    def calibrate(self, inputs: MechanismInputs) -> None:
         """Fit A of FAVOR++ to these queries and keys; the other features have no constants."""
+        query, key = inputs.query, inputs.key
         if self.geometry is not None:
             query, key = self.geometry(query, key)
-        self.feature_map.calibrate(query, key, scaling, attention_mask)
+        self.feature_map.calibrate(query, key, inputs.scaling, inputs.attention_mask)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-        gates: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Redraw the projection if it is due, and attend; see `AttentionMechanism.forward`."""
         if self.redraw_interval and self.training and state is None:
             self._count_forward()
-        return self._attend(query, key, value, attention_mask, scaling, is_causal, state)
+        return self._attend(inputs, state)
 
-    def absorb(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        state: State | None,
-        query: torch.Tensor | None = None,
-        **per_token: torch.Tensor,
-    ) -> State | None:
+    def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
         """The state after these keys; their sequence was already counted, so this is no new forward pass."""
-        query = key.new_zeros(key.shape[0], self.shape.num_heads, *key.shape[2:])
-        return self._attend(query, key, value, attention_mask, scaling, True, state)[1]
+        return self._attend(inputs, state)[1]
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        is_causal: bool,
-        state: State | None,
-    ) -> tuple[torch.Tensor, State | None]:
-        has_state, dtype = self.supports("state", self.settings), query.dtype
+    def _attend(self, inputs: MechanismInputs, state: State | None) -> tuple[torch.Tensor, State | None]:
+        has_state, dtype = self.supports("state", self.settings), inputs.query.dtype
         if self.geometry is not None:
-            query, key = self.geometry(query, key)
-        output, new_state = super().forward(
-            query, key, value, attention_mask=attention_mask, scaling=scaling, is_causal=is_causal, state=state
-        )
+            query, key = self.geometry(inputs.query, inputs.key)
+            inputs = inputs._replace(query=query, key=key)
+        output, new_state = super().forward(inputs, state)
         if self.uniform_mixing:
-            old = state[1] if state else None
-            mean, old = self._mean(query, key, value, attention_mask, is_causal, old)
+            mean, old = self._mean(inputs, state[1] if state else None)
             mix = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
             output, new_state = mix(output, mean.to(output.dtype), self.uniform_mixing), (*(new_state or ()), old)
         return with_dtype(output, dtype), new_state if has_state else None
 
-    def _mean(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool,
-        state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, Any]:
+    def _mean(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         """The mean of the values that each query sees, `[B, N, H, W]` (N = 1 where all see the same), and its state."""
+        query, key, value, mask, _, is_causal, *_ = inputs
         if is_causal or not query.numel():  # an empty input has no chunks
             ones = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
             options: dict[str, Any] = {"key_mask": mask, "state": state, "is_causal": is_causal}

@@ -141,11 +141,9 @@ class TokenGates(nn.Module):
         return gates[:, : self.num_heads], gates[:, self.num_heads :] if self.forget is not None else None
 
 
-def gates_of(settings: Mapping[str, Any], shape: LayerShape) -> TokenGates | None:
-    """The gates that the settings `decay` = `gated` and `input_gate` ask for, or None."""
+def gates_of(settings: Mapping[str, Any], shape: LayerShape) -> TokenGates:
+    """The gates that the settings `decay` = `gated` and `input_gate` ask for."""
     has_forget, has_input = settings.get("decay") == "gated", bool(settings.get("input_gate"))
-    if not has_forget and not has_input:
-        return None
     slopes = shape.alibi_slopes or (INITIAL_SLOPE,) * shape.num_key_value_heads
     return TokenGates(shape, slopes, has_input=has_input, has_forget=has_forget)
 

@@ -11,10 +11,17 @@ from torch import Tensor
 
 from ..attention.segments import gather_tokens, real_first
 from ..torch_kernels.attention import is_eager
+from ..torch_kernels.causal import is_free
 
 
 # What a slot of a line holds.
-EMPTY, ORDINARY, SINK = 0, 1, 2
+EMPTY, ORDINARY, SINK = 0, 1, 2  # `kind_of` computes with them
+
+
+def kind_of(real: Tensor | None, position: Tensor, num_sinks: int) -> Tensor:
+    """The kind of each token, `[B, N]`, from its position among the real tokens, counted from 1."""
+    kind = (position <= num_sinks).to(torch.int8) + ORDINARY
+    return kind if real is None else kind * real
 
 
 class Line(NamedTuple):
@@ -39,8 +46,20 @@ class Line(NamedTuple):
         position = None if self.position is None else F.pad(self.position, (left, right))
         return Line(key, value, F.pad(self.kind, (left, right), value=EMPTY), position)
 
+    def followed_by(self, new: Line, is_padded: bool) -> Line:
+        """The line with `new` behind it; its real tokens are at the right end even if `new` begins with padding."""
+        position = None
+        if self.position is not None and new.position is not None:
+            position = torch.cat((self.position, new.position), dim=1)
+        key, value = (torch.cat(pair, dim=2) for pair in zip(self[:2], new[:2]))
+        line = Line(key, value, torch.cat((self.kind, new.kind), dim=1), position)
+        return line.aligned_right() if is_padded else line
+
     def last(self, length: int) -> Line:
-        """A copy of the last `length` slots, which does not keep the others alive."""
+        """A copy of the last `length` slots, which does not keep the others alive; missing ones are empty."""
+        if not is_free(self.kind.shape[1]):
+            line = self.padded(length - self.kind.shape[1], 0)
+            return line._replace(key=line.key.contiguous(), value=line.value.contiguous())
         key, value, kind, position = self._part(slice(-length, None))
         key, value = (x.clone(memory_format=torch.contiguous_format) for x in (key, value))
         return Line(key, value, kind.clone(), None if position is None else position.clone())
@@ -52,6 +71,14 @@ class Line(NamedTuple):
     def _part(self, places: slice) -> Line:
         position = None if self.position is None else self.position[:, places]
         return Line(self.key[:, :, places], self.value[:, :, places], self.kind[:, places], position)
+
+    def far_and_near(self, width: int, length: int) -> tuple[Line, Line]:
+        """For the last `length` slots, those `width` slots behind each, and those from there up to each one itself."""
+        before = self.kind.shape[1] - length
+        if not before and not is_eager(self.key) and not is_free(length):  # in a graph, this takes fewer nodes
+            leaving = min(width, length)
+            return self.padded(leaving, -leaving), self.padded(width - 1, 0)
+        return (self if before else self.padded(width, 0)).ranges(length, slice(1, None))
 
     def ranges(self, length: int, places: slice) -> tuple[Line, Line]:
         """The first `length` slots, and the slots `places`."""
@@ -72,16 +99,6 @@ def _ranges(x: Tensor, length: int, places: slice) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled() or not is_eager(x):  # our own autograd function is not needed, or not traceable
         return x[:, :, :length], x[:, :, places]
     return _TwoRanges.apply(x, length, places)
-
-
-def far_and_near(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """`x [B, Hkv, N, D]` padded before the first token: as far keys, `width` slots behind their query, and as near
-    keys, up to their query."""
-    length = x.shape[2]
-    if is_eager(x):
-        return _ranges(F.pad(x, (0, 0, width, 0)), length, slice(1, None))
-    leaving = min(width, length)  # in a graph, this takes two nodes instead of three
-    return F.pad(x, (0, 0, leaving, -leaving)), F.pad(x, (0, 0, width - 1, 0))
 
 
 class _TwoRanges(torch.autograd.Function):

@@ -11,7 +11,7 @@ The decay is that of ALiBi, with fixed slopes, or a learned one (the option `dec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..mechanisms.base import LayerShape, Rotary
+from ..mechanisms.base import LayerShape, MechanismInputs, Rotary
 
 
 # The initial half-life, in tokens, if the trained length is unknown.
@@ -75,41 +75,13 @@ def needs_rotary(settings: Mapping[str, Any]) -> bool:
     return clamps_sinks or settings.get("rope", "before_map") != "before_map"
 
 
-def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None, num_layers: int = 0) -> list[int]:
-    """The number of rotary frequencies per attention layer that make a full turn within `longest` tokens.
-
-    The list has at least `num_layers` numbers, which are 0 for layers that are not in `shapes`.
-
-    Raises:
-        ValueError: if the length is unknown, or the frequencies do not fall from one pair of channels to the next.
-    """
-    if longest is None:
-        raise ValueError("`rope` = `partial` needs the length that the model was trained on; set `trained_length`.")
-    kept = [0] * max(1 + max(shapes), num_layers)
-    for layer, shape in shapes.items():
-        turns = [2 * math.pi <= abs(f) * longest for f in (shape.rotary.inverse_frequencies if shape.rotary else ())]
-        kept[layer] = sum(turns)
-        if any(turns[kept[layer] :]):
-            raise ValueError(
-                f"`rope` = `partial` keeps the first frequencies of a layer, but in layer {layer} these are not the "
-                "fastest; use `rope` = `none`."
-            )
-    return kept
-
-
-def refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, LayerShape]) -> None:
-    """Refuse more frequencies than a layer has.
-
-    Raises:
-        ValueError: for the first such layer.
-    """
-    for layer, shape in shapes.items():
-        kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
-        number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0
-        if isinstance(kept, int) and kept > number:
-            raise ValueError(
-                f"`rope_frequencies` = {kept}, but layer {layer} has {number} rotary frequencies; give no more of them."
-            )
+def rotary_of(settings: Mapping[str, Any]) -> dict[int, Rotary]:
+    """How each layer in the setting `rotary` rotates queries and keys."""
+    return {
+        layer: Rotary(tuple(entry["inverse_frequencies"]), entry["pairing"] == "interleaved")
+        for entry in settings["rotary"]
+        for layer in entry["layers"]
+    }
 
 
 def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:
@@ -119,10 +91,9 @@ def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int 
     return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
 
 
-def without_hidden(
-    shift: RotaryShift | None, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def without_hidden(shift: RotaryShift | None, inputs: MechanismInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys `[B, heads, N, D]` with the rotary frequencies of `shift` taken back."""
+    query, key, positions = inputs.query, inputs.key, inputs.positions
     if shift is None or positions is None:
         return query, key
     return shift(query, -positions), shift(key, -positions)

@@ -29,7 +29,7 @@ from .blocks import (
     torch_step,
     with_dtype,
 )
-from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention
+from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention  # of causal layers
 from .implementations import implemented
 
 

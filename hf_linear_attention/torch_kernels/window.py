@@ -300,7 +300,7 @@ class JointMix(NearFarMix):
     ) -> torch.Tensor:
         """Join the parts by their log sizes; see the class."""
         exponent = self._far_exponent(near, half_query_norm)
-        return join(near, *((output, size + exponent) for output, size in far))[0]
+        return joined_output(near, *((output, size + exponent) for output, size in far))
 
     def _far_exponent(self, near: Part, half_query_norm: torch.Tensor) -> torch.Tensor:
         """b - a scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`."""
@@ -362,7 +362,7 @@ class WindowMaximumMix(NearFarMix):
         """Join the parts with the near weights divided by exp(c); see the class."""
         output, size = near
         weight = F.logsigmoid(self._per_query(self.window_weight, output))
-        return join((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)[0]
+        return joined_output((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)
 
 
 NORMALIZATIONS: dict[str, type[NearFarMix]] = {
@@ -374,13 +374,20 @@ NORMALIZATIONS: dict[str, type[NearFarMix]] = {
 
 def join(*parts: Part) -> Part:
     """Join parts into one over all of their keys; without gradients the first part's memory is overwritten."""
+    sizes = [size for _, size in parts]
+    # The second derivative of `logaddexp` is NaN where one part has no keys.
+    return joined_output(*parts), torch.cat(sizes, dim=-1).logsumexp(dim=-1, keepdim=True)
+
+
+def joined_output(*parts: Part) -> torch.Tensor:
+    """The output of `join` alone."""
     output, size = parts[0]
     lerp = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
-    for other, other_size in parts[1:]:
+    for place, (other, other_size) in enumerate(parts[1:], start=2):
         output = lerp(output, other, (other_size - size).sigmoid())
-        # The second derivative of `logaddexp` is NaN where one part has no keys.
-        size = torch.cat((size, other_size), dim=-1).logsumexp(dim=-1, keepdim=True)
-    return output, size
+        if place < len(parts):
+            size = torch.cat((size, other_size), dim=-1).logsumexp(dim=-1, keepdim=True)
+    return output
 
 
 def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:

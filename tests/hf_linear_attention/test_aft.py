@@ -23,7 +23,7 @@ def build(**settings) -> AftAttention:
 
 
 def attend(mechanism, query, key, value, is_causal=False, mask=None, state=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=1.0, is_causal=is_causal, state=state)
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=1.0, is_causal=is_causal, state=state)
 
 
 def sample(length=20, key_scale=1.0):

@@ -46,7 +46,7 @@ def forms(row: str) -> list[bool]:
 
 def attention(mechanism, is_causal: bool, mask=None, state=None):
     options = {"attention_mask": mask, "scaling": SCALING, "is_causal": is_causal, "state": state}
-    return lambda *inputs: mechanism(*inputs, **options)
+    return lambda *inputs: mechanism.attend(*inputs, **options)
 
 
 def oracle(row: str, mechanism, inputs, mask, is_causal: bool) -> torch.Tensor:

@@ -28,7 +28,7 @@ def inputs(length: int, batch: int = 1, std: float = 2.0):
 
 
 def run(mechanism, query, key, value, mask=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
 
 
 def softmax(query, key, value):

@@ -34,7 +34,7 @@ def sample(length, head_dim=8):
 
 def run(mechanism, query, key, value, gates, mask=None, state=None):
     options = {"attention_mask": mask, "scaling": 0.3, "is_causal": True, "state": state, "gates": gates}
-    return mechanism(query, key, value, **options)
+    return mechanism.attend(query, key, value, **options)
 
 
 def test_it_is_the_rule_of_qwen3_next():

@@ -11,7 +11,7 @@ from oracles import ORACLES
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES, GeneralizedRandomFeatureMap
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
 from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 
@@ -37,7 +37,7 @@ def sample(length: int = 9, std: float = 1.0, dtype: torch.dtype = torch.float32
 
 
 def attend(mechanism, inputs, is_causal=True, mask=None, state=None):
-    return mechanism(*inputs, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
+    return mechanism.attend(*inputs, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
 
 
 def move(mechanism: PerformerAttention, scale: float = 0.3) -> PerformerAttention:
@@ -89,10 +89,11 @@ def test_calibration_sees_mapped_queries_and_keys():
     query, key, _ = sample(30)
     mapped = [x.detach() for x in mechanism.geometry(query, key)]
     plain = performer(features="favor++")
-    plain.calibrate(*mapped, attention_mask=None, scaling=0.25)
-    mechanism.calibrate(query, key, attention_mask=None, scaling=0.25)
+    given = MechanismInputs(query, key, key, None, 0.25, is_causal=False)
+    plain.calibrate(given._replace(query=mapped[0], key=mapped[1]))
+    mechanism.calibrate(given)
     assert torch.equal(mechanism.feature_map.norm_weight, plain.feature_map.norm_weight)
-    plain.calibrate(query, key, attention_mask=None, scaling=0.25)
+    plain.calibrate(given)
     assert not torch.allclose(mechanism.feature_map.norm_weight, plain.feature_map.norm_weight, rtol=1e-2)
 
 
@@ -138,7 +139,7 @@ def test_partial_rotary_with_geometry_and_decay_equals_the_oracle(sizes):
     state, outputs = None, []
     parts = [x.split(sizes, dim=2) for x in (*whole, value)] + [x.split(sizes, dim=1) for x in (mask, positions)]
     for q, k, v, m, p in zip(*parts):
-        q, k, _ = mechanism.prepare(q, k, p)
+        q, k, *_ = mechanism.prepare(MechanismInputs(q, k, v, m, 0.25, True, p))
         output, state = attend(mechanism, (q, k, v), mask=m, state=state)
         outputs.append(output)
     # float32 rotates back and forth: 1e-7 of the queries, times exponents of about 10

@@ -74,7 +74,7 @@ def sample(batch=1, length=LENGTH, dim=32, heads=4, kv_heads=2):
 def attention(mechanism, is_causal=True, mask=None):
     def attend(query, key, value):
         options = {"scaling": query.shape[-1] ** -0.5, "is_causal": is_causal, "state": None}
-        return mechanism(query, key, value, attention_mask=mask, **options)[0]
+        return mechanism.attend(query, key, value, attention_mask=mask, **options)[0]
 
     return attend
 
@@ -195,11 +195,11 @@ def test_what_follows_numbered_sequences_follows_the_last(row):
     query, key, value = sample(1, 41, 8)
     options = {"scaling": 8**-0.5, "is_causal": True}
     packed = [x[:, :, :40] for x in (query, key, value)]
-    _, state = mechanism(*packed, attention_mask=numbers, state=None, **options)
+    _, state = mechanism.attend(*packed, attention_mask=numbers, state=None, **options)
     following = [x[:, :, 40:] for x in (query, key, value)]
-    actual, _ = mechanism(*following, attention_mask=None, state=state, **options)
+    actual, _ = mechanism.attend(*following, attention_mask=None, state=state, **options)
     last = [x[:, :, 24:] for x in (query, key, value)]
-    expected, _ = mechanism(*last, attention_mask=None, state=None, **options)
+    expected, _ = mechanism.attend(*last, attention_mask=None, state=None, **options)
     torch.testing.assert_close(actual, expected[:, -1:], rtol=1e-4, atol=1e-5)
 
 
@@ -221,9 +221,9 @@ def test_numbers_are_refused_where_they_have_no_form():
         with pytest.raises(ValueError, match="own row of the batch"):
             attention(each, is_causal=False, mask=numbers)(*inputs)
     options = {"scaling": 1.0, "is_causal": True}
-    _, state = mechanism(*inputs, attention_mask=None, state=None, **options)
+    _, state = mechanism.attend(*inputs, attention_mask=None, state=None, **options)
     with pytest.raises(ValueError, match="after cached tokens"):
-        mechanism(*inputs, attention_mask=numbers, state=state, **options)
+        mechanism.attend(*inputs, attention_mask=numbers, state=state, **options)
 
 
 HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}

@@ -29,7 +29,7 @@ def sample(length: int, std: float = 2.0):
 
 
 def run(mechanism, query, key, value, mask=None, state=None, is_causal=True):
-    return mechanism(query, key, value, attention_mask=mask, scaling=0.3, is_causal=is_causal, state=state)
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=is_causal, state=state)
 
 
 def test_sinks_are_the_first_real_tokens():

@@ -8,7 +8,7 @@ from matrix import hidden_states_of, stock_config
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -38,7 +38,7 @@ def sample(length=40):
 
 def run(mechanism, query, key, value, positions, state=None, gates=None):
     options = {"positions": positions, "gates": gates} if gates is not None else {"positions": positions}
-    return mechanism(query, key, value, attention_mask=None, scaling=0.3, is_causal=True, state=state, **options)
+    return mechanism.attend(query, key, value, attention_mask=None, scaling=0.3, is_causal=True, state=state, **options)
 
 
 @pytest.mark.parametrize("far", ["gated_delta", "both"])
@@ -62,9 +62,8 @@ def test_the_delta_rule_sees_fewer_rotary_frequencies_than_the_window(rope):
     gates = mechanism.gates(hidden_states_of(key))
     gated_delta = build("gated_delta", num_features=6, **frequencies)
     gated_delta.rule.load_state_dict(mechanism.rule.state_dict())
-    q, k, _ = gated_delta.prepare(query, key, positions)
-    options = {"attention_mask": None, "scaling": 0.3, "is_causal": True, "state": None}
-    far = gated_delta(q, k, value, gates=gates[..., :-4], **options)[0]
+    given = MechanismInputs(query, key, value, None, 0.3, True, positions, gates[..., :-4])
+    far = gated_delta(gated_delta.prepare(given))[0]
     share = gates[..., -4:].unsqueeze(-1)
     expected = (1 - share) * run(build("window"), query, key, value, positions)[0] + share * far
     for sizes in ([40], [1] * 40, [3, 1, 1, 20, 1, 14]):

@@ -50,10 +50,10 @@ def decoded(mechanism, query, key, value):
     options = {"scaling": 0.25, "is_causal": True}
     outputs = []
     first = (x[:, :, :2] for x in (query, key, value))
-    _, state = mechanism(*first, attention_mask=mask, state=None, **options, **at(mechanism, 0, 2))
+    _, state = mechanism.attend(*first, attention_mask=mask, state=None, **options, **at(mechanism, 0, 2))
     for t in range(2, LENGTH):
         token = (x[:, :, t : t + 1] for x in (query, key, value))
-        output, state = mechanism(*token, attention_mask=None, state=state, **options, **at(mechanism, t, t + 1))
+        output, state = mechanism.attend(*token, attention_mask=None, state=state, **options, **at(mechanism, t, t + 1))
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
 
@@ -94,7 +94,7 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
 def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
     mechanism, layer = hybrid({"window_size": 3, "num_sinks": 2}), LinearAttentionStateLayer(64, static=True)
     query, key, value = (torch.randn(2, LENGTH, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    _, state = mechanism(query, key, value, attention_mask=None, state=None, scaling=0.25, is_causal=True)
+    _, state = mechanism.attend(query, key, value, attention_mask=None, state=None, scaling=0.25, is_causal=True)
     assert not all(tensor.is_contiguous() for tensor in state)  # else the next line would not show anything
     layer.store(state)
     assert all(tensor.is_contiguous() for tensor in layer.state)
@@ -105,7 +105,7 @@ def static_layer(mechanism, query, key, value, count):
     layer = LinearAttentionStateLayer(64, static=True)
     first = (x[:, :, :count] for x in (query, key, value))
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True}
-    layer.store(mechanism(*first, state=None, **options, **at(mechanism, 0, count))[1])
+    layer.store(mechanism.attend(*first, state=None, **options, **at(mechanism, 0, count))[1])
     return layer
 
 
@@ -119,8 +119,8 @@ def test_a_step_in_place_is_one_that_is_not(settings):
     state, memory = tuple(x.clone() for x in layer.state), [x.data_ptr() for x in layer.state]
     for t in range(1, LENGTH):
         token, further = [x[:, :, t : t + 1] for x in inputs], {**options, **at(mechanism, t, t + 1)}
-        expected, state = mechanism(*token, state=state, **further)
-        output, new = mechanism(*token, state=layer.state, in_place=True, **further)
+        expected, state = mechanism.attend(*token, state=state, **further)
+        output, new = mechanism.attend(*token, state=layer.state, in_place=True, **further)
         layer.store(new)
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
         torch.testing.assert_close(layer.state, state, rtol=0, atol=0)
@@ -138,9 +138,9 @@ def test_a_step_in_place_that_is_refused_changes_nothing():
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, "in_place": True}
     strided = (*state[:1], state[1].mT.contiguous().mT, *state[2:])
     with pytest.raises(ValueError, match=r"`state` has a tensor with strides .* dense"):
-        mechanism(query, key, value, state=strided, **options)
+        mechanism.attend(query, key, value, state=strided, **options)
     with pytest.raises(ValueError, match="it must have"):
-        mechanism(query, key[..., :8], value, state=state, **options)
+        mechanism.attend(query, key[..., :8], value, state=state, **options)
     torch.testing.assert_close(list(state), kept, rtol=0, atol=0)
 
 
@@ -155,7 +155,7 @@ def test_a_compiled_step_writes_a_static_cache_without_a_copy():
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, **at(mechanism, LENGTH - 1, LENGTH)}
 
     def step(layer, *tensors):
-        output, state = mechanism(*tensors, state=layer.state, in_place=True, **options)
+        output, state = mechanism.attend(*tensors, state=layer.state, in_place=True, **options)
         layer.store(state)
         return output
 

@@ -10,6 +10,7 @@ from transformers.masking_utils import causal_mask_function, create_causal_mask,
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention.masks import attend_packed, linear_attention_mask, read_mask
+from hf_linear_attention.mechanisms.base import MechanismInputs
 
 
 PADDING = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -178,13 +179,14 @@ def test_packed_attention_is_linear_in_memory_and_exact():
     query, key, value = torch.randn(2, 4, 41, 8), torch.randn(2, 2, 41, 8), torch.randn(2, 2, 41, 8)
     rows = []
 
-    def attend(query, key, value, mask):
+    def attend(inputs):
+        query, key, value, mask, *_ = inputs
         rows.append(query.shape[0] * query.shape[2])
         key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
         output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None, None])
         return output.transpose(1, 2)
 
-    actual = attend_packed(attend, query, key, value, None, segments)
+    actual = attend_packed(attend, MechanismInputs(query, key, value, segments, 0.3, is_causal=False))
     together = ((segments[:, :, None] == segments[:, None]) & (segments > 0)[:, None])[:, None]
     expected = (
         torch.nn.functional.scaled_dot_product_attention(

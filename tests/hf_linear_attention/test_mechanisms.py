@@ -16,6 +16,7 @@ from hf_linear_attention.features.random_maps import RANDOM_FEATURES
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms import bidirectional_window
 from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms.base import MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -44,7 +45,7 @@ def sample(length: int, std: float, dtype=torch.float32, heads=4, kv_heads=2, ba
 
 
 def run(mechanism, query, key, value, mask=None, is_causal=True, state=None):
-    return mechanism(query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state)
+    return mechanism.attend(query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state)
 
 
 def padding(kind: str, length: int) -> torch.Tensor | None:
@@ -293,7 +294,7 @@ def test_half_precision_stays_with_float32(row, is_causal, dtype):
 def test_weights_are_those_of_the_output(row):
     is_causal = row in CAUSAL
     mechanism, (query, key, value), mask = build_mechanism(row), sample(12, 1.0), padding("right", 12)
-    weights = mechanism.attention_weights(query, key, attention_mask=mask, scaling=SCALING, is_causal=is_causal)
+    weights = mechanism.attention_weights(MechanismInputs(query, key, value, mask, SCALING, is_causal))
     output, _ = run(mechanism, query, key, value, mask=mask, is_causal=is_causal)
     torch.testing.assert_close(weights @ reference.repeat_heads(value, 4), output.transpose(1, 2), rtol=1e-4, atol=1e-5)
 

@@ -133,11 +133,11 @@ class ToyAttention(AttentionMechanism):
     options = {"sharpness": Option(float, 1.0, "a", minimum=0)}
     supports_causal = supports_padding = supports_state = supports_gqa = True
 
-    def forward(self, query, key, value, *, attention_mask, scaling, is_causal, state):
-        query_features, key_features = (self.exponents(x, scaling) for x in (query, key))
-        options = {"log_features": True, "is_causal": is_causal, "key_mask": attention_mask}
-        output, new = kernel_attention(query_features, key_features, value, state=state and state[0], **options)
-        return output.transpose(1, 2).to(query.dtype), (new,)
+    def forward(self, inputs, state=None):
+        query, key = (self.exponents(x, inputs.scaling) for x in (inputs.query, inputs.key))
+        options = {"log_features": True, "is_causal": inputs.is_causal, "key_mask": inputs.attention_mask}
+        output, new = kernel_attention(query, key, inputs.value, state=state and state[0], **options)
+        return output.transpose(1, 2).to(inputs.query.dtype), (new,)
 
     def exponents(self, x, scaling):
         exponent = self.settings["sharpness"] * scaling**0.5 * x.to(accumulation_dtype(x)).sum(-1, keepdim=True)

@@ -66,7 +66,7 @@ def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
 def run(mechanism, query, key, value, positions, mask=None, state=None, is_causal=True):
     query, key, positions = mechanism.prepare(query, key, positions)
     options = {} if positions is None else {"positions": positions}
-    return mechanism(
+    return mechanism.attend(
         query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state, **options
     )
 

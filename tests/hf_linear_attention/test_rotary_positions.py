@@ -157,9 +157,9 @@ def test_unrotated_is_what_the_projections_gave(row, monkeypatch):
     seen = {name: [] for name in linear_attention_modules(model)}
     for name, module in linear_attention_modules(model).items():
 
-        def observe(query, key, value, seen=seen[name], **kwargs):
-            seen.append((query, key))
-            return torch.zeros_like(query.transpose(1, 2)), None
+        def observe(inputs, state, seen=seen[name]):
+            seen.append((inputs.query, inputs.key))
+            return torch.zeros_like(inputs.query.transpose(1, 2)), None
 
         module.linear_attention.forward = observe
     inputs = {"input_ids": torch.randint(5, 64, (2, 6)), "use_cache": False}

@@ -90,7 +90,7 @@ def test_any_split_gives_one_forward_and_changes_no_state(name, split, mask):
     mechanism, (query, key, value) = mechanism_of(name, HEADS), inputs_of()
     options = {"scaling": 0.3, "is_causal": True}
     given = None if mask == "none" else MASKS[mask]
-    whole, _ = mechanism(query, key, value, attention_mask=given, state=None, **options)
+    whole, _ = mechanism.attend(query, key, value, attention_mask=given, state=None, **options)
     parts, state, start = [], None, 0
     for size in split:
         place = slice(start, start + size)
@@ -98,7 +98,7 @@ def test_any_split_gives_one_forward_and_changes_no_state(name, split, mask):
         part = given if given is None else given[:, place]
         step = (query[:, :, place], key[:, :, place], value[:, :, place])
         old = state
-        output, state = mechanism(*step, attention_mask=part, state=state, **options)
+        output, state = mechanism.attend(*step, attention_mask=part, state=state, **options)
         for a, b in zip(old or (), before or ()):
             assert a is b or torch.equal(a, b)
         absorbed = mechanism.absorb(*step[1:], attention_mask=part, scaling=0.3, state=old)

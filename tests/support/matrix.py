@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -168,11 +168,11 @@ def build_mechanism(row: str, num_heads=4, num_key_value_heads=2, head_dim=8, ma
             size = parameter.abs().mean()  # those that start at 0 must move too, or they are not tested
             parameter += 0.1 * torch.where(size > 0, size, 1.0) * torch.randn_like(parameter)
     if mechanism.needs_gates:
-        mechanism.register_forward_pre_hook(add_gates, with_kwargs=True)
+        mechanism.register_forward_pre_hook(add_gates)
     generator = torch.Generator().manual_seed(5)
     query = torch.randn(1, num_heads, 32, head_dim, generator=generator)
     key = torch.randn(1, num_key_value_heads, 32, head_dim, generator=generator)
-    mechanism.calibrate(query, key, attention_mask=None, scaling=head_dim**-0.5)
+    mechanism.calibrate(MechanismInputs(query, key, key, None, head_dim**-0.5, is_causal=False))
     return mechanism.to(dtype)
 
 
@@ -181,9 +181,11 @@ def hidden_states_of(key):
     return key.transpose(1, 2).flatten(2)
 
 
-def add_gates(mechanism, args, kwargs):
-    key = args[1] if len(args) > 1 else kwargs["key"]
-    return args, {"gates": mechanism.gates(hidden_states_of(key)), **kwargs}
+def add_gates(mechanism, args):
+    inputs, *state = args
+    if inputs.gates is None:
+        inputs = inputs._replace(gates=mechanism.gates(hidden_states_of(inputs.key)))
+    return inputs, *state
 
 
 _TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}

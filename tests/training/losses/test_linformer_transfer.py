@@ -41,7 +41,7 @@ def oracle(kind: str, seen: ObservedAttention, leaves: list[Tensor], mask: Tenso
     """The mean over heads of the relative squared error, summed over the tokens of the batch, in float64."""
     total = torch.zeros((), dtype=torch.float64)
     for row, real in enumerate(mask.bool()):
-        query, key, value = (x[row : row + 1, :, real].double() for x in (*seen.inputs[:2], seen.value))
+        query, key, value = (x[row : row + 1, :, real].double() for x in seen.inputs[:3])
         (compress, rescale), (gather, other) = (matrix(kind, leaf, int(real.sum())) for leaf in leaves)
         if rescale:
             rescale = {**rescale, "full": [rescale["full"], other["full"]]}
