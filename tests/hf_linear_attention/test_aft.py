@@ -9,7 +9,7 @@ from oracles import aft
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
 from hf_linear_attention.mechanisms.aft import AftAttention
-from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 
 
 WINDOW = {"local": {"window_size": 3}, "conv": {"window_size": 3}}
@@ -107,4 +107,4 @@ def test_what_is_impossible_is_refused_by_name():
     with pytest.raises(ValueError, match="no matrix of weights per head"):
         model(**sample_inputs("bert"), output_attentions=True)
     with pytest.raises(NotImplementedError, match="no matrix of weights per head"):
-        build().attention_weights(*sample()[:2], attention_mask=None, scaling=1.0, is_causal=False)
+        build().attention_weights(MechanismInputs(*sample(), None, 1.0, is_causal=False))

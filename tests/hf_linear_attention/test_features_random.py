@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import orthogonal_random_matrix
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
-from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 
@@ -139,7 +139,8 @@ def test_calibration_sees_real_tokens_alone_and_each_head_by_itself():
     torch.testing.assert_close(mechanism.feature_map.norm_weight, torch.zeros(2))
     before, _ = attend(mechanism)
     torch.testing.assert_close(before, attend(performer(num_features=16))[0])  # A = 0 is FAVOR+
-    mechanism.calibrate(query, key, attention_mask=mask, scaling=0.25)
+    given = MechanismInputs(query, key, key, mask, 0.25, is_causal=False)
+    mechanism.calibrate(given)
     fitted = mechanism.feature_map.norm_weight.clone()
     for head in range(2):  # f as in the paper: the mean of |q_i + k_j|^2 over all pairs of a head
         real_query = query[:, 2 * head : 2 * head + 2].transpose(1, 2)[mask].reshape(-1, 8).double() * 0.5
@@ -147,7 +148,7 @@ def test_calibration_sees_real_tokens_alone_and_each_head_by_itself():
         f = (real_query[:, None] + real_key).square().sum(-1).mean()
         assert fitted[head].item() == pytest.approx(optimal_norm_weight(f, 8).item(), rel=1e-5)
     noisy_query, noisy_key = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (query, key))
-    mechanism.calibrate(noisy_query, noisy_key, attention_mask=mask, scaling=0.25)
+    mechanism.calibrate(given._replace(query=noisy_query, key=noisy_key))
     assert torch.equal(mechanism.feature_map.norm_weight, fitted)
     attend(mechanism.train(), length=9, seed=4)  # frozen
     assert torch.equal(mechanism.feature_map.norm_weight, fitted)

@@ -10,7 +10,7 @@ import torch
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import half_squared_norm
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -64,11 +64,8 @@ def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
 
 
 def run(mechanism, query, key, value, positions, mask=None, state=None, is_causal=True):
-    query, key, positions = mechanism.prepare(query, key, positions)
-    options = {} if positions is None else {"positions": positions}
-    return mechanism.attend(
-        query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state, **options
-    )
+    given = MechanismInputs(query, key, value, mask, SCALING, is_causal, positions)
+    return mechanism(mechanism.prepare(given), state)
 
 
 def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interleaved=False):

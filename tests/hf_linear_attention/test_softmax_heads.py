@@ -12,7 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, StaticCache
 
 from hf_linear_attention import convert, convert_config, modeling_linear_attention, softmax_attention
 from hf_linear_attention.attention.softmax_heads import keep_softmax_heads
-from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -34,7 +34,7 @@ def mechanism_of(name: str, heads=(), dtype=torch.float64):
     made = cls(cls.filled(CASES[name]), SHAPE).to(dtype)
     made.reset_parameters()
     if made.needs_gates:
-        made.register_forward_pre_hook(add_gates, with_kwargs=True)
+        made.register_forward_pre_hook(add_gates)
     return keep_softmax_heads(made, heads) if heads else made
 
 
@@ -68,8 +68,8 @@ def test_values_and_gradients_are_those_of_softmax_and_of_the_mechanism(name, ma
     given = None if mask == "none" else MASKS[mask]
     options = {"attention_mask": given, "scaling": 0.3, "is_causal": True, "state": None}
     inputs = inputs_of()
-    output, _ = mechanism_of(name, HEADS)(*inputs, **options)
-    plain, _ = mechanism_of(name)(*inputs, **options)
+    output, _ = mechanism_of(name, HEADS).attend(*inputs, **options)
+    plain, _ = mechanism_of(name).attend(*inputs, **options)
     exact = softmax_oracle(*inputs, MASKS[mask])
     is_chosen = torch.tensor([head in HEADS for head in range(6)])[:, None]
     expected = torch.where(is_chosen, exact, plain)
@@ -101,7 +101,7 @@ def test_any_split_gives_one_forward_and_changes_no_state(name, split, mask):
         output, state = mechanism.attend(*step, attention_mask=part, state=state, **options)
         for a, b in zip(old or (), before or ()):
             assert a is b or torch.equal(a, b)
-        absorbed = mechanism.absorb(*step[1:], attention_mask=part, scaling=0.3, state=old)
+        absorbed = mechanism.absorb(MechanismInputs(*step, part, **options), old)
         for a, b in zip(state[-3:], absorbed[-3:]):
             assert a is b or torch.equal(a, b)
         parts.append(output)
