@@ -47,23 +47,11 @@ With HF_LINEAR_ATTENTION_DEBUG=1, errors are shown with their traceback.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
-if __name__ == "__main__":  # the imports below take seconds; until they are done, nothing is written
-
-    def _stop(number: int, frame: object) -> None:
-        word = {2: "interrupted", 15: "terminated"}[number]
-        os.write(2, f"convert_checkpoint.py: {word}; nothing was written\n".encode())
-        os._exit(128 + number)
-
-    for _number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(_number, _stop)
 
 if not __package__:  # the file was started as a script, and its folder must not hide other packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -181,6 +169,4 @@ def _row(kind: str, number: int | str, names: Sequence[str], tasks: Sequence[str
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(main())

@@ -45,23 +45,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-
-if __name__ == "__main__":  # the imports below take seconds; until they are done, nothing is written
-
-    def _stop(number: int, frame: object) -> None:
-        word = {2: "interrupted", 15: "terminated"}[number]
-        os.write(2, f"finetune.py: {word}; nothing was written\n".encode())
-        os._exit(128 + number)
-
-    for _number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(_number, _stop)
 
 if not __package__:  # started as a file: its own folder must not hide other packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -120,6 +109,4 @@ def _run(asked: Recipe | tuple[Preset, dict[str, Any]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(main())

@@ -104,6 +104,11 @@ CONFIG: list[Row] = [
         _are_settings,
     ),
     (
+        "linear_attention_classes",
+        "an object of classes of attention, each with a list of causal, bidirectional and cross",
+        lambda value: isinstance(value, dict) and all(isinstance(found, list) for found in value.values()),
+    ),
+    (
         "num_hidden_layers|n_layer|num_layers",
         f"a whole number from 1 to {MAX_LAYERS:,}",
         lambda value: _count_or_list(value, MAX_LAYERS),

@@ -53,7 +53,7 @@ def test_what_is_refused_says_what_to_do(tmp_path):
     code, _, error = run("--model_name_or_path", tmp_path, "--dry_run")
     assert code == 2
     assert "MistralAttention sees the nearest 8 tokens only, in layers 0, 1, 2" in error
-    assert "give `--drop sliding_window`" in error
+    assert "`--drop sliding_window`" in error
     assert run("--model_name_or_path", tmp_path, "--dry_run", "--drop", "sliding_window")[0] == 0
     assert "must be a list with any of" in run("--model_name_or_path", tmp_path, "--dry_run", "--drop", "windows")[2]
     assert (

@@ -39,7 +39,7 @@ def test_the_error_of_a_head_is_that_of_its_definition():
     seen = {}
 
     def keep(_, inputs, output):
-        seen["query"], seen["key"], seen["value"] = inputs[:3]
+        seen.update(inputs[0]._asdict())
         seen["mine"] = output[0]
 
     ids, _ = one_input(model, tiny_tokenizer())

@@ -249,9 +249,11 @@ def test_a_folder_with_a_test_split_is_evaluated_on_it(linear_llama, files, tmp_
 
 
 @pytest.mark.parametrize(("script", "number"), [(SCRIPTS[0], 2), (SCRIPTS[1], 15)], ids=["convert", "train"])
-def test_a_signal_during_the_imports_is_one_line(script, number):
-    process = subprocess.Popen([sys.executable, script, "--help"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    time.sleep(0.7)
+def test_a_signal_during_the_imports_is_one_line(script, number, linear_llama, files, tmp_path):
+    words = ["--model_name_or_path", linear_llama, "--output_dir", tmp_path / "out"]
+    words += ["--task", "causal_lm", "--train_file", files / "good.txt"] if script is SCRIPTS[1] else []
+    process = subprocess.Popen([sys.executable, script, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    time.sleep(0.7)  # torch and transformers take longer
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number

@@ -52,6 +52,7 @@ FULL, LARGEST = 512, 256  # classes up to which all are kept, and how many are k
 # What a config says besides how the model computes, and what a conversion adds.
 NOT_COMPUTED = {
     "linear_attention",
+    "linear_attention_classes",
     "model_type",
     "architectures",
     "auto_map",

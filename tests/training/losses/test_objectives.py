@@ -187,8 +187,8 @@ def test_the_map_loss_is_the_cross_entropy_of_the_weights(llama_teacher: str, me
     for seen in observed(llama_teacher, batch, mechanism=mechanism):
         assert seen.softmax_weights is not None
         mine, yours = seen.weights().double(), seen.softmax_weights.double()
-        groups = mine.shape[1] // seen.value.shape[1]
-        again = (mine.float() @ seen.value.repeat_interleave(groups, dim=1)).transpose(1, 2)
+        groups = mine.shape[1] // seen.inputs.value.shape[1]
+        again = (mine.float() @ seen.inputs.value.repeat_interleave(groups, dim=1)).transpose(1, 2)
         torch.testing.assert_close(again[mask], seen.output[mask], rtol=1e-4, atol=1e-5)  # float32 sums of up to N
         total = 0.0
         for row, length in enumerate(mask.sum(-1).tolist()):
