@@ -37,7 +37,7 @@ demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that c
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite, the sanitizers included (19 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite, the sanitizers included (12 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Everything whose oldest version is not stated comes from $(VENV).
