@@ -258,7 +258,7 @@ class Selection:
 
     def note(self, state: TrainingState, figures: dict[str, float]) -> bool:
         """Record the evaluation of this step in `state`, and return whether it is the best so far."""
-        if self.name not in figures:  # its library is missing, and nobody asked for the best model (`validation.py`)
+        if self.name not in figures:  # its library is missing, and nobody asked for the best model (`recipe_parser.py`)
             return False
         best = state.best.get("figures")
         if best is not None and not self.sign * figures[self.name] > self.sign * best[self.name]:
