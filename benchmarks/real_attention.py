@@ -15,7 +15,7 @@ from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.calibration_data import token_windows
-from hf_linear_attention.mechanisms.base import AttentionMechanism, LayerShape
+from hf_linear_attention.mechanisms.base import AttentionMechanism, LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -122,7 +122,7 @@ def build_mechanism(name: str, shape: LayerShape, **settings: Any) -> AttentionM
 def mechanism_output(mechanism: AttentionMechanism, heads: Heads) -> torch.Tensor:
     """`[B, H, N, D]`."""
     query, key, value, scaling = heads
-    output, _ = mechanism.attend(query, key, value, attention_mask=None, scaling=scaling, is_causal=False, state=None)
+    output, _ = mechanism(MechanismInputs(query, key, value, None, scaling, is_causal=False))
     return output.transpose(1, 2)
 
 

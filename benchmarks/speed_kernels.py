@@ -43,7 +43,7 @@ from benchmarks.common import (
 )
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.mechanisms.base import LayerShape, Rotary
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -71,12 +71,12 @@ def mechanism_call(is_causal: bool = True, max_length: int | None = None, **sett
     mechanism.reset_parameters()
 
     def call(query, key, value):
-        options = {"attention_mask": None, "scaling": DIM**-0.5, "is_causal": is_causal, "state": None}
+        inputs = MechanismInputs(query, key, value, None, DIM**-0.5, is_causal)
         if mechanism.needs_gates:
-            options["gates"] = mechanism.gates(key.transpose(1, 2).flatten(2))
+            inputs = inputs._replace(gates=mechanism.gates(key.transpose(1, 2).flatten(2)))
         if mechanism.needs_positions:
-            options["positions"] = torch.arange(query.shape[2], dtype=torch.int32)[None]
-        return mechanism.attend(query, key, value, **options)[0].transpose(1, 2)
+            inputs = inputs._replace(positions=torch.arange(query.shape[2], dtype=torch.int32)[None])
+        return mechanism(inputs)[0].transpose(1, 2)
 
     return call
 

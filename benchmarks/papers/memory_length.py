@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common import in_a_process, parse, peak_bytes, save, table, write
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanisms.base import LayerShape
+from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -46,7 +46,7 @@ def measure(name: str, tokens: int) -> float:
         return [torch.randn(1, count, HEADS, HEAD_DIM).transpose(1, 2) for _ in range(3)]
 
     def call(given: list[torch.Tensor]) -> torch.Tensor:
-        return mechanism.attend(*given, attention_mask=None, is_causal=False, scaling=HEAD_DIM**-0.5, state=None)[0]
+        return mechanism(MechanismInputs(*given, None, HEAD_DIM**-0.5, is_causal=False))[0]
 
     call(inputs(64))  # loads the library, and makes what is made once
     given = inputs(tokens)

@@ -161,12 +161,6 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         """
         raise NotImplementedError
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, state: State | None = None, **more: Any
-    ) -> tuple[torch.Tensor, State | None]:
-        """What the mechanism computes from inputs that are given one by one, by the names in `MechanismInputs`."""
-        return self(MechanismInputs(query, key, value, **more), state)
-
     def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
         """The state after these keys, without an output; the queries are 0 unless `absorbs_queries`."""
         return self(inputs, state)[1]

@@ -60,7 +60,7 @@ class Line(NamedTuple):
         if not is_free(self.kind.shape[1]):
             line = self.padded(length - self.kind.shape[1], 0)
             return line._replace(key=line.key.contiguous(), value=line.value.contiguous())
-        key, value, kind, position = self._part(slice(-length, None))
+        key, value, kind, position = self.padded(length, 0)._part(slice(-length, None))
         key, value = (x.clone(memory_format=torch.contiguous_format) for x in (key, value))
         return Line(key, value, kind.clone(), None if position is None else position.clone())
 

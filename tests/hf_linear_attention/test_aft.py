@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import sample_inputs, stock_config, stock_model
+from matrix import call_mechanism, sample_inputs, stock_config, stock_model
 from oracles import aft
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
@@ -23,7 +23,9 @@ def build(**settings) -> AftAttention:
 
 
 def attend(mechanism, query, key, value, is_causal=False, mask=None, state=None):
-    return mechanism.attend(query, key, value, attention_mask=mask, scaling=1.0, is_causal=is_causal, state=state)
+    return call_mechanism(
+        mechanism, query, key, value, attention_mask=mask, scaling=1.0, is_causal=is_causal, state=state
+    )
 
 
 def sample(length=20, key_scale=1.0):

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from matrix import MECHANISM_ROWS, build_mechanism, default_dtype, stock_model, supports
+from matrix import MECHANISM_ROWS, build_mechanism, call_mechanism, default_dtype, stock_model, supports
 from oracles import ORACLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,7 +46,7 @@ def forms(row: str) -> list[bool]:
 
 def attention(mechanism, is_causal: bool, mask=None, state=None):
     options = {"attention_mask": mask, "scaling": SCALING, "is_causal": is_causal, "state": state}
-    return lambda *inputs: mechanism.attend(*inputs, **options)
+    return lambda *inputs: call_mechanism(mechanism, *inputs, **options)
 
 
 def oracle(row: str, mechanism, inputs, mask, is_causal: bool) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from matrix import build_mechanism, stock_config, stock_model
+from matrix import build_mechanism, call_mechanism, stock_config, stock_model
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
 from hf_linear_attention.mechanisms.base import LayerShape
@@ -28,7 +28,9 @@ def inputs(length: int, batch: int = 1, std: float = 2.0):
 
 
 def run(mechanism, query, key, value, mask=None):
-    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[0]
+    return call_mechanism(mechanism, query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[
+        0
+    ]
 
 
 def softmax(query, key, value):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from matrix import call_mechanism
 from torch.utils.checkpoint import checkpoint
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
@@ -28,7 +29,9 @@ def performer(**settings) -> PerformerAttention:
 def attend(mechanism, length=6, seed=0, state=None, is_causal=True, heads=(4, 2), mask=None):
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, h, length, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
-    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
+    return call_mechanism(
+        mechanism, query, key, value, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state
+    )
 
 
 def test_orthogonal_matrices_are_haar():
@@ -210,8 +213,8 @@ def test_gradient_checkpointing_recomputes_with_the_projection_of_its_forward():
             query.requires_grad_()
 
             def run(query, mechanism=mechanism, key=key, value=value):
-                return mechanism.attend(
-                    query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None
+                return call_mechanism(
+                    mechanism, query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None
                 )[0]
 
             output = checkpoint(run, query, use_reentrant=False) if wrap else run(query)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import stock_config, stock_model
+from matrix import call_mechanism, stock_config, stock_model
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_linear_attention import convert
@@ -34,7 +34,7 @@ def sample(length, head_dim=8):
 
 def run(mechanism, query, key, value, gates, mask=None, state=None):
     options = {"attention_mask": mask, "scaling": 0.3, "is_causal": True, "state": state, "gates": gates}
-    return mechanism.attend(query, key, value, **options)
+    return call_mechanism(mechanism, query, key, value, **options)
 
 
 def test_it_is_the_rule_of_qwen3_next():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from matrix import sample_inputs, stock_model
+from matrix import call_mechanism, sample_inputs, stock_model
 from oracles import ORACLES
 
 from hf_linear_attention import convert
@@ -37,7 +37,7 @@ def sample(length: int = 9, std: float = 1.0, dtype: torch.dtype = torch.float32
 
 
 def attend(mechanism, inputs, is_causal=True, mask=None, state=None):
-    return mechanism.attend(*inputs, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
+    return call_mechanism(mechanism, *inputs, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state)
 
 
 def move(mechanism: PerformerAttention, scale: float = 0.3) -> PerformerAttention:

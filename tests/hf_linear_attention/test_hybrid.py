@@ -7,7 +7,7 @@ import math
 import pytest
 import reference
 import torch
-from matrix import build_mechanism
+from matrix import build_mechanism, call_mechanism
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms.hybrid import HybridAttention
@@ -29,7 +29,9 @@ def sample(length: int, std: float = 2.0):
 
 
 def run(mechanism, query, key, value, mask=None, state=None, is_causal=True):
-    return mechanism.attend(query, key, value, attention_mask=mask, scaling=0.3, is_causal=is_causal, state=state)
+    return call_mechanism(
+        mechanism, query, key, value, attention_mask=mask, scaling=0.3, is_causal=is_causal, state=state
+    )
 
 
 def test_sinks_are_the_first_real_tokens():

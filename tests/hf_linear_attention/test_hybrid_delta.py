@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import hidden_states_of, stock_config
+from matrix import call_mechanism, hidden_states_of, stock_config
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion_api import convert_config
@@ -38,7 +38,9 @@ def sample(length=40):
 
 def run(mechanism, query, key, value, positions, state=None, gates=None):
     options = {"positions": positions, "gates": gates} if gates is not None else {"positions": positions}
-    return mechanism.attend(query, key, value, attention_mask=None, scaling=0.3, is_causal=True, state=state, **options)
+    return call_mechanism(
+        mechanism, query, key, value, attention_mask=None, scaling=0.3, is_causal=True, state=state, **options
+    )
 
 
 @pytest.mark.parametrize("far", ["gated_delta", "both"])

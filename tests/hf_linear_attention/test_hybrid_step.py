@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import call_mechanism
 from torch._inductor.utils import run_and_get_code
 
 from hf_linear_attention.attention.cache import LinearAttentionStateLayer
@@ -50,10 +51,12 @@ def decoded(mechanism, query, key, value):
     options = {"scaling": 0.25, "is_causal": True}
     outputs = []
     first = (x[:, :, :2] for x in (query, key, value))
-    _, state = mechanism.attend(*first, attention_mask=mask, state=None, **options, **at(mechanism, 0, 2))
+    _, state = call_mechanism(mechanism, *first, attention_mask=mask, state=None, **options, **at(mechanism, 0, 2))
     for t in range(2, LENGTH):
         token = (x[:, :, t : t + 1] for x in (query, key, value))
-        output, state = mechanism.attend(*token, attention_mask=None, state=state, **options, **at(mechanism, t, t + 1))
+        output, state = call_mechanism(
+            mechanism, *token, attention_mask=None, state=state, **options, **at(mechanism, t, t + 1)
+        )
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
 
@@ -94,7 +97,9 @@ def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, dtype, backend
 def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
     mechanism, layer = hybrid({"window_size": 3, "num_sinks": 2}), LinearAttentionStateLayer(64, static=True)
     query, key, value = (torch.randn(2, LENGTH, heads, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    _, state = mechanism.attend(query, key, value, attention_mask=None, state=None, scaling=0.25, is_causal=True)
+    _, state = call_mechanism(
+        mechanism, query, key, value, attention_mask=None, state=None, scaling=0.25, is_causal=True
+    )
     assert not all(tensor.is_contiguous() for tensor in state)  # else the next line would not show anything
     layer.store(state)
     assert all(tensor.is_contiguous() for tensor in layer.state)
@@ -105,7 +110,7 @@ def static_layer(mechanism, query, key, value, count):
     layer = LinearAttentionStateLayer(64, static=True)
     first = (x[:, :, :count] for x in (query, key, value))
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True}
-    layer.store(mechanism.attend(*first, state=None, **options, **at(mechanism, 0, count))[1])
+    layer.store(call_mechanism(mechanism, *first, state=None, **options, **at(mechanism, 0, count))[1])
     return layer
 
 
@@ -119,8 +124,8 @@ def test_a_step_in_place_is_one_that_is_not(settings):
     state, memory = tuple(x.clone() for x in layer.state), [x.data_ptr() for x in layer.state]
     for t in range(1, LENGTH):
         token, further = [x[:, :, t : t + 1] for x in inputs], {**options, **at(mechanism, t, t + 1)}
-        expected, state = mechanism.attend(*token, state=state, **further)
-        output, new = mechanism.attend(*token, state=layer.state, in_place=True, **further)
+        expected, state = call_mechanism(mechanism, *token, state=state, **further)
+        output, new = call_mechanism(mechanism, *token, state=layer.state, in_place=True, **further)
         layer.store(new)
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
         torch.testing.assert_close(layer.state, state, rtol=0, atol=0)
@@ -138,9 +143,9 @@ def test_a_step_in_place_that_is_refused_changes_nothing():
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, "in_place": True}
     strided = (*state[:1], state[1].mT.contiguous().mT, *state[2:])
     with pytest.raises(ValueError, match=r"`state` has a tensor with strides .* dense"):
-        mechanism.attend(query, key, value, state=strided, **options)
+        call_mechanism(mechanism, query, key, value, state=strided, **options)
     with pytest.raises(ValueError, match="it must have"):
-        mechanism.attend(query, key[..., :8], value, state=state, **options)
+        call_mechanism(mechanism, query, key[..., :8], value, state=state, **options)
     torch.testing.assert_close(list(state), kept, rtol=0, atol=0)
 
 
@@ -155,7 +160,7 @@ def test_a_compiled_step_writes_a_static_cache_without_a_copy():
     options = {"attention_mask": None, "scaling": 0.25, "is_causal": True, **at(mechanism, LENGTH - 1, LENGTH)}
 
     def step(layer, *tensors):
-        output, state = mechanism.attend(*tensors, state=layer.state, in_place=True, **options)
+        output, state = call_mechanism(mechanism, *tensors, state=layer.state, in_place=True, **options)
         layer.store(state)
         return output
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_calls import Maker
-from matrix import build_mechanism
+from matrix import build_mechanism, call_mechanism
 from operators import OPERATORS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,7 +91,7 @@ def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monk
     mechanism, inputs = build_mechanism(row), [torch.randn(2, heads, 70, 8, requires_grad=True) for heads in (4, 2, 2)]
     options = {"attention_mask": None, "scaling": 0.3, "is_causal": True, "state": None}
     torch._dynamo.reset()
-    eager = lambda *given: mechanism.attend(*given, **options)[0]  # noqa: E731
+    eager = lambda *given: call_mechanism(mechanism, *given, **options)[0]  # noqa: E731
     compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(eager(*inputs).square().sum(), inputs)
     output = compiled(*inputs)
@@ -119,7 +119,7 @@ def attend_with(name: str, dtype):
 
     def attend(query, key, value):
         options = {"attention_mask": None, "scaling": 0.5, "is_causal": True, "state": None}
-        return mechanism.attend(query, key, value, **options)[0]
+        return call_mechanism(mechanism, query, key, value, **options)[0]
 
     generator = torch.Generator().manual_seed(3)
     shapes = ((2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4))

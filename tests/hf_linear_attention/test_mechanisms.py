@@ -7,7 +7,7 @@ import reference
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from matrix import MAX_STD, MECHANISM_ROWS, build_mechanism, rows, supports
+from matrix import MAX_STD, MECHANISM_ROWS, build_mechanism, call_mechanism, rows, supports
 from oracles import ORACLES
 
 from hf_linear_attention import LinearAttentionSettings
@@ -45,7 +45,9 @@ def sample(length: int, std: float, dtype=torch.float32, heads=4, kv_heads=2, ba
 
 
 def run(mechanism, query, key, value, mask=None, is_causal=True, state=None):
-    return mechanism.attend(query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state)
+    return call_mechanism(
+        mechanism, query, key, value, attention_mask=mask, scaling=SCALING, is_causal=is_causal, state=state
+    )
 
 
 def padding(kind: str, length: int) -> torch.Tensor | None:

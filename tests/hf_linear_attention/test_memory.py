@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import call_mechanism
 from torch import Tensor
 
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
@@ -55,7 +56,7 @@ def call_of(settings: dict[str, Any], tokens: int, is_causal: bool, dtype: torch
     inputs = [torch.randn(1, tokens, HEADS, HEAD_DIM, generator=generator, dtype=dtype) for _ in range(3)]
     mask = torch.arange(tokens)[None] < tokens - 5
     options: dict[str, Any] = {"attention_mask": mask, "is_causal": is_causal, "scaling": HEAD_DIM**-0.5, "state": None}
-    return lambda: mechanism.attend(*(x.transpose(1, 2) for x in inputs), **options)[0]
+    return lambda: call_mechanism(mechanism, *(x.transpose(1, 2) for x in inputs), **options)[0]
 
 
 def most_beyond(call: Callable[[], Tensor]) -> int:

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from matrix import add_gates, sample_inputs, stock_config, stock_model
+from matrix import add_gates, call_mechanism, sample_inputs, stock_config, stock_model
 from transformers import BloomConfig, BloomForCausalLM, StaticCache
 
 from hf_linear_attention import convert, convert_config, modeling_linear_attention, softmax_attention
@@ -68,8 +68,8 @@ def test_values_and_gradients_are_those_of_softmax_and_of_the_mechanism(name, ma
     given = None if mask == "none" else MASKS[mask]
     options = {"attention_mask": given, "scaling": 0.3, "is_causal": True, "state": None}
     inputs = inputs_of()
-    output, _ = mechanism_of(name, HEADS).attend(*inputs, **options)
-    plain, _ = mechanism_of(name).attend(*inputs, **options)
+    output, _ = call_mechanism(mechanism_of(name, HEADS), *inputs, **options)
+    plain, _ = call_mechanism(mechanism_of(name), *inputs, **options)
     exact = softmax_oracle(*inputs, MASKS[mask])
     is_chosen = torch.tensor([head in HEADS for head in range(6)])[:, None]
     expected = torch.where(is_chosen, exact, plain)
@@ -90,7 +90,7 @@ def test_any_split_gives_one_forward_and_changes_no_state(name, split, mask):
     mechanism, (query, key, value) = mechanism_of(name, HEADS), inputs_of()
     options = {"scaling": 0.3, "is_causal": True}
     given = None if mask == "none" else MASKS[mask]
-    whole, _ = mechanism.attend(query, key, value, attention_mask=given, state=None, **options)
+    whole, _ = call_mechanism(mechanism, query, key, value, attention_mask=given, state=None, **options)
     parts, state, start = [], None, 0
     for size in split:
         place = slice(start, start + size)
@@ -98,7 +98,7 @@ def test_any_split_gives_one_forward_and_changes_no_state(name, split, mask):
         part = given if given is None else given[:, place]
         step = (query[:, :, place], key[:, :, place], value[:, :, place])
         old = state
-        output, state = mechanism.attend(*step, attention_mask=part, state=state, **options)
+        output, state = call_mechanism(mechanism, *step, attention_mask=part, state=state, **options)
         for a, b in zip(old or (), before or ()):
             assert a is b or torch.equal(a, b)
         absorbed = mechanism.absorb(MechanismInputs(*step, part, **options), old)

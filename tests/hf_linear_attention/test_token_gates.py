@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import build_mechanism, hidden_states_of
+from matrix import build_mechanism, call_mechanism, hidden_states_of
 from oracles import ORACLES
 
 from hf_linear_attention.mechanisms import linear as mechanism_linear
@@ -35,10 +35,10 @@ def test_parts_change_nothing(row, monkeypatch):
     mask = torch.ones(2, 53, dtype=torch.bool)
     mask[0, 4:13] = False
     options = {"attention_mask": mask, "scaling": SCALING, "is_causal": True, "state": None}
-    whole, state = mechanism.attend(query, key, value, **options)
+    whole, state = call_mechanism(mechanism, query, key, value, **options)
     grads = gradients(mechanism, [query, key, value], whole)
     monkeypatch.setattr(mechanism_linear, "TOKENS_PER_PART", 6)
-    parts, other_state = mechanism.attend(query, key, value, **options)
+    parts, other_state = call_mechanism(mechanism, query, key, value, **options)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(other_state, state)
     for grad, other in zip(gradients(mechanism, [query, key, value], parts), grads):
@@ -50,7 +50,9 @@ def test_a_strong_decay_keeps_its_digits_in_a_long_input():
     with torch.no_grad():
         mechanism.gate.forget.rate.fill_(3.0)  # about 3 nats per token, 30,000 over the input
     query, key, value = (x.detach() for x in inputs(10_000, torch.float32, batch=1))
-    output, _ = mechanism.attend(query, key, value, attention_mask=None, scaling=SCALING, is_causal=True, state=None)
+    output, _ = call_mechanism(
+        mechanism, query, key, value, attention_mask=None, scaling=SCALING, is_causal=True, state=None
+    )
     last = slice(9_900, None)
     query, key, value = (x[:, :, last] for x in (query, key, value))
     expected = ORACLES["linear"](mechanism.double(), query, key, value, None, True, SCALING).transpose(1, 2)

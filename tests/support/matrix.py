@@ -181,6 +181,11 @@ def hidden_states_of(key):
     return key.transpose(1, 2).flatten(2)
 
 
+def call_mechanism(mechanism, query, key, value, *, state=None, **inputs):
+    """Output and state of a mechanism, from inputs that are given one by one, by the names in `MechanismInputs`."""
+    return mechanism(MechanismInputs(query, key, value, **inputs), state)
+
+
 def add_gates(mechanism, args):
     inputs, *state = args
     if inputs.gates is None:
