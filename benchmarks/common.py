@@ -26,6 +26,7 @@ import transformers
 from transformers.utils.logging import disable_progress_bar
 
 from hf_linear_attention import kernel_backend
+from hf_linear_attention.kernels.cpu import BACKEND_VARIABLE
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,6 +193,7 @@ def save(arguments: argparse.Namespace, name: str, tables: Sequence[Table], **fi
     result = {"benchmark": name, "command": command, "environment": environment(), "arguments": given}
     result |= {"tables": list(tables), **figures}
     name += "".join(f"_{key}" for key in ("long", "compiled") if given.get(key))
+    name += "_torch" * (os.environ.get(BACKEND_VARIABLE) == "torch")
     folder = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,11 +1,10 @@
-"""The conversion of a sharded checkpoint in time and memory, and how long both scripts and the import take to start.
+"""The conversion of a sharded checkpoint in time and memory.
 
     python -m benchmarks.speed_conversion
 
 A Llama of `--gigabytes` with random bfloat16 weights, in shards of 0.5 GB, through `conversion/convert_checkpoint.py`,
 with its verification and without; for comparison what `from_pretrained` alone takes. Memory is what a process has
-taken for itself at its peak: pages of the files that it maps count as the system's cache. Start-up: CPU seconds of the
-`--help` of both scripts, and of the imports alone, over the import of torch and transformers. About two minutes.
+taken for itself at its peak: pages of the files that it maps count as the system's cache. About two minutes.
 """
 
 from __future__ import annotations
@@ -22,21 +21,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import ROOT, Table, Times, medians, parse, save, table
+from benchmarks.common import ROOT, Table, parse, save, table
 
 
 SHARD_BYTES = 5 * 10**8
 LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='auto')"
-TORCH, IMPORT, UNVERIFIED = "torch and transformers", "import alone", "conversion, no verification"
-PROGRAMS = {
-    TORCH: ["-c", "import torch, transformers; from transformers import AutoModelForCausalLM"],
-    "and this package": [
-        "-c",
-        "import torch, transformers; from transformers import AutoModelForCausalLM; import hf_linear_attention",
-    ],
-    "convert_checkpoint.py --help": ["conversion/convert_checkpoint.py", "--help"],
-    "finetune.py --help": ["training/finetune.py", "--help"],
-}
+IMPORT, UNVERIFIED = "import alone", "conversion, no verification"
+IMPORTS = "import torch, transformers; from transformers import AutoModelForCausalLM; import hf_linear_attention"
 
 
 def write_checkpoint(folder: Path, num_bytes: float, hidden: int) -> None:
@@ -108,7 +99,7 @@ def conversions(gigabytes: float, hidden: int, names: tuple[str, ...]) -> Table:
         convert = ["conversion/convert_checkpoint.py", "--model_name_or_path", str(source), "--overwrite"]
         convert += ["--output_dir", f"{temporary}/converted", "--attention", "linear"]
         processes = {
-            IMPORT: PROGRAMS["and this package"],
+            IMPORT: ["-c", IMPORTS],
             "from_pretrained": ["-c", LOAD, str(source)],
             UNVERIFIED: [*convert, "--no_verify"],
             "to float32, no verification": [*convert, "--no_verify", "--dtype", "float32"],
@@ -124,27 +115,11 @@ def conversions(gigabytes: float, hidden: int, names: tuple[str, ...]) -> Table:
     return table([title, "CPU s", "wall s", "own MB at the peak", "over the import, in largest shards"], rows)
 
 
-def starts(rounds: int, names: tuple[str, ...]) -> Table:
-    """CPU seconds of every program, taking turns; the first round reads the files into the system's cache."""
-    seconds: Times = {name: [] for name in names}
-    for number in range(rounds + 1):
-        for name in names:
-            measured = measure_process(PROGRAMS[name])["CPU"]
-            if number:
-                seconds[name].append(measured)
-    found = medians(seconds)
-    rows = [[name, value, value - found[TORCH]] for name, value in found.items()]
-    return table(["start", "CPU s", "over torch and transformers"], rows)
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Measure conversions and starts."""
-    arguments = parse(__doc__, argv, {"gigabytes": 0.01, "rounds": 1}, gigabytes=1.5, rounds=2)
-    hidden, processes, programs = 2048, (), tuple(PROGRAMS)
-    if arguments.quick:
-        hidden, processes, programs = 256, (IMPORT, UNVERIFIED), programs[:2]
-    tables = [conversions(arguments.gigabytes, hidden, processes), starts(arguments.rounds, programs)]
-    save(arguments, "speed_conversion", tables)
+    """Measure every process."""
+    arguments = parse(__doc__, argv, {"gigabytes": 0.01}, gigabytes=1.5)
+    hidden, names = (256, (IMPORT, UNVERIFIED)) if arguments.quick else (2048, ())
+    save(arguments, "speed_conversion", [conversions(arguments.gigabytes, hidden, names)])
 
 
 if __name__ == "__main__":

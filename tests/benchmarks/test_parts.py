@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import random
-from argparse import Namespace
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import conversion_quality, real_attention, speed_conversion, speed_delta, speed_kernels
-from benchmarks.papers import copy_task, heal_data, long_documents, recall, recall_tasks
+from benchmarks.papers import copy_task, long_documents, recall, recall_tasks
 from benchmarks.speed_break_even import ROWS, break_even
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
@@ -172,34 +169,6 @@ def test_every_form_uses_the_bytes(share):
         least = 0 if form.size is None else 0.95 * budget
         assert least < recall.bytes_of(teacher, settings) <= budget, name
     assert recall.sized(teacher, recall.FORMS["linear exp"], 100) is None
-
-
-def sources(prefixes, count=200):
-    return {name: [f"{name}{number}" for number in range(count)] for name in prefixes}
-
-
-def test_rows_of_text_are_what_they_say():
-    generator = random.Random(0)
-    for _ in range(20):
-        row = heal_data.gap(generator, sources("ab"), 30)
-        (answer,), (start,) = row["answers"]["text"], row["answers"]["answer_start"]
-        assert row["context"][start : start + len(answer)] == answer
-        assert row["question"].replace("_", answer) in row["context"]
-        row = heal_data.most_pieces(generator, sources("abcd"), 0)
-        (most, first), (_, second) = Counter(word[0] for word in row["text"].split()).most_common(2)
-        assert (most, first > second) == (row["label"], True)
-    words = ["tree,", "'Tis", "I", "McCoy", "KING:"]
-    assert list(map(heal_data.case_of, words)) == ["O", "TITLE", "TITLE", "TITLE", "UPPER"]
-
-
-def test_held_out_rows_are_of_the_last_tenth_of_every_text(tmp_path):
-    (tmp_path / "a.txt").write_text(" ".join(map(str, range(1000))), encoding="utf-8")
-    given = Namespace(texts=[tmp_path / "a.txt"], rows=40, held_out=20, words=15)
-    heal_data.text_rows(heal_data.plain_text)(given, tmp_path)
-    for name, first, last in (("train", 0, 900), ("valid", 900, 1000)):
-        lines = (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        numbers = [int(word) for line in lines for word in json.loads(line)["text"].split()]
-        assert first <= min(numbers) < max(numbers) < last
 
 
 def test_mixed_documents_have_quarters_of_four():

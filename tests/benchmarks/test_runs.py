@@ -32,7 +32,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
     "name",
     [
         *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models", "speed_embeddings"),
-        *("speed_conversion", "speed_without_kernels", "shared_prefix", "long_prompts"),
+        *("speed_conversion", "shared_prefix", "long_prompts"),
         "papers.copy_task",
     ],
 )
@@ -71,13 +71,6 @@ def test_untrained(tmp_path):
 
 
 @pytest.mark.benchmarks
-def test_memory_by_length(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_LINEAR_ATTENTION_BACKEND", "torch")
-    found = rows(run("papers.memory_length", tmp_path, "--rows", "linear, exp"))["linear, exp"]
-    assert 0 < found[1] < 40
-
-
-@pytest.mark.benchmarks
 def test_long_documents(tmp_path):
     result = run("papers.long_documents", tmp_path, "--models", "original", "hybrid")
     read = rows(result)
@@ -88,31 +81,6 @@ def test_long_documents(tmp_path):
     assert read["hybrid untrained, late chunking"][2] > 0.2  # of 6 documents, at random a sixth
     assert list(rows(result, 1)) == ["chunks of 512", "softmax"]
     assert (tmp_path / "long_documents" / "hybrid-2k" / "model.safetensors").is_file()
-
-
-@pytest.mark.benchmarks
-@pytest.mark.parametrize("task", ["seq2seq_lm", "question_answering", "image_embedding"])
-def test_heal_tasks(task, tmp_path):
-    import numpy as np
-
-    given = ["--task", task]
-    if task == "question_answering":
-        (tmp_path / "one.txt").write_text("\n".join([*topics.values()][:20]), encoding="utf-8")
-        given += ["--texts", tmp_path / "one.txt", "--layers", 1, "--words", 20]
-    if task == "image_embedding":
-        images, labels = np.random.default_rng(0).integers(0, 256, (60, 28, 28), np.uint8), np.arange(60) % 10
-        np.savez(tmp_path / "digits.npz", images=images, labels=labels)
-        given += ["--mnist", tmp_path / "digits.npz"]
-    result = run("papers.heal_tasks", tmp_path, *given)
-    converted = importlib.import_module("benchmarks.papers.heal_tasks").TASKS[task].convert
-    assert list(rows(result)) == [
-        "original",
-        *(f"{n}, {state}" for n in converted for state in ("converted", "healed")),
-    ]
-    place = result["tables"][0]["header"].index(
-        {"seq2seq_lm": "exact_match", "question_answering": "f1"}.get(task, "cosine")
-    )
-    assert all(0 <= row[place - 1] <= 1.0001 for row in rows(result).values())
 
 
 @pytest.mark.benchmarks
