@@ -75,6 +75,10 @@ test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own t
 test-benchmarks: $(VENV)/.installed ## Quick runs of the benchmarks (4 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "benchmarks or not benchmarks" tests/benchmarks
 
+.PHONY: test-planted
+test-planted: $(VENV)/.installed ## Plants 200 mistakes, which the tests must notice (7 minutes on 2 cores)
+	$(BIN)/python tests/planted/run.py --jobs $(WORKERS)
+
 .PHONY: test-browser
 test-browser: $(VENV)/.installed ## report.html in a real browser (Debian: `apt-get install chromium`; half a minute)
 	@command -v chromium >/dev/null || { echo "test-browser needs chromium: apt-get install chromium" >&2; exit 1; }

@@ -14,6 +14,7 @@ import ast
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -166,27 +167,42 @@ class Plantation:
 
     def test(self, tests: list[str], timeout: float) -> tuple[str, str]:
         """Run tests in the copy until one fails."""
-        environment = os.environ | {
-            "PYTHONPATH": str(self.folder),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
-        command += [] if tests == ["tests"] else ["-m", ""]  # what a row names runs, whatever suite it is of
-        try:
-            done = subprocess.run(
-                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
+        output = self.folder / "planted.log"
+        child = PROCESSES.Process(target=run_pytest, args=(self.folder, tests, output))
+        child.start()
+        child.join(timeout)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
             return "broken", f"no end after {timeout:.0f} s"
-        failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", done.stdout)
-        if done.returncode == 1 and failed:
+        text = output.read_text()
+        failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", text)
+        if child.exitcode == 1 and failed:
             return "killed", failed[1]
-        if done.returncode < 0:
-            return "killed", f"the tests ended by signal {-done.returncode}"
-        lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-        return ("survived", "") if done.returncode == 0 else ("broken", lines[-1] if lines else "no output")
+        if child.exitcode < 0:
+            return "killed", f"the tests ended by signal {-child.exitcode}"
+        return ("survived", "") if child.exitcode == 0 else ("broken", text.strip().rpartition("\n")[2] or "no output")
+
+
+# A process that has imported the libraries, which takes longer than most tests; every run of tests is a fork of it.
+PROCESSES = multiprocessing.get_context("forkserver")
+LIBRARIES = ("torch._dynamo", "transformers.modeling_utils", "transformers.generation.utils", "datasets", "accelerate")
+MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert")
+PROCESSES.set_forkserver_preload(["pytest", *LIBRARIES, *MODELS])
+
+
+def run_pytest(folder: Path, tests: list[str], output: Path) -> None:
+    """Run tests of a copy in this process, with their output in a file; the exit code is that of pytest."""
+    import pytest
+
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = str(folder)
+    options = [] if tests == ["tests"] else ["-m", ""]  # what a row names runs, whatever suite it is of
+    sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=no", *tests, *options]))
 
 
 def main() -> int:
@@ -203,6 +219,7 @@ def main() -> int:
     if not rows:
         parser.error(f"no error has the id or the area {' or '.join(arguments.errors)}")
 
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     survivors = []
     with tempfile.TemporaryDirectory(prefix="planted_") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         copies: Queue[Plantation] = Queue()
