@@ -29,7 +29,7 @@ LAYERS = {
     "exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 64},
     "hybrid": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4, "num_features": 64},
 }
-MOST_NODES = 65  # `hybrid` without C kernels: one path for inputs with padding, without it, and behind a state
+MOST_NODES = 60
 LENGTH = 4096
 
 
