@@ -76,7 +76,7 @@ test-benchmarks: $(VENV)/.installed ## Quick runs of the benchmarks (4 minutes o
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "benchmarks or not benchmarks" tests/benchmarks
 
 .PHONY: test-planted
-test-planted: $(VENV)/.installed ## Plants 200 mistakes, which the tests must notice (7 minutes on 2 cores)
+test-planted: $(VENV)/.installed ## Plants 200 mistakes, which the tests must notice (9 minutes on 2 cores)
 	$(BIN)/python tests/planted/run.py --jobs $(WORKERS)
 
 .PHONY: test-browser

@@ -69,6 +69,12 @@ def test_a_result_is_written_and_the_page_beside_it_renewed(tmp_path, capsys):
     assert "kept" in text
 
 
+def test_a_result_without_kernels_has_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_LINEAR_ATTENTION_BACKEND", "torch")
+    common.save(common.parse("", ["--output_dir", str(tmp_path)], {}), "some", [])
+    assert [path.name for path in tmp_path.iterdir()] == ["some_torch.json"]
+
+
 def test_the_tables_of_the_pages_are_those_of_the_results():
     """After a change of a result by hand: `with_tables` writes them."""
     results = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
