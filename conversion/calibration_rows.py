@@ -77,7 +77,7 @@ class TaskRows:
         recipe = _recipe(self.source, str(self.plan.head.task), self.path, self.trust_remote_code)
         processor = load_processor(recipe)
         try:
-            examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # not streamed
+            examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # there is a file
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
         examples = shorten(examples, None, max_tokens)

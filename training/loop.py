@@ -401,7 +401,7 @@ def cached_teacher(context: RunContext, inputs: TrainInputs, objectives: Objecti
     states if its task has no logits. In mixed precision it writes nothing, because its weights are in float32.
     """
     recipe, source = context.recipe, inputs.source
-    if recipe.objective.cache_teacher is None or not isinstance(source, Stream):
+    if recipe.objective.cache_teacher is None:
         return None
     precision = context.accelerator.mixed_precision
     used = [objective for _, objective in objectives.values()]

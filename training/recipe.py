@@ -324,12 +324,6 @@ class DataArguments:
         False,
         tasks=("causal_lm",),
     )
-    # Another value is refused on resumption by `streaming_processes`, which a checkpoint records (`inputs.py`).
-    streaming: bool = option(
-        "Read training rows as they are needed; --max_train_steps is then the length of the run.",
-        False,
-        on_resume=OnResume.FREE,
-    )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
     text_column_name: str = option(
         "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
@@ -551,6 +545,7 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 
 
 GONE = {
+    "streaming": Gone("leave it out: files are mapped into memory from the cache of `datasets` on disk", (False,)),
     "layer_patience": Gone("leave it out: `--max_train_tokens` limits attention transfer"),
     "lora_dropout": Gone("leave it out: adapters are trained without dropout", (0,)),
     "ema_decay": Gone("leave it out: the weights of the last step, or of the best evaluation, are saved"),

@@ -95,7 +95,6 @@ def find_problems(recipe: Recipe) -> list[str]:
         _checkpoints,
         _files,
         _data_folder,
-        _streaming,
         _caching,
         _columns,
         _objectives,
@@ -181,34 +180,10 @@ def _data_folder(recipe: Recipe) -> Iterator[str]:
                 yield from file_problems(path, columns, recipe.data.on_bad_rows == "skip", column_instead(recipe))
 
 
-def _streaming(recipe: Recipe) -> Iterator[str]:
-    if not recipe.data.streaming:
-        return
-    if recipe.data.join_documents:
-        yield "`--join_documents` and `--streaming` exclude each other; drop one of them"
-    if recipe.task_options.group_by_length:
-        yield "`--group_by_length` needs the lengths of all texts, which `--streaming` does not know; drop one of them"
-    if not recipe.task.reads_running_text:
-        yield f"`--streaming` reads text without labels; drop it for `--task {recipe.model.task}`"
-    if (recipe.data.train_file or "").endswith(".txt"):
-        yield (
-            f"`--streaming` reads rows, but {recipe.data.train_file} is one text; use .jsonl, .csv, .tsv or "
-            "`--dataset_name`"
-        )
-    limits = {"num_train_epochs", "max_train_tokens"} & recipe.given
-    if limits or recipe.optimization.max_train_steps is None:
-        yield (
-            "`--streaming` reads data of unknown length; give `--max_train_steps`, and neither `--num_train_epochs` "
-            "nor `--max_train_tokens`"
-        )
-
-
 def _caching(recipe: Recipe) -> Iterator[str]:
     objective = recipe.objective
     if objective.cache_teacher is None:
         return
-    if recipe.data.streaming:
-        yield "`--cache_teacher` numbers the rows, which `--streaming` does not know; drop one of them"
     if recipe.model.offload_folder is not None:
         yield "`--cache_teacher` reads all weights, which `--offload_folder` keeps on disk; drop one of them"
     if any(getattr(objective, name) for name in TRANSFER_WEIGHTS):

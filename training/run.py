@@ -27,9 +27,8 @@ from hf_linear_attention.training.checkpoints import (
     save_final,
     whole_weights,
 )
-from hf_linear_attention.training.data.batches import Stream, stream_of
+from hf_linear_attention.training.data.batches import stream_of
 from hf_linear_attention.training.data.inputs import (
-    StreamedExamples,
     TrainInputs,
     keeps_documents_apart,
     sequences_per_step,
@@ -192,7 +191,7 @@ def _teacher(
 
 def _train(
     context: RunContext,
-    examples: Examples | StreamedExamples,
+    examples: Examples,
     objectives: dict[str, tuple[float, Objective]],
     checkpoint: Path | None,
     skipped: dict[str, int],
@@ -224,18 +223,13 @@ def _train(
     return figures
 
 
-def _train_inputs(context: RunContext, examples: Examples | StreamedExamples) -> TrainInputs:
+def _train_inputs(context: RunContext, examples: Examples) -> TrainInputs:
     recipe, processor = context.recipe, context.processor
-    source: Stream | StreamedExamples
-    if isinstance(examples, StreamedExamples):
-        examples.is_packed = examples.is_packed and _can_pack(context)
-        source = examples
-    else:
-        if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(context):
-            examples = examples.unpacked()
-        recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
-        together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
-        source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
+    if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(context):
+        examples = examples.unpacked()
+    recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
+    together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
+    source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
     return TrainInputs(source, recipe, context.accelerator, context.pad_token_id)
 
 

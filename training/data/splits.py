@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
-from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.file_checks import column_instead
 from hf_linear_attention.training.data.images import image_examples, usable_images
-from hf_linear_attention.training.data.inputs import StreamedExamples
 from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
 from hf_linear_attention.training.data.questions import question_examples, usable_questions
@@ -36,7 +34,7 @@ from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 class Splits:
     """The examples of both splits, the class index of every label, and the number of rows skipped in each split."""
 
-    train: Examples | StreamedExamples | None
+    train: Examples | None
     validation: Examples | None
     classes: dict[str, int] | None
     skipped: dict[str, int]
@@ -74,8 +72,11 @@ READERS = {
 
 def _read(recipe: Recipe, processor: Processor, max_length: int, usable: Any) -> tuple[list[Part], dict[str, int]]:
     """The usable rows of every split that exists, and the number of those skipped in each split that has any."""
-    splits = ("validation",) if recipe.data.streaming else ("train", "validation")
-    found = {split: rows for split in splits if (rows := load_rows(recipe.data, split, _kinds(recipe))) is not None}
+    found = {
+        split: rows
+        for split in ("train", "validation")
+        if (rows := load_rows(recipe.data, split, _kinds(recipe))) is not None
+    }
     if "label_column_name" not in recipe.given:
         present = {name for rows in found.values() for name in rows.column_names}
         named = [name for name in recipe.task.label_columns if name in present]
@@ -134,6 +135,4 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
     parts, skipped = _read(recipe, processor, max_length, reader.usable)
     classes = _classes(recipe, parts) if reader.has_classes else None
     examples: dict[str, Any] = {part.split: reader.examples(replace(part, classes=classes)) for part in parts}
-    if recipe.data.streaming and isinstance(processor, PreTrainedTokenizerBase):
-        return Splits(StreamedExamples(recipe, processor, max_length), examples.get("validation"), classes, skipped)
     return Splits(examples.get("train"), examples.get("validation"), classes, skipped)

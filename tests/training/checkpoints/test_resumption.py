@@ -163,7 +163,7 @@ def test_another_value_means_on_resumption_what_the_option_says(name: str) -> No
 def test_what_decides_data_order_or_model_is_refused() -> None:
     fixed = {"task", "model_name_or_path", "train_file", "max_length", "seed", "trainable", "use_peft", "lora_r"}
     free = {"eval_steps", "output_dir", "report_to", "per_device_eval_batch_size", "gradient_checkpointing"}
-    names = fixed | free | {"train_examples", "sequences_per_step", "streaming_processes"}
+    names = fixed | free | {"train_examples", "sequences_per_step"}
     changed = changed_settings({}, dict.fromkeys(names, 1))
     assert {text.split(":")[0] for text in changed.fixed} == names - free
     assert (changed.watched, changed.evaluation) == ([], [])

@@ -137,14 +137,13 @@ def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_pa
 
 
 def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Path, pictures: Path, capsys) -> None:
-    text = ["--max_length", 8, "--max_train_tokens", 5, "--streaming", "--embedding_weight", 1]
+    text = ["--max_length", 8, "--max_train_tokens", 5, "--embedding_weight", 1]
     options = ["--model_name_or_path", vision_teacher, *TASK, "--train_file", files / "train.txt", *text]
     finetune(*options, expect=2)
     error = capsys.readouterr().err.splitlines()[-1]
     for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
         assert f"`{word}` has no effect for `--task image_classification`" in error
     assert "a .txt file has no images" in error
-    assert "`--streaming` reads text without labels" in error
     other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]
     finetune("--model_name_or_path", vision_teacher, *other, expect=2)
     assert "`--image_column_name` has no effect for `--task causal_lm`" in capsys.readouterr().err

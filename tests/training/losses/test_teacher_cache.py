@@ -148,7 +148,6 @@ def test_what_float16_keeps() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--streaming", "true", "--logits_kl_weight", 1], "`--streaming` does not know"),
         ([*TRANSFER, "--disable_dropout", "false"], "without dropout"),
         (["--task_loss_weight", 1, "--logits_kl_weight", 0], "needs an objective with a teacher"),
     ],
