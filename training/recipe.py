@@ -352,9 +352,6 @@ class DataArguments:
         tasks=(*CLASSIFICATION, "token_classification", "embedding"),
         for_evaluation=True,
     )
-    on_bad_rows: Literal["raise", "skip"] = option(
-        "Stop at rows without text, image, recording or label, or skip them.", "raise", for_evaluation=True
-    )
     max_length: int | None = option(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
@@ -545,6 +542,7 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 
 
 GONE = {
+    "on_bad_rows": Gone("leave it out: bad rows are always refused with their places", ("raise",)),
     "streaming": Gone("leave it out: files are mapped into memory from the cache of `datasets` on disk", (False,)),
     "layer_patience": Gone("leave it out: `--max_train_tokens` limits attention transfer"),
     "lora_dropout": Gone("leave it out: adapters are trained without dropout", (0,)),

@@ -149,7 +149,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
             )
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
-            yield from file_problems(path, columns, data.on_bad_rows == "skip", column_instead(recipe))
+            yield from file_problems(path, columns, column_instead(recipe))
     if recipe.task_options.retrieval_file is not None:
         try:
             check_retrieval_file(recipe.task_options.retrieval_file)
@@ -177,7 +177,7 @@ def _data_folder(recipe: Recipe) -> Iterator[str]:
             return
         for path in files:
             if Path(path).suffix in FILE_TYPES:
-                yield from file_problems(path, columns, recipe.data.on_bad_rows == "skip", column_instead(recipe))
+                yield from file_problems(path, columns, column_instead(recipe))
 
 
 def _caching(recipe: Recipe) -> Iterator[str]:

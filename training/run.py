@@ -112,7 +112,7 @@ def _run(
     with ending(accelerator):
         if data.train is None:
             return context.evaluate(0, 0)
-        return _train(context, data.train, objectives, checkpoint, data.skipped)
+        return _train(context, data.train, objectives, checkpoint)
 
 
 @contextmanager
@@ -194,7 +194,6 @@ def _train(
     examples: Examples,
     objectives: dict[str, tuple[float, Objective]],
     checkpoint: Path | None,
-    skipped: dict[str, int],
 ) -> dict[str, float]:
     recipe, accelerator = context.recipe, context.accelerator
     inputs = _train_inputs(context, examples)
@@ -217,7 +216,6 @@ def _train(
     weights = whole_weights(context.student, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
         done = {"steps": state.step, recipe.unit: state.tokens, "processes": accelerator.num_processes}
-        done |= {"skipped_rows": skipped} if skipped else {}
         save_final(recipe, context.student, context.processor, recipe.summary() | done, figures, weights)
     accelerator.wait_for_everyone()
     return figures

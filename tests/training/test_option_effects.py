@@ -56,8 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         (folder / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
-    bad = (folder / "train.jsonl").read_text(encoding="utf-8") + '{"text": null, "label": "short", "other": "short"}\n'
-    (folder / "bad.jsonl").write_text(bad, encoding="utf-8")
     (folder / "data").mkdir()
     shutil.copy(folder / "train.jsonl", folder / "data")
     return folder
@@ -115,7 +113,7 @@ def cases(
     prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
     (folder / "prompted" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
     with_prompt = {"model_name_or_path": folder / "prompted", "per_device_eval_batch_size": 1}
-    bad, images = {"train_file": folder / "bad.jsonl"}, {"train_file": pictures / "train.jsonl"}
+    images = {"train_file": pictures / "train.jsonl"}
     return {
         "base": {
             "model_name_or_path": student,
@@ -199,7 +197,6 @@ def cases(
             "dataset_config_name": {"train_file": None, "dataset_name": folder / "data"},
             "attention_transfer_weight": {"trainable": "mechanism"},
             "attention_map_weight": {"trainable": "mechanism"},
-            "on_bad_rows": {**bad, "evaluation": {"validation_file": bad["train_file"]}},
             "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
             "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 2, "max_length": 64},
             "max_eval_chars": {"validation_file": folder / "valid.txt"},

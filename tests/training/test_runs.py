@@ -284,18 +284,3 @@ def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama
         assert group["weight_decay"] == (0.1 if group["params"][0].dim() > 1 else 0)
         assert len({p.dim() > 1 for p in group["params"]}) == 1
     assert sum(len(group["params"]) for group in groups(trainable="mechanism")) == 2
-
-
-def test_skipped_rows_are_counted_in_report_and_card(finetune, llama: str, texts: list[str], tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text}) for text in texts[:9]]
-    bad = ["not JSON", json.dumps({"text": None}), ""]  # an empty line is no row
-    (tmp_path / "some.jsonl").write_text("\n".join([*lines, *bad]), encoding="utf-8")
-    (tmp_path / "valid.csv").write_text("label,text\n1,one text\n2,another\n", encoding="utf-8")
-    options = ["--train_file", tmp_path / "some.jsonl", "--validation_file", tmp_path / "valid.csv"]
-    finetune(
-        *["--model_name_or_path", llama, "--task", "causal_lm", *options, "--on_bad_rows", "skip"],
-        *["--max_train_steps", 1, "--max_length", 32],
-    )
-    report = json.loads((tmp_path / "out" / "training_report.json").read_text(encoding="utf-8"))
-    assert report["runs"][-1]["training"]["skipped_rows"] == {"train": 2}
-    assert "| skipped_rows.train | 2 |" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

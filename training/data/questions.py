@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import datasets
 import numpy as np
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import Documents, Examples, Part, Tokens, finished
-from hf_linear_attention.training.data.rows import bad_text, require_column, without_bad
+from hf_linear_attention.training.data.rows import bad_text, refuse_bad, require_column
 from hf_linear_attention.training.data.texts import require_fast
 from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
@@ -84,11 +83,11 @@ def _ends(offsets: Sequence[tuple[int, int]], context_mask: Tokens, answers: dic
     return np.array([begun[-1], ended[0]], np.int64)
 
 
-def usable_questions(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones, which lack a text or have an answer that is not in its context.
+def check_questions(part: Part) -> None:
+    """Refuse rows that lack a text or have an answer that is not in its context.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or columns are missing.
+        DataError: if there are any, or columns are missing.
     """
     recipe, rows, split = part.recipe, part.rows, part.split
     needs_answers = split == "validation" or bool(recipe.objective.task_loss_weight)
@@ -106,7 +105,7 @@ def usable_questions(part: Part) -> datasets.Dataset:
         for number, (context, answers) in enumerate(zip(rows["context"], rows["answers"], strict=True)):
             if number not in bad and (problem := _answer_problem(context, answers)) is not None:
                 bad[number] = problem
-    return without_bad(rows, bad, recipe.data, split)
+    refuse_bad(bad, recipe.data, split)
 
 
 def _answer_problem(context: str, answers: Any) -> str | None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -41,12 +40,12 @@ from hf_linear_attention.training.data.packing import (
     finished,
 )
 from hf_linear_attention.training.data.rows import (
+    check_rows,
     class_labels,
     pair_scores,
     path_of,
+    refuse_bad,
     require_column,
-    usable_rows,
-    without_bad,
 )
 from hf_linear_attention.training.data.tokenization import document_ends, joined, paragraphs, tokenize_texts
 from hf_linear_attention.training.tasks import MESSAGES
@@ -55,13 +54,12 @@ from hf_linear_attention.training.tasks import MESSAGES
 ASSISTANT = "assistant"
 
 
-def usable_texts(part: Part) -> datasets.Dataset:
-    """The rows that `build_examples` accepts: a .txt as it is, otherwise the rows that are not bad (`usable_rows`)."""
+def check_texts(part: Part) -> None:
+    """Refuse rows that `build_examples` does not accept (`check_rows`); a .txt is accepted as it is."""
     recipe, rows = part.recipe, part.rows
-    if _is_running_text(part):
-        return rows
-    column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
-    return usable_rows(rows, recipe.data, part.split, labelled and column in rows.column_names)
+    if not _is_running_text(part):
+        column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
+        check_rows(rows, recipe.data, part.split, labelled and column in rows.column_names)
 
 
 def _is_running_text(part: Part) -> bool:
@@ -69,7 +67,7 @@ def _is_running_text(part: Part) -> bool:
 
 
 def build_examples(part: Part) -> Examples:
-    """The examples of the usable rows of one split.
+    """The examples of the rows of one split.
 
     Raises:
         DataError: if the rows hold no text, or labels that cannot be used.
@@ -131,7 +129,7 @@ def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
 
 
 def target_examples(part: Part) -> Examples:
-    """The sources and targets of the usable rows of one split, each cut to `max_length` tokens."""
+    """The sources and targets of the rows of one split, each cut to `max_length` tokens."""
     rows, data, tokenizer, max_length = part.rows, part.recipe.data, part.processor, part.max_length
     sources = tokenize_texts(list(rows[data.text_column_name]), tokenizer, truncation=True, max_length=max_length)
     targets = target_tokens(list(rows[str(data.text_pair_column_name)]), tokenizer, max_length)
@@ -162,11 +160,11 @@ def require_fast(tokenizer: PreTrainedTokenizerBase, lacks: str) -> None:
         )
 
 
-def usable_words(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones, which have no list of words or, where there are labels, not one for each word.
+def check_words(part: Part) -> None:
+    """Refuse rows that have no list of words or, where there are labels, not one for each word.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or no column with the words.
+        DataError: if there are any, or no column with the words.
     """
     rows, data = part.rows, part.recipe.data
     require_column(rows, "text_column_name", data.text_column_name)
@@ -177,7 +175,7 @@ def usable_words(part: Part) -> datasets.Dataset:
             bad[number] = f"`{data.text_column_name}` is {words!r}, not a list of words"
         elif labels is not None and (not isinstance(labels[number], list) or len(labels[number]) != len(words)):
             bad[number] = f"`{data.label_column_name}` has not one class for each of the {len(words)} words"
-    return without_bad(rows, bad, data, part.split)
+    refuse_bad(bad, data, part.split)
 
 
 def word_examples(part: Part) -> Examples:
@@ -213,12 +211,11 @@ def _is_conversation(part: Part) -> bool:
     return "text_column_name" not in part.recipe.given and MESSAGES in part.rows.column_names
 
 
-def usable_language(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones: those without a text or, for conversations, without an answer.
+def check_language(part: Part) -> None:
+    """Refuse rows without a text or, for conversations, without an answer.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or an option is for conversations and there are
-            none.
+        DataError: if there are any, or an option is for conversations and there are none.
     """
     recipe, rows, split = part.recipe, part.rows, part.split
     if not _is_conversation(part):
@@ -227,9 +224,10 @@ def usable_language(part: Part) -> datasets.Dataset:
                 f"`--{unused[0]}` is for conversations, but the {split} data has no column `{MESSAGES}`; it has "
                 f"{', '.join(rows.column_names)}"
             )
-        return usable_texts(part)
+        check_texts(part)
+        return
     bad = {number: text for number, row in enumerate(rows[MESSAGES]) if (text := _problem(row)) is not None}
-    return without_bad(rows, bad, recipe.data, split)
+    refuse_bad(bad, recipe.data, split)
 
 
 def _problem(messages: Any) -> str | None:
@@ -241,7 +239,7 @@ def _problem(messages: Any) -> str | None:
 
 
 def language_examples(part: Part) -> Examples:
-    """The conversations, or otherwise the texts, of the usable rows of one split.
+    """The conversations, or otherwise the texts, of the rows of one split.
 
     Raises:
         SetupError: if the tokenizer has no chat template or does not tell characters, or the template changes

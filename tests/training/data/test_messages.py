@@ -114,15 +114,11 @@ def test_answers_that_end_are_counted(chat: dict[str, Path], finetune: Any, tmp_
     assert figures["eval_ending_answers"] == ended / len(ROWS)
 
 
-def test_a_bad_conversation_is_named_or_skipped_alone(chat: dict[str, Path]) -> None:
-    whole = examples_of(chat)
+def test_a_bad_conversation_is_named(chat: dict[str, Path]) -> None:
     lines = chat["data.jsonl"].read_text(encoding="utf-8")
     chat["data.jsonl"].write_text(lines + '{"messages": [\n{"messages": "Hello."}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"2 bad row.*line 4: is not a JSON object; line 5: `messages` is 'Hello.'"):
         examples_of(chat)
-    found = examples_of(chat, "--on_bad_rows", "skip")
-    assert len(found) == len(ROWS)
-    assert all((found[n]["input_ids"] == whole[n]["input_ids"]).all() for n in range(len(ROWS)))
 
 
 def test_what_is_no_conversation_is_refused(
