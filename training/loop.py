@@ -186,7 +186,7 @@ class TrainingLoop:
     def stateful(self) -> dict[str, Any]:
         """The objects whose state a checkpoint holds besides what accelerate saves, by name."""
         found: dict[str, Any] = {} if self.engine is not None else {"optimizer": self.optimizer}
-        if self.context.recipe.model.trains_beside:
+        if self.context.recipe.model.use_peft:
             found["trained"] = TrainedParameters(self.context.student)
         return found
 

@@ -286,18 +286,6 @@ class ModelArguments:
     freeze_pattern: str | None = option(
         "Freeze every parameter whose name contains a match of this regular expression.", None
     )
-    offload_folder: str | None = option(
-        "Attention transfer for a model larger than memory: all weights but those of the mechanisms are kept in this "
-        "folder and read when they are needed.",
-        None,
-        needs=TRANSFER_WEIGHTS,
-        on_resume=OnResume.FREE,
-    )
-
-    @property
-    def trains_beside(self) -> bool:
-        """Whether the base weights stay those of `model_name_or_path`, and only parameters beside them are trained."""
-        return self.use_peft or self.offload_folder is not None
 
 
 @dataclass
@@ -542,6 +530,7 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 
 
 GONE = {
+    "offload_folder": Gone("leave it out: memory must hold the model"),
     "on_bad_rows": Gone("leave it out: bad rows are always refused with their places", ("raise",)),
     "streaming": Gone("leave it out: files are mapped into memory from the cache of `datasets` on disk", (False,)),
     "layer_patience": Gone("leave it out: `--max_train_tokens` limits attention transfer"),

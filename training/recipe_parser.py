@@ -184,8 +184,6 @@ def _caching(recipe: Recipe) -> Iterator[str]:
     objective = recipe.objective
     if objective.cache_teacher is None:
         return
-    if recipe.model.offload_folder is not None:
-        yield "`--cache_teacher` reads all weights, which `--offload_folder` keeps on disk; drop one of them"
     if any(getattr(objective, name) for name in TRANSFER_WEIGHTS):
         if not objective.disable_dropout:
             yield "`--cache_teacher` keeps outputs without dropout; drop it, or drop `--disable_dropout false`"

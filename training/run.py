@@ -90,10 +90,10 @@ def _run(
         data = load_data(recipe, processor)
     objectives = build_objectives(recipe) if data.train is not None else {}
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
-    source = None if recipe.model.trains_beside else checkpoint
+    source = None if recipe.model.use_peft else checkpoint
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
     shards = (accelerator.is_fsdp2 or uses_deepspeed(accelerator)) and data.train is not None
-    if recipe.model.offload_folder is None and not shards:  # shards are moved to the device when they are made
+    if not shards:  # shards are moved to the device when they are made
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
     context = RunContext(

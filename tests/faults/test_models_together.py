@@ -28,7 +28,6 @@ ASKED = {
     "layers that are not there": (
         ["--transfer_layers", "9", "--attention_transfer_weight", 1, "--trainable", "mechanism"], "transfer_layers",
     ),
-    "no offloading to a file": (["--offload_folder", "images/config.json"], ""),
 }  # fmt: skip
 
 

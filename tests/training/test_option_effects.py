@@ -155,7 +155,6 @@ def cases(
             "trainable": "mechanism",
             "lora_target_modules": "q_proj",
             "freeze_pattern": "embed",
-            "offload_folder": "offload",
             "cache_teacher": "cache",
             "train_file": folder / "valid.jsonl",
             "validation_file": folder / "train.jsonl",
@@ -269,7 +268,7 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
 
     def _run(options: Options) -> dict[str, Any]:
         root, metrics = tmp_path_factory.mktemp("run"), []
-        for name in ("output_dir", "offload_folder", "cache_teacher"):
+        for name in ("output_dir", "cache_teacher"):
             if options.get(name) is not None:
                 options[name] = root / options[name]
         if options.pop("used", False):

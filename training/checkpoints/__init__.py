@@ -66,9 +66,6 @@ from hf_linear_attention.training.tracking import METRICS, plot_metrics
 logger = logging.getLogger(__name__)
 
 
-SHARD_SIZE = "2GB"  # size of a file of an offloaded model; the tensors of one file are in memory together
-
-
 def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Save `model` with `save_pretrained`, with adapters merged into a copy of their weights.
 
@@ -81,8 +78,6 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] 
                 model.save_pretrained(folder, state_dict=weights)
         elif any(ADAPTER in name for name, _ in model.named_parameters()):
             model.save_pretrained(folder, state_dict=merged_state_dict(model))
-        elif is_offloaded(model):
-            model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         else:
             model.save_pretrained(folder)
 
@@ -116,11 +111,6 @@ class TrainedParameters:
         parameters = dict(self.model.named_parameters())
         for name, value in state.items():
             parameters[name].copy_(value)
-
-
-def is_offloaded(model: PreTrainedModel) -> bool:
-    """Whether some weights of the model are on disk (`--offload_folder`)."""
-    return "disk" in (getattr(model, "hf_device_map", None) or {}).values()
 
 
 STATE_FILE = "trainer_state.json"

@@ -125,9 +125,7 @@ def keeps_documents_apart(model: nn.Module) -> bool:
     logits = []
     for documents in ([first, second], [second]):
         batch = pad([{**PackedBlocks(documents, 16)[0], "index": 0}], 0)
-        device = next(
-            value.device for value in model.parameters() if not value.is_meta
-        )  # offloaded weights are meta tensors
+        device = next(model.parameters()).device
         outputs = run_model(model, {name: value.to(device) for name, value in batch.items()}, None)
         logits.append(outputs.logits[0, -len(second) :].float())
     model.train(was_training)
