@@ -151,7 +151,7 @@ class TrainingLoop:
         # The scheduler is not prepared, because accelerate would advance it once per process.
         self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
         is_sharded = accelerator.is_fsdp2 or uses_deepspeed(accelerator)
-        transfer = TransferLayers(student, recipe.objective.transfer_layers, is_sharded)
+        transfer = TransferLayers(student, is_sharded)
         self.cached = cached_teacher(context, self.inputs, self.objectives)
         layers, note = hidden_layers_of(recipe, self.objectives), None
         if self.cached is not None and self.cached.teacher is None:

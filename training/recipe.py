@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,6 @@ from hf_linear_attention._common.options import (
     facts_of,
     option,
 )
-from hf_linear_attention.layer_numbers import parse_layers
 from hf_linear_attention.training.data.sentence_files import Pooling, SentenceFiles, sentence_files
 from hf_linear_attention.training.tasks import (
     CACHED,
@@ -90,12 +88,6 @@ class ObjectiveArguments:
         tasks=("causal_lm",),
         off=0,
         on_resume=OnResume.WARNED,
-    )
-    transfer_layers: str | None = option(
-        "Layers that are trained by attention transfer, such as 0,2,4-7; layers after the last of them are not "
-        "computed. Default: all.",
-        None,
-        needs=TRANSFER_WEIGHTS,
     )
     embedding_weight: float | None = option(
         "Weight of 1 - cosine similarity of the mean-pooled embeddings.",
@@ -530,6 +522,8 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 
 
 GONE = {
+    "transfer_layers": Gone("leave it out: all layers are trained at once"),
+    "layers_per_block": Gone("leave it out: all layers are trained at once"),
     "offload_folder": Gone("leave it out: memory must hold the model"),
     "on_bad_rows": Gone("leave it out: bad rows are always refused with their places", ("raise",)),
     "streaming": Gone("leave it out: files are mapped into memory from the cache of `datasets` on disk", (False,)),
@@ -541,18 +535,6 @@ GONE = {
     "use_dora": Gone("leave it out: LoRA takes its place", (False,)),
     "warmup_steps": Gone("give `--warmup_ratio`, the fraction of the steps", (0,)),
 }
-
-
-def parse_layer_numbers(text: str) -> list[int]:
-    """The layer numbers in a text such as `0,2,4-7`, the value of `--transfer_layers`.
-
-    Raises:
-        ValueError: if `text` does not consist of numbers and ranges of layers.
-    """
-    with suppress(ValueError):
-        if not isinstance(layers := parse_layers(text), str):
-            return layers
-    raise ValueError(f"`--transfer_layers {text}`: give numbers and ranges of layers, such as 0,2,4-7")
 
 
 def parse_dims(text: str | None) -> tuple[int, ...]:

@@ -17,9 +17,7 @@ from hf_linear_attention._common.command_line import Parser, given_options, type
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import (
-    COUNT,
     built,
-    facts_of,
     kinds_of,
     option,
     out_of_bounds,
@@ -37,10 +35,8 @@ from hf_linear_attention.training.data.file_checks import (
 )
 from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.presets import (
-    BLOCK_SIZE,
     Preset,
     Stage,
-    is_transfer,
     load_preset,
     preset_names,
     stage_runs,
@@ -54,7 +50,6 @@ from hf_linear_attention.training.recipe import (
     TRANSFER_WEIGHTS,
     Recipe,
     parse_dims,
-    parse_layer_numbers,
 )
 from hf_linear_attention.training.tasks import RETRIEVAL
 from hf_linear_attention.training.tracking import tracker_problems
@@ -290,16 +285,12 @@ def _folder(recipe: Recipe) -> Iterator[str]:
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    """Check the texts that name several numbers, and the regular expression."""
-    layers, pattern = recipe.objective.transfer_layers, recipe.model.freeze_pattern
-    for read in (
-        lambda: parse_layer_numbers("0" if layers is None else layers),
-        lambda: parse_dims(recipe.task_options.matryoshka_dims),
-    ):
-        try:
-            read()
-        except ValueError as error:
-            yield str(error)
+    """Check the text that names several numbers, and the regular expression."""
+    pattern = recipe.model.freeze_pattern
+    try:
+        parse_dims(recipe.task_options.matryoshka_dims)
+    except ValueError as error:
+        yield str(error)
     try:
         re.compile(pattern or "")
     except re.error as error:
@@ -341,11 +332,6 @@ class PresetArguments:
     preset: str | None = option(
         f"Preset of several training stages ({', '.join(preset_names())}), which share max_train_tokens.", None
     )
-    layers_per_block: int | None = option(
-        "With --preset: run the attention transfer of this many layers at a time, for models larger than memory.",
-        None,
-        bounds=COUNT,
-    )
 
 
 def build_parser(description: str | None = None) -> Parser:
@@ -379,8 +365,6 @@ def parse_options(argv: Sequence[str], description: str | None = None) -> Recipe
         preset = load_preset(name)
         check_stages(preset, given)
         return preset, given
-    if BLOCK_SIZE in given:
-        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
     return make_recipe(given)
 
 
@@ -423,8 +407,6 @@ def check_stages(preset: Preset, given: dict[str, Any]) -> None:
     """
     given |= typed_options(given, kinds_of(*GROUPS, PresetArguments), gone=GONE)
     built(GROUPS, given)  # refuses what is missing
-    if problems := list(out_of_bounds(facts_of(PresetArguments), {"preset": None, BLOCK_SIZE: None, **given})):
-        raise UsageError(*problems)
     runs = stage_runs(preset, given)
     if unused := _unused(given, runs):
         place = f"has no effect in any stage of `--preset {preset.name}`; drop it"
@@ -441,6 +423,4 @@ def _unused(given: Mapping[str, Any], runs: Sequence[tuple[Stage, Mapping[str, A
     """The given options that no stage uses. A teacher may be given even if no stage learns from it."""
     taken = {name for _, options in runs for name in options} | {"teacher_name_or_path"}
     taken |= {name for name, fact in FACTS.items() if fact.is_per_stage}
-    if any(is_transfer(stage) for stage, _ in runs):
-        taken.add(BLOCK_SIZE)
     return [name for name, value in given.items() if value is not None and name not in taken]

@@ -171,7 +171,6 @@ def cases(
             "retrieval_file": folder / "retrieval.jsonl",
             **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), "ask"),
             "matryoshka_dims": "8",
-            "transfer_layers": "1",
             "max_grad_norm": 0.01,
             "per_device_eval_batch_size": 3,
             "num_train_epochs": 0.01,
