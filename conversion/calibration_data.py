@@ -188,7 +188,7 @@ class TextFile:
             examples = build_examples(part)
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
-        return shorten(examples, None, max_tokens)
+        return shorten(examples, max_tokens)
 
     def windows(self, count: int) -> list[Batch]:
         """See `RealInputs`."""

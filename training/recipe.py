@@ -131,19 +131,6 @@ GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 class TaskArguments:
     """How the rows of some tasks become examples, and what their evaluations generate."""
 
-    loss_on: Literal["answers", "all"] = option(
-        "In conversations (rows with `messages`): learn only what the assistant says, or all messages.",
-        "answers",
-        tasks=("causal_lm",),
-        for_evaluation=True,
-    )
-    doc_stride: int | None = option(
-        "Tokens that the parts of a long context share; default: 128, or a quarter of max_length if that is less.",
-        None,
-        bounds=NOT_NEGATIVE,
-        tasks=("question_answering",),
-        for_evaluation=True,
-    )
     retrieval_file: str | None = option(
         "Queries and documents for figures of retrieval: .jsonl, .csv, .tsv or .parquet with the columns `query` and "
         "`document` (docs/data.md).",
@@ -355,22 +342,6 @@ class DataArguments:
         for_evaluation=True,
         on_resume=OnResume.INCOMPARABLE,
     )
-    max_eval_samples: int | None = option(
-        "Evaluate on only this many examples, from the start of the validation data.",
-        None,
-        bounds=COUNT,
-        needs=EVALUATION_DATA,
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
-    )
-    max_eval_chars: int | None = option(
-        "Evaluate on only this many characters, from the start of a .txt validation_file.",
-        None,
-        bounds=COUNT,
-        tasks=TEXT_TASKS,
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
-    )
 
 
 @dataclass
@@ -522,6 +493,10 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 
 
 GONE = {
+    "max_eval_samples": Gone("give `--max_eval_tokens`"),
+    "max_eval_chars": Gone("give `--max_eval_tokens`"),
+    "loss_on": Gone("leave it out: only the answers of conversations are learned", ("answers",)),
+    "doc_stride": Gone("leave it out: parts of a context share 128 tokens, or a quarter of `--max_length` if less"),
     "transfer_layers": Gone("leave it out: all layers are trained at once"),
     "layers_per_block": Gone("leave it out: all layers are trained at once"),
     "offload_folder": Gone("leave it out: memory must hold the model"),

@@ -198,11 +198,6 @@ def _columns(recipe: Recipe) -> Iterator[str]:
     best = str(recipe.run.metric_for_best_model)
     if best.removeprefix("eval_") in RETRIEVAL and recipe.task_options.retrieval_file is None:
         yield f"`--metric_for_best_model {best}` needs a `--retrieval_file`; give one"
-    if data.max_eval_chars is not None and not (data.validation_file or "").endswith(".txt"):
-        yield (
-            f"`--max_eval_chars` needs a .txt `--validation_file`, got {data.validation_file}; give one, or use "
-            "`--max_eval_tokens`"
-        )
 
 
 def _objectives(recipe: Recipe) -> Iterator[str]:

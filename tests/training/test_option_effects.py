@@ -166,7 +166,6 @@ def cases(
             "text_pair_column_name": "other",
             "label_column_name": "other",
             "max_eval_tokens": 40,
-            "max_eval_chars": 40,
             "generation_max_length": 3,
             "retrieval_file": folder / "retrieval.jsonl",
             **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), "ask"),
@@ -184,11 +183,6 @@ def cases(
             **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), with_prompt),
             "predict_with_generate": {"task": "seq2seq_lm"},
             "generation_max_length": {"task": "seq2seq_lm"},
-            "loss_on": {
-                "train_file": folder / "chat.jsonl",
-                "validation_file": folder / "chat.jsonl",
-                "tokenizer_name": folder / "chat_tokenizer",
-            },
             "trust_remote_code": {"model_name_or_path": with_code},
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},
@@ -197,7 +191,6 @@ def cases(
             "attention_map_weight": {"trainable": "mechanism"},
             "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
             "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 2, "max_length": 64},
-            "max_eval_chars": {"validation_file": folder / "valid.txt"},
             "disable_dropout": {"task": "sequence_classification"},
             "label_column_name": {"task": "sequence_classification"},
             "overwrite_output_dir": {"used": True},

@@ -147,7 +147,7 @@ def test_resuming_another_run_is_refused(
 
 
 def test_resuming_a_finished_run_trains_no_further(finetune, causal: list[str], tmp_path: Path) -> None:
-    small = ["--max_train_steps", 2, "--checkpointing_steps", 2, "--max_eval_samples", 2]
+    small = ["--max_train_steps", 2, "--checkpointing_steps", 2, "--max_eval_tokens", 40]
     finetune(*causal, *small)
     before = weights(tmp_path / "out")
     events = finetune(*causal, *small, "--resume_from_checkpoint", "latest")
@@ -156,7 +156,7 @@ def test_resuming_a_finished_run_trains_no_further(finetune, causal: list[str], 
 
 
 def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llama_teacher: str, tmp_path: Path) -> None:
-    teacher = ["--teacher_name_or_path", llama_teacher, "--mixed_precision", "bf16", "--max_eval_samples", 2]
+    teacher = ["--teacher_name_or_path", llama_teacher, "--mixed_precision", "bf16", "--max_eval_tokens", 40]
     events = finetune(*causal, *teacher, "--max_train_steps", 20, "--learning_rate", "1e-2", "--logging_steps", 5)
     assert losses(events)[-1]["loss"] < losses(events)[0]["loss"]
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.float32}
@@ -170,10 +170,10 @@ def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], cap
 
 
 def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_path: Path) -> None:
-    small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_samples", 1]
+    small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_tokens", 20]
     finetune(*causal, *small)
     (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
-    events = finetune(*causal, "--max_train_steps", 1, "--max_eval_samples", 1, "--overwrite_output_dir")
+    events = finetune(*causal, "--max_train_steps", 1, "--max_eval_tokens", 20, "--overwrite_output_dir")
     assert [event["step"] for event in events] == [0, 1, 1]
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     assert (tmp_path / "out" / "notes.txt").exists()
@@ -228,7 +228,7 @@ def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert: str, 
 
 
 def test_tokens_limit_the_run(finetune, causal: list[str]) -> None:
-    events = finetune(*causal, "--max_train_tokens", 1000, "--max_eval_samples", 1, "--logging_steps", 1)
+    events = finetune(*causal, "--max_train_tokens", 1000, "--max_eval_tokens", 20, "--logging_steps", 1)
     tokens = [event["tokens"] for event in losses(events)]
     assert tokens[-2] < 1000 <= tokens[-1]
 

@@ -17,8 +17,8 @@ Rows of causal_lm may hold conversations instead, in the form of chat templates:
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning."}]}
 
-The tokenizer's chat template makes one text of a conversation. With `--loss_on answers`, only what the assistant says
-is learned, with the token that ends it. Conversations are not packed, and are cut to `--max_length` tokens.
+The tokenizer's chat template makes one text of a conversation. Only what the assistant says is learned, with the
+token that ends it. Conversations are not packed, and are cut to `--max_length` tokens.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ def build_examples(part: Part) -> Examples:
     """
     recipe, rows, tokenizer, max_length = part.recipe, part.rows, part.processor, part.max_length
     data, task, running_text = recipe.data, recipe.model.task, _is_running_text(part)
-    if running_text:
-        texts = ["".join(rows["text"])[: data.max_eval_chars if part.split == "validation" else None]]
-    else:
-        texts = list(rows[data.text_column_name])
+    texts = ["".join(rows["text"])] if running_text else list(rows[data.text_column_name])
     if task == "causal_lm":
         return finished(_causal_examples(part, texts, running_text), part)
     texts = paragraphs(texts[0]) if running_text else texts
@@ -215,14 +212,14 @@ def check_language(part: Part) -> None:
     """Refuse rows without a text or, for conversations, without an answer.
 
     Raises:
-        DataError: if there are any, or an option is for conversations and there are none.
+        DataError: if there are any, or `--predict_with_generate` is given and there are no conversations.
     """
     recipe, rows, split = part.recipe, part.rows, part.split
     if not _is_conversation(part):
-        if unused := sorted({"loss_on", "predict_with_generate"} & recipe.given):
+        if "predict_with_generate" in recipe.given:
             raise DataError(
-                f"`--{unused[0]}` is for conversations, but the {split} data has no column `{MESSAGES}`; it has "
-                f"{', '.join(rows.column_names)}"
+                f"`--predict_with_generate` is for conversations, but the {split} data has no column `{MESSAGES}`; it "
+                f"has {', '.join(rows.column_names)}"
             )
         check_texts(part)
         return
@@ -267,9 +264,6 @@ def language_examples(part: Part) -> Examples:
         columns["labels"].append(np.where(is_answer, ids, IGNORED))
         columns["prompt_length"].append(int(begun[-1]))
         columns["loss_mask"].append(np.append(is_answer[1:], False).astype(np.int64))  # a logit predicts the next token
-    if part.recipe.task_options.loss_on == "all":
-        del columns["loss_mask"]
-        columns["labels"] = documents
     return finished(Documents(documents, **columns), part)
 
 
@@ -287,8 +281,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
         if not (text.startswith(after) and after.startswith(before)):
             raise SetupError(
                 "the chat template changes earlier messages when a conversation goes on, so the answers cannot be "
-                "found in it; give each answer as the last message of a row of its own, with `--loss_on all`, or "
-                "another template"
+                "found in it; give one answer in each row, or another template"
             )
         spans.append((len(before), len(after)))
     return text, spans

@@ -69,7 +69,6 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("before", "after", "name"),
     [
         (["--validation_file", "valid.tsv"], ["--validation_file", "train.tsv"], "validation_file"),
-        (["--max_eval_samples", 9], ["--max_eval_samples", 5], "max_eval_samples"),
         (["--max_eval_tokens", 90], [], "max_eval_tokens"),
         (["--metric_for_best_model", "accuracy"], ["--metric_for_best_model", "f1"], "metric_for_best_model"),
     ],
