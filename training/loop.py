@@ -202,10 +202,6 @@ class TrainingLoop:
                 self._step([self._to_device(batch) for batch in window])
                 progress.update()
                 figures = self._after_step(progress) or figures
-                if self.selection.is_over(self.state):
-                    count = self.state.evaluations_since_best
-                    logger.info("training stops early, because the last %d evaluations brought no improvement", count)
-                    break
         return figures
 
     def _windows(self) -> Iterator[list[Batch]]:

@@ -108,9 +108,6 @@ class ObjectiveArguments:
         needs=("logits_kl_weight",),
         on_resume=OnResume.WARNED,
     )
-    disable_dropout: bool | None = option(
-        "Train without dropout; default: yes if a teacher is imitated.", None, on_resume=OnResume.WARNED
-    )
     cache_teacher: str | None = option(
         "Keep the outputs of the teacher in this folder, and read them where a text is trained on again: in a later "
         "epoch, stage or run. Attention transfer computes them anyway, and only writes them.",
@@ -472,15 +469,8 @@ class RunArguments:
         "Figure that decides which evaluation is best, such as perplexity, accuracy or cosine; default: the main "
         "figure of the task.",
         None,
-        needs=("load_best_model_at_end", "early_stopping_patience"),
+        needs=("load_best_model_at_end",),
         on_resume=OnResume.INCOMPARABLE,
-    )
-    early_stopping_patience: int | None = option(
-        "Stop after this many evaluations in a row without a new best.",
-        None,
-        bounds=COUNT,
-        needs=("eval_steps",),
-        on_resume=OnResume.FREE,
     )
     report_to: str | None = option(
         "Trackers of accelerate, such as tensorboard,trackio.", None, on_resume=OnResume.FREE
@@ -493,6 +483,8 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 
 
 GONE = {
+    "disable_dropout": Gone("leave it out: dropout is off whenever a teacher is imitated"),
+    "early_stopping_patience": Gone("give `--load_best_model_at_end`"),
     "max_eval_samples": Gone("give `--max_eval_tokens`"),
     "max_eval_chars": Gone("give `--max_eval_tokens`"),
     "loss_on": Gone("leave it out: only the answers of conversations are learned", ("answers",)),
@@ -548,6 +540,11 @@ class Recipe:
     def task(self) -> Task:
         """What distinguishes the task."""
         return TASKS[self.model.task]
+
+    @property
+    def imitates(self) -> bool:
+        """Whether outputs of a teacher, which are computed without dropout, are imitated."""
+        return any(getattr(self.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
 
     @property
     def unit(self) -> str:

@@ -78,9 +78,6 @@ def fill_defaults(recipe: Recipe) -> None:
     for name, use in suggested.items():
         if getattr(recipe.objective, name) is None:
             setattr(recipe.objective, name, float(use))
-    if recipe.objective.disable_dropout is None:  # the teacher's outputs are computed without dropout
-        weights = (getattr(recipe.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
-        recipe.objective.disable_dropout = any(weights)
 
 
 def find_problems(recipe: Recipe) -> list[str]:
@@ -176,13 +173,7 @@ def _data_folder(recipe: Recipe) -> Iterator[str]:
 
 
 def _caching(recipe: Recipe) -> Iterator[str]:
-    objective = recipe.objective
-    if objective.cache_teacher is None:
-        return
-    if any(getattr(objective, name) for name in TRANSFER_WEIGHTS):
-        if not objective.disable_dropout:
-            yield "`--cache_teacher` keeps outputs without dropout; drop it, or drop `--disable_dropout false`"
-    elif not any(getattr(objective, name) for name in TEACHER_WEIGHTS):
+    if recipe.objective.cache_teacher is not None and not recipe.imitates:
         yield f"`--cache_teacher` needs an objective with a teacher: give one of {', '.join(TEACHER_WEIGHTS)}"
 
 
@@ -301,7 +292,7 @@ def _selection(recipe: Recipe) -> Iterator[str]:
             f"choose one of {', '.join(allowed)}"
         )
     library = missing_library(recipe.model.task, name)
-    if library is not None and (run.metric_for_best_model or run.load_best_model_at_end or run.early_stopping_patience):
+    if library is not None and (run.metric_for_best_model or run.load_best_model_at_end):
         yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
     if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
         yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"

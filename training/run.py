@@ -197,7 +197,7 @@ def _train(
 ) -> dict[str, float]:
     recipe, accelerator = context.recipe, context.accelerator
     inputs = _train_inputs(context, examples)
-    if recipe.objective.disable_dropout:
+    if recipe.imitates:
         disable_dropout(context.student)
     if recipe.optimization.gradient_checkpointing:
         checkpoint_gradients(context.student)
