@@ -101,16 +101,18 @@ def preset_of(recipe: Recipe, task: str = "causal_lm") -> Preset:
     return dataclasses.replace(preset, stages={task: list(stages.values())})
 
 
+def held_out(arguments: Namespace) -> Path:
+    """A file of the first characters of the held-out text, which is written here."""
+    file = arguments.work_dir / "held_out.txt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = Path(arguments.validation_file).read_text(encoding="utf-8")
+    file.write_text(text[: arguments.max_eval_chars], encoding="utf-8")
+    return file
+
+
 def train(arguments: Namespace, recipe: Recipe, seed: int) -> Training:
     """Convert and train a student; a killed or finished run goes on."""
-    is_causal = arguments.task == "causal_lm"
     steps = max(1, arguments.tokens // 10 // arguments.tokens_per_step)
-    of_text = {
-        "validation_file": arguments.validation_file,
-        "max_eval_chars": arguments.max_eval_chars,
-        "per_device_train_batch_size": max(1, arguments.tokens_per_step // arguments.max_length),
-        "eval_steps": steps,
-    }
     given = {
         "task": arguments.task,
         "teacher_name_or_path": arguments.teacher,
@@ -121,8 +123,13 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Training:
         "save_total_limit": 1,
         "seed": seed,
         "resume_from_checkpoint": "latest",
-        **(of_text if is_causal else {}),
     }
+    if arguments.task == "causal_lm":
+        given |= {
+            "validation_file": str(held_out(arguments)),
+            "per_device_train_batch_size": max(1, arguments.tokens_per_step // arguments.max_length),
+            "eval_steps": steps,
+        }
     teacher = auto_class_of(arguments.task).from_pretrained(arguments.teacher)
     name = f"{Path(arguments.teacher).name}-{recipe.name}-{arguments.tokens}-{seed}"
     preset = fit_to(preset_of(recipe, arguments.task), teacher)
@@ -157,18 +164,18 @@ def curve_and_minutes(folder: Path) -> tuple[list[tuple[int, float]], float]:
 
 def measure(arguments: Namespace, training: Training) -> dict[str, Any]:
     """The figures of a student, and of the window of its bytes or of the untrained model."""
-    source, work, file = open_source(arguments.teacher, False), training.work, arguments.work_dir / "held_out.txt"
+    source, work = open_source(arguments.teacher, False), training.work
     if arguments.task == "embedding":
         rows = load_rows(DataArguments(validation_file=arguments.validation_file, **PAIR_COLUMNS), "validation")
         sentences = dict.fromkeys([*rows["sentence1"], *rows["sentence2"]])
-        file = file.with_suffix(".jsonl")
+        file = arguments.work_dir / "held_out.jsonl"
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences), encoding="utf-8")
         data = HeldOut(str(file), sys.maxsize, False, arguments.validation_file)
         untrained = measure_folder(work / CONVERTED, source, arguments.task, data)
         return {"untrained": untrained, **measure_folder(work / TRAINED, source, arguments.task, data)}
-    text = Path(arguments.validation_file).read_text(encoding="utf-8")
-    file.write_text(text[: arguments.max_eval_chars], encoding="utf-8")
-    data = HeldOut(str(file), sys.maxsize, False, None, arguments.max_eval_length, controls=arguments.controls)
+    data = HeldOut(
+        str(held_out(arguments)), sys.maxsize, False, None, arguments.max_eval_length, controls=arguments.controls
+    )
     if arguments.controls == "healed":
         heal_control(source, training, data, run)
     healed = work / CONTROL / TRAINED

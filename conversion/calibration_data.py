@@ -8,7 +8,6 @@ depend on the length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -177,7 +176,7 @@ class TextFile:
         ]
 
     def _examples(self, max_tokens: int) -> Examples:
-        from hf_linear_attention.training.data.texts import build_examples, usable_texts  # imports `datasets`
+        from hf_linear_attention.training.data.texts import build_examples, check_texts  # imports `datasets`
 
         recipe, rows = self._recipe_and_rows()
         length = sequence_length(recipe, self.tokenizer, self.config)
@@ -185,10 +184,11 @@ class TextFile:
         rows = rows.select(range(min(len(rows), max_tokens)))
         try:
             part = Part(recipe, rows, "train", self.tokenizer, length)
-            examples = build_examples(replace(part, rows=usable_texts(part)))
+            check_texts(part)
+            examples = build_examples(part)
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
-        return shorten(examples, None, max_tokens)
+        return shorten(examples, max_tokens)
 
     def windows(self, count: int) -> list[Batch]:
         """See `RealInputs`."""

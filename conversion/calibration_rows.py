@@ -77,10 +77,10 @@ class TaskRows:
         recipe = _recipe(self.source, str(self.plan.head.task), self.path, self.trust_remote_code)
         processor = load_processor(recipe)
         try:
-            examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # not streamed
+            examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # there is a file
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
-        examples = shorten(examples, None, max_tokens)
+        examples = shorten(examples, max_tokens)
         plan = EvaluationBatches(len(examples), batch_size, 0, 1)
         batches = loader(Stream(examples, 0, shuffle=False), plan, pad_token_id(processor))
         return [self._inputs(batch, processor) for batch in batches]

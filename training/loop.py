@@ -151,7 +151,7 @@ class TrainingLoop:
         # The scheduler is not prepared, because accelerate would advance it once per process.
         self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
         is_sharded = accelerator.is_fsdp2 or uses_deepspeed(accelerator)
-        transfer = TransferLayers(student, recipe.objective.transfer_layers, is_sharded)
+        transfer = TransferLayers(student, is_sharded)
         self.cached = cached_teacher(context, self.inputs, self.objectives)
         layers, note = hidden_layers_of(recipe, self.objectives), None
         if self.cached is not None and self.cached.teacher is None:
@@ -186,7 +186,7 @@ class TrainingLoop:
     def stateful(self) -> dict[str, Any]:
         """The objects whose state a checkpoint holds besides what accelerate saves, by name."""
         found: dict[str, Any] = {} if self.engine is not None else {"optimizer": self.optimizer}
-        if self.context.recipe.model.trains_beside:
+        if self.context.recipe.model.use_peft:
             found["trained"] = TrainedParameters(self.context.student)
         return found
 
@@ -202,10 +202,6 @@ class TrainingLoop:
                 self._step([self._to_device(batch) for batch in window])
                 progress.update()
                 figures = self._after_step(progress) or figures
-                if self.selection.is_over(self.state):
-                    count = self.state.evaluations_since_best
-                    logger.info("training stops early, because the last %d evaluations brought no improvement", count)
-                    break
         return figures
 
     def _windows(self) -> Iterator[list[Batch]]:
@@ -401,7 +397,7 @@ def cached_teacher(context: RunContext, inputs: TrainInputs, objectives: Objecti
     states if its task has no logits. In mixed precision it writes nothing, because its weights are in float32.
     """
     recipe, source = context.recipe, inputs.source
-    if recipe.objective.cache_teacher is None or not isinstance(source, Stream):
+    if recipe.objective.cache_teacher is None:
         return None
     precision = context.accelerator.mixed_precision
     used = [objective for _, objective in objectives.values()]

@@ -1,9 +1,4 @@
-"""Student and teacher: how they are loaded, which parameters are trained and at which rate, and adapters.
-
-The weights of a student larger than memory (`--offload_folder`) are on disk, and hooks of accelerate read those of a
-layer when it runs. Only the mechanisms, which are trained, stay in memory: attention transfer needs no gradients
-through the layers.
-"""
+"""Student and teacher: how they are loaded, which parameters are trained and at which rate, and adapters."""
 
 from __future__ import annotations
 
@@ -228,12 +223,6 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
         same_numbers = len(classes) == len(known) and all(name == str(index) for name, index in classes.items())
         if not same_numbers and not set(classes) <= set(known):
             extra = {"label2id": classes, "id2label": {index: name for name, index in classes.items()}}
-    if recipe.model.offload_folder is not None:
-        from accelerate import PartialState
-
-        empty = empty_model(recipe.model.task, path, recipe.model.trust_remote_code)
-        places = device_map(empty, PartialState().default_device, MECHANISM)
-        extra |= {"device_map": places, "offload_folder": recipe.model.offload_folder}
     model = _load(recipe, path, is_trained=True, dtype=torch.float32, **extra)
     if recipe.model.task == "sequence_classification" and model.config.pad_token_id is None:
         # Decoders classify at the last token that is not padding.
@@ -330,19 +319,3 @@ def _load(recipe: Recipe, path: str, is_trained: bool, **options: Any) -> PreTra
 def _files(path: str) -> str:
     """The name of a checkpoint in an error: its files in a folder, or the name on the Hub."""
     return f"{path} (config.json and weights)" if Path(path).is_dir() else path
-
-
-def device_map(empty: PreTrainedModel, device: torch.device, mechanism: str) -> dict[str, Any]:
-    """The place of every module that has weights of its own: `device` for those of the mechanisms, otherwise "disk".
-
-    Args:
-        empty: the model without its weights.
-        device: the device that computes.
-        mechanism: the part of a module's name by which a mechanism is known.
-    """
-    place: Any = "cpu" if device.type == "cpu" else device.index or 0
-    return {
-        name: place if mechanism in f"{name}." else "disk"
-        for name, module in empty.named_modules()
-        if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,6 @@ from hf_linear_attention._common.options import (
     facts_of,
     option,
 )
-from hf_linear_attention.layer_numbers import parse_layers
 from hf_linear_attention.training.data.sentence_files import Pooling, SentenceFiles, sentence_files
 from hf_linear_attention.training.tasks import (
     CACHED,
@@ -91,12 +89,6 @@ class ObjectiveArguments:
         off=0,
         on_resume=OnResume.WARNED,
     )
-    transfer_layers: str | None = option(
-        "Layers that are trained by attention transfer, such as 0,2,4-7; layers after the last of them are not "
-        "computed. Default: all.",
-        None,
-        needs=TRANSFER_WEIGHTS,
-    )
     embedding_weight: float | None = option(
         "Weight of 1 - cosine similarity of the mean-pooled embeddings.",
         None,
@@ -115,9 +107,6 @@ class ObjectiveArguments:
         bounds=POSITIVE,
         needs=("logits_kl_weight",),
         on_resume=OnResume.WARNED,
-    )
-    disable_dropout: bool | None = option(
-        "Train without dropout; default: yes if a teacher is imitated.", None, on_resume=OnResume.WARNED
     )
     cache_teacher: str | None = option(
         "Keep the outputs of the teacher in this folder, and read them where a text is trained on again: in a later "
@@ -139,19 +128,6 @@ GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 class TaskArguments:
     """How the rows of some tasks become examples, and what their evaluations generate."""
 
-    loss_on: Literal["answers", "all"] = option(
-        "In conversations (rows with `messages`): learn only what the assistant says, or all messages.",
-        "answers",
-        tasks=("causal_lm",),
-        for_evaluation=True,
-    )
-    doc_stride: int | None = option(
-        "Tokens that the parts of a long context share; default: 128, or a quarter of max_length if that is less.",
-        None,
-        bounds=NOT_NEGATIVE,
-        tasks=("question_answering",),
-        for_evaluation=True,
-    )
     retrieval_file: str | None = option(
         "Queries and documents for figures of retrieval: .jsonl, .csv, .tsv or .parquet with the columns `query` and "
         "`document` (docs/data.md).",
@@ -286,18 +262,6 @@ class ModelArguments:
     freeze_pattern: str | None = option(
         "Freeze every parameter whose name contains a match of this regular expression.", None
     )
-    offload_folder: str | None = option(
-        "Attention transfer for a model larger than memory: all weights but those of the mechanisms are kept in this "
-        "folder and read when they are needed.",
-        None,
-        needs=TRANSFER_WEIGHTS,
-        on_resume=OnResume.FREE,
-    )
-
-    @property
-    def trains_beside(self) -> bool:
-        """Whether the base weights stay those of `model_name_or_path`, and only parameters beside them are trained."""
-        return self.use_peft or self.offload_folder is not None
 
 
 @dataclass
@@ -323,12 +287,6 @@ class DataArguments:
         "Let documents that are packed into one block attend to each other (causal_lm); by default they do not.",
         False,
         tasks=("causal_lm",),
-    )
-    # Another value is refused on resumption by `streaming_processes`, which a checkpoint records (`inputs.py`).
-    streaming: bool = option(
-        "Read training rows as they are needed; --max_train_steps is then the length of the run.",
-        False,
-        on_resume=OnResume.FREE,
     )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
     text_column_name: str = option(
@@ -358,9 +316,6 @@ class DataArguments:
         tasks=(*CLASSIFICATION, "token_classification", "embedding"),
         for_evaluation=True,
     )
-    on_bad_rows: Literal["raise", "skip"] = option(
-        "Stop at rows without text, image, recording or label, or skip them.", "raise", for_evaluation=True
-    )
     max_length: int | None = option(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
@@ -380,22 +335,6 @@ class DataArguments:
         None,
         bounds=COUNT,
         needs=EVALUATION_DATA,
-        tasks=TEXT_TASKS,
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
-    )
-    max_eval_samples: int | None = option(
-        "Evaluate on only this many examples, from the start of the validation data.",
-        None,
-        bounds=COUNT,
-        needs=EVALUATION_DATA,
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
-    )
-    max_eval_chars: int | None = option(
-        "Evaluate on only this many characters, from the start of a .txt validation_file.",
-        None,
-        bounds=COUNT,
         tasks=TEXT_TASKS,
         for_evaluation=True,
         on_resume=OnResume.INCOMPARABLE,
@@ -530,15 +469,8 @@ class RunArguments:
         "Figure that decides which evaluation is best, such as perplexity, accuracy or cosine; default: the main "
         "figure of the task.",
         None,
-        needs=("load_best_model_at_end", "early_stopping_patience"),
+        needs=("load_best_model_at_end",),
         on_resume=OnResume.INCOMPARABLE,
-    )
-    early_stopping_patience: int | None = option(
-        "Stop after this many evaluations in a row without a new best.",
-        None,
-        bounds=COUNT,
-        needs=("eval_steps",),
-        on_resume=OnResume.FREE,
     )
     report_to: str | None = option(
         "Trackers of accelerate, such as tensorboard,trackio.", None, on_resume=OnResume.FREE
@@ -551,6 +483,17 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 
 
 GONE = {
+    "disable_dropout": Gone("leave it out: dropout is off whenever a teacher is imitated"),
+    "early_stopping_patience": Gone("give `--load_best_model_at_end`"),
+    "max_eval_samples": Gone("give `--max_eval_tokens`"),
+    "max_eval_chars": Gone("give `--max_eval_tokens`"),
+    "loss_on": Gone("leave it out: only the answers of conversations are learned", ("answers",)),
+    "doc_stride": Gone("leave it out: parts of a context share 128 tokens, or a quarter of `--max_length` if less"),
+    "transfer_layers": Gone("leave it out: all layers are trained at once"),
+    "layers_per_block": Gone("leave it out: all layers are trained at once"),
+    "offload_folder": Gone("leave it out: memory must hold the model"),
+    "on_bad_rows": Gone("leave it out: bad rows are always refused with their places", ("raise",)),
+    "streaming": Gone("leave it out: files are mapped into memory from the cache of `datasets` on disk", (False,)),
     "layer_patience": Gone("leave it out: `--max_train_tokens` limits attention transfer"),
     "lora_dropout": Gone("leave it out: adapters are trained without dropout", (0,)),
     "ema_decay": Gone("leave it out: the weights of the last step, or of the best evaluation, are saved"),
@@ -559,18 +502,6 @@ GONE = {
     "use_dora": Gone("leave it out: LoRA takes its place", (False,)),
     "warmup_steps": Gone("give `--warmup_ratio`, the fraction of the steps", (0,)),
 }
-
-
-def parse_layer_numbers(text: str) -> list[int]:
-    """The layer numbers in a text such as `0,2,4-7`, the value of `--transfer_layers`.
-
-    Raises:
-        ValueError: if `text` does not consist of numbers and ranges of layers.
-    """
-    with suppress(ValueError):
-        if not isinstance(layers := parse_layers(text), str):
-            return layers
-    raise ValueError(f"`--transfer_layers {text}`: give numbers and ranges of layers, such as 0,2,4-7")
 
 
 def parse_dims(text: str | None) -> tuple[int, ...]:
@@ -609,6 +540,11 @@ class Recipe:
     def task(self) -> Task:
         """What distinguishes the task."""
         return TASKS[self.model.task]
+
+    @property
+    def imitates(self) -> bool:
+        """Whether outputs of a teacher, which are computed without dropout, are imitated."""
+        return any(getattr(self.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
 
     @property
     def unit(self) -> str:

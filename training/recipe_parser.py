@@ -17,9 +17,7 @@ from hf_linear_attention._common.command_line import Parser, given_options, type
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.options import (
-    COUNT,
     built,
-    facts_of,
     kinds_of,
     option,
     out_of_bounds,
@@ -37,10 +35,8 @@ from hf_linear_attention.training.data.file_checks import (
 )
 from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.presets import (
-    BLOCK_SIZE,
     Preset,
     Stage,
-    is_transfer,
     load_preset,
     preset_names,
     stage_runs,
@@ -54,7 +50,6 @@ from hf_linear_attention.training.recipe import (
     TRANSFER_WEIGHTS,
     Recipe,
     parse_dims,
-    parse_layer_numbers,
 )
 from hf_linear_attention.training.tasks import RETRIEVAL
 from hf_linear_attention.training.tracking import tracker_problems
@@ -83,9 +78,6 @@ def fill_defaults(recipe: Recipe) -> None:
     for name, use in suggested.items():
         if getattr(recipe.objective, name) is None:
             setattr(recipe.objective, name, float(use))
-    if recipe.objective.disable_dropout is None:  # the teacher's outputs are computed without dropout
-        weights = (getattr(recipe.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
-        recipe.objective.disable_dropout = any(weights)
 
 
 def find_problems(recipe: Recipe) -> list[str]:
@@ -95,7 +87,6 @@ def find_problems(recipe: Recipe) -> list[str]:
         _checkpoints,
         _files,
         _data_folder,
-        _streaming,
         _caching,
         _columns,
         _objectives,
@@ -150,7 +141,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
             )
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
-            yield from file_problems(path, columns, data.on_bad_rows == "skip", column_instead(recipe))
+            yield from file_problems(path, columns, column_instead(recipe))
     if recipe.task_options.retrieval_file is not None:
         try:
             check_retrieval_file(recipe.task_options.retrieval_file)
@@ -178,43 +169,11 @@ def _data_folder(recipe: Recipe) -> Iterator[str]:
             return
         for path in files:
             if Path(path).suffix in FILE_TYPES:
-                yield from file_problems(path, columns, recipe.data.on_bad_rows == "skip", column_instead(recipe))
-
-
-def _streaming(recipe: Recipe) -> Iterator[str]:
-    if not recipe.data.streaming:
-        return
-    if recipe.data.join_documents:
-        yield "`--join_documents` and `--streaming` exclude each other; drop one of them"
-    if recipe.task_options.group_by_length:
-        yield "`--group_by_length` needs the lengths of all texts, which `--streaming` does not know; drop one of them"
-    if not recipe.task.reads_running_text:
-        yield f"`--streaming` reads text without labels; drop it for `--task {recipe.model.task}`"
-    if (recipe.data.train_file or "").endswith(".txt"):
-        yield (
-            f"`--streaming` reads rows, but {recipe.data.train_file} is one text; use .jsonl, .csv, .tsv or "
-            "`--dataset_name`"
-        )
-    limits = {"num_train_epochs", "max_train_tokens"} & recipe.given
-    if limits or recipe.optimization.max_train_steps is None:
-        yield (
-            "`--streaming` reads data of unknown length; give `--max_train_steps`, and neither `--num_train_epochs` "
-            "nor `--max_train_tokens`"
-        )
+                yield from file_problems(path, columns, column_instead(recipe))
 
 
 def _caching(recipe: Recipe) -> Iterator[str]:
-    objective = recipe.objective
-    if objective.cache_teacher is None:
-        return
-    if recipe.data.streaming:
-        yield "`--cache_teacher` numbers the rows, which `--streaming` does not know; drop one of them"
-    if recipe.model.offload_folder is not None:
-        yield "`--cache_teacher` reads all weights, which `--offload_folder` keeps on disk; drop one of them"
-    if any(getattr(objective, name) for name in TRANSFER_WEIGHTS):
-        if not objective.disable_dropout:
-            yield "`--cache_teacher` keeps outputs without dropout; drop it, or drop `--disable_dropout false`"
-    elif not any(getattr(objective, name) for name in TEACHER_WEIGHTS):
+    if recipe.objective.cache_teacher is not None and not recipe.imitates:
         yield f"`--cache_teacher` needs an objective with a teacher: give one of {', '.join(TEACHER_WEIGHTS)}"
 
 
@@ -230,11 +189,6 @@ def _columns(recipe: Recipe) -> Iterator[str]:
     best = str(recipe.run.metric_for_best_model)
     if best.removeprefix("eval_") in RETRIEVAL and recipe.task_options.retrieval_file is None:
         yield f"`--metric_for_best_model {best}` needs a `--retrieval_file`; give one"
-    if data.max_eval_chars is not None and not (data.validation_file or "").endswith(".txt"):
-        yield (
-            f"`--max_eval_chars` needs a .txt `--validation_file`, got {data.validation_file}; give one, or use "
-            "`--max_eval_tokens`"
-        )
 
 
 def _objectives(recipe: Recipe) -> Iterator[str]:
@@ -317,16 +271,12 @@ def _folder(recipe: Recipe) -> Iterator[str]:
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    """Check the texts that name several numbers, and the regular expression."""
-    layers, pattern = recipe.objective.transfer_layers, recipe.model.freeze_pattern
-    for read in (
-        lambda: parse_layer_numbers("0" if layers is None else layers),
-        lambda: parse_dims(recipe.task_options.matryoshka_dims),
-    ):
-        try:
-            read()
-        except ValueError as error:
-            yield str(error)
+    """Check the text that names several numbers, and the regular expression."""
+    pattern = recipe.model.freeze_pattern
+    try:
+        parse_dims(recipe.task_options.matryoshka_dims)
+    except ValueError as error:
+        yield str(error)
     try:
         re.compile(pattern or "")
     except re.error as error:
@@ -342,7 +292,7 @@ def _selection(recipe: Recipe) -> Iterator[str]:
             f"choose one of {', '.join(allowed)}"
         )
     library = missing_library(recipe.model.task, name)
-    if library is not None and (run.metric_for_best_model or run.load_best_model_at_end or run.early_stopping_patience):
+    if library is not None and (run.metric_for_best_model or run.load_best_model_at_end):
         yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
     if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
         yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
@@ -367,11 +317,6 @@ class PresetArguments:
 
     preset: str | None = option(
         f"Preset of several training stages ({', '.join(preset_names())}), which share max_train_tokens.", None
-    )
-    layers_per_block: int | None = option(
-        "With --preset: run the attention transfer of this many layers at a time, for models larger than memory.",
-        None,
-        bounds=COUNT,
     )
 
 
@@ -406,8 +351,6 @@ def parse_options(argv: Sequence[str], description: str | None = None) -> Recipe
         preset = load_preset(name)
         check_stages(preset, given)
         return preset, given
-    if BLOCK_SIZE in given:
-        raise UsageError(f"`--{BLOCK_SIZE}` needs `--preset`; for a single stage, give `--transfer_layers` instead")
     return make_recipe(given)
 
 
@@ -450,8 +393,6 @@ def check_stages(preset: Preset, given: dict[str, Any]) -> None:
     """
     given |= typed_options(given, kinds_of(*GROUPS, PresetArguments), gone=GONE)
     built(GROUPS, given)  # refuses what is missing
-    if problems := list(out_of_bounds(facts_of(PresetArguments), {"preset": None, BLOCK_SIZE: None, **given})):
-        raise UsageError(*problems)
     runs = stage_runs(preset, given)
     if unused := _unused(given, runs):
         place = f"has no effect in any stage of `--preset {preset.name}`; drop it"
@@ -468,6 +409,4 @@ def _unused(given: Mapping[str, Any], runs: Sequence[tuple[Stage, Mapping[str, A
     """The given options that no stage uses. A teacher may be given even if no stage learns from it."""
     taken = {name for _, options in runs for name in options} | {"teacher_name_or_path"}
     taken |= {name for name, fact in FACTS.items() if fact.is_per_stage}
-    if any(is_transfer(stage) for stage, _ in runs):
-        taken.add(BLOCK_SIZE)
     return [name for name, value in given.items() if value is not None and name not in taken]

@@ -27,9 +27,8 @@ from hf_linear_attention.training.checkpoints import (
     save_final,
     whole_weights,
 )
-from hf_linear_attention.training.data.batches import Stream, stream_of
+from hf_linear_attention.training.data.batches import stream_of
 from hf_linear_attention.training.data.inputs import (
-    StreamedExamples,
     TrainInputs,
     keeps_documents_apart,
     sequences_per_step,
@@ -91,10 +90,10 @@ def _run(
         data = load_data(recipe, processor)
     objectives = build_objectives(recipe) if data.train is not None else {}
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
-    source = None if recipe.model.trains_beside else checkpoint
+    source = None if recipe.model.use_peft else checkpoint
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
     shards = (accelerator.is_fsdp2 or uses_deepspeed(accelerator)) and data.train is not None
-    if recipe.model.offload_folder is None and not shards:  # shards are moved to the device when they are made
+    if not shards:  # shards are moved to the device when they are made
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
     context = RunContext(
@@ -113,7 +112,7 @@ def _run(
     with ending(accelerator):
         if data.train is None:
             return context.evaluate(0, 0)
-        return _train(context, data.train, objectives, checkpoint, data.skipped)
+        return _train(context, data.train, objectives, checkpoint)
 
 
 @contextmanager
@@ -192,14 +191,13 @@ def _teacher(
 
 def _train(
     context: RunContext,
-    examples: Examples | StreamedExamples,
+    examples: Examples,
     objectives: dict[str, tuple[float, Objective]],
     checkpoint: Path | None,
-    skipped: dict[str, int],
 ) -> dict[str, float]:
     recipe, accelerator = context.recipe, context.accelerator
     inputs = _train_inputs(context, examples)
-    if recipe.objective.disable_dropout:
+    if recipe.imitates:
         disable_dropout(context.student)
     if recipe.optimization.gradient_checkpointing:
         checkpoint_gradients(context.student)
@@ -218,24 +216,18 @@ def _train(
     weights = whole_weights(context.student, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
         done = {"steps": state.step, recipe.unit: state.tokens, "processes": accelerator.num_processes}
-        done |= {"skipped_rows": skipped} if skipped else {}
         save_final(recipe, context.student, context.processor, recipe.summary() | done, figures, weights)
     accelerator.wait_for_everyone()
     return figures
 
 
-def _train_inputs(context: RunContext, examples: Examples | StreamedExamples) -> TrainInputs:
+def _train_inputs(context: RunContext, examples: Examples) -> TrainInputs:
     recipe, processor = context.recipe, context.processor
-    source: Stream | StreamedExamples
-    if isinstance(examples, StreamedExamples):
-        examples.is_packed = examples.is_packed and _can_pack(context)
-        source = examples
-    else:
-        if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(context):
-            examples = examples.unpacked()
-        recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
-        together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
-        source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
+    if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(context):
+        examples = examples.unpacked()
+    recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
+    together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
+    source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
     return TrainInputs(source, recipe, context.accelerator, context.pad_token_id)
 
 

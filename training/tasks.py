@@ -29,7 +29,7 @@ class Task:
         text_column: the column with the text, unless `--text_column_name` is given.
         pair_column: the column with a second text, unless `--text_pair_column_name` is given.
         label_columns: the names that the column of labels may have, unless `--label_column_name` is given.
-        reads_running_text: whether a .txt file can be used, and rows can be streamed.
+        reads_running_text: whether a .txt file can be used.
         generates: whether an evaluation can generate text (`--predict_with_generate`).
         compares: whether an evaluation compares the predictions with those of the teacher.
     """

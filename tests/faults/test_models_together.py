@@ -25,10 +25,6 @@ ASKED = {
     "a pattern for nothing": (["--freeze_pattern", "nothing"], "freeze_pattern"),
     "a pattern for everything": (["--freeze_pattern", "."], "freeze_pattern"),
     "no learned mechanism": (["--trainable", "mechanism"], "trainable mechanism"),
-    "layers that are not there": (
-        ["--transfer_layers", "9", "--attention_transfer_weight", 1, "--trainable", "mechanism"], "transfer_layers",
-    ),
-    "no offloading to a file": (["--offload_folder", "images/config.json"], ""),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def causal(llama_teacher: str, files: Path, tmp_path: Path) -> list[Any]:
     folder = tmp_path / "converted"
     converted(llama_teacher).save_pretrained(folder)
     AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(folder)
-    data = ["--train_file", files / "train.jsonl", "--validation_file", files / "valid.txt", "--max_eval_samples", 3]
+    data = ["--train_file", files / "train.jsonl", "--validation_file", files / "valid.txt", "--max_eval_tokens", 60]
     sizes = ["--max_length", 32, "--learning_rate", "1e-2", "--use_peft", "--lora_target_modules", "attention"]
     return ["--model_name_or_path", folder, "--task", "causal_lm", *data, *sizes]
 

@@ -147,7 +147,7 @@ def test_resuming_another_run_is_refused(
 
 
 def test_resuming_a_finished_run_trains_no_further(finetune, causal: list[str], tmp_path: Path) -> None:
-    small = ["--max_train_steps", 2, "--checkpointing_steps", 2, "--max_eval_samples", 2]
+    small = ["--max_train_steps", 2, "--checkpointing_steps", 2, "--max_eval_tokens", 40]
     finetune(*causal, *small)
     before = weights(tmp_path / "out")
     events = finetune(*causal, *small, "--resume_from_checkpoint", "latest")
@@ -156,7 +156,7 @@ def test_resuming_a_finished_run_trains_no_further(finetune, causal: list[str], 
 
 
 def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llama_teacher: str, tmp_path: Path) -> None:
-    teacher = ["--teacher_name_or_path", llama_teacher, "--mixed_precision", "bf16", "--max_eval_samples", 2]
+    teacher = ["--teacher_name_or_path", llama_teacher, "--mixed_precision", "bf16", "--max_eval_tokens", 40]
     events = finetune(*causal, *teacher, "--max_train_steps", 20, "--learning_rate", "1e-2", "--logging_steps", 5)
     assert losses(events)[-1]["loss"] < losses(events)[0]["loss"]
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.float32}
@@ -170,10 +170,10 @@ def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], cap
 
 
 def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_path: Path) -> None:
-    small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_samples", 1]
+    small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_tokens", 20]
     finetune(*causal, *small)
     (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
-    events = finetune(*causal, "--max_train_steps", 1, "--max_eval_samples", 1, "--overwrite_output_dir")
+    events = finetune(*causal, "--max_train_steps", 1, "--max_eval_tokens", 20, "--overwrite_output_dir")
     assert [event["step"] for event in events] == [0, 1, 1]
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     assert (tmp_path / "out" / "notes.txt").exists()
@@ -228,7 +228,7 @@ def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert: str, 
 
 
 def test_tokens_limit_the_run(finetune, causal: list[str]) -> None:
-    events = finetune(*causal, "--max_train_tokens", 1000, "--max_eval_samples", 1, "--logging_steps", 1)
+    events = finetune(*causal, "--max_train_tokens", 1000, "--max_eval_tokens", 20, "--logging_steps", 1)
     tokens = [event["tokens"] for event in losses(events)]
     assert tokens[-2] < 1000 <= tokens[-1]
 
@@ -284,18 +284,3 @@ def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama
         assert group["weight_decay"] == (0.1 if group["params"][0].dim() > 1 else 0)
         assert len({p.dim() > 1 for p in group["params"]}) == 1
     assert sum(len(group["params"]) for group in groups(trainable="mechanism")) == 2
-
-
-def test_skipped_rows_are_counted_in_report_and_card(finetune, llama: str, texts: list[str], tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text}) for text in texts[:9]]
-    bad = ["not JSON", json.dumps({"text": None}), ""]  # an empty line is no row
-    (tmp_path / "some.jsonl").write_text("\n".join([*lines, *bad]), encoding="utf-8")
-    (tmp_path / "valid.csv").write_text("label,text\n1,one text\n2,another\n", encoding="utf-8")
-    options = ["--train_file", tmp_path / "some.jsonl", "--validation_file", tmp_path / "valid.csv"]
-    finetune(
-        *["--model_name_or_path", llama, "--task", "causal_lm", *options, "--on_bad_rows", "skip"],
-        *["--max_train_steps", 1, "--max_length", 32],
-    )
-    report = json.loads((tmp_path / "out" / "training_report.json").read_text(encoding="utf-8"))
-    assert report["runs"][-1]["training"]["skipped_rows"] == {"train": 2}
-    assert "| skipped_rows.train | 2 |" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

@@ -66,9 +66,6 @@ from hf_linear_attention.training.tracking import METRICS, plot_metrics
 logger = logging.getLogger(__name__)
 
 
-SHARD_SIZE = "2GB"  # size of a file of an offloaded model; the tensors of one file are in memory together
-
-
 def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Save `model` with `save_pretrained`, with adapters merged into a copy of their weights.
 
@@ -81,8 +78,6 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] 
                 model.save_pretrained(folder, state_dict=weights)
         elif any(ADAPTER in name for name, _ in model.named_parameters()):
             model.save_pretrained(folder, state_dict=merged_state_dict(model))
-        elif is_offloaded(model):
-            model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         else:
             model.save_pretrained(folder)
 
@@ -118,11 +113,6 @@ class TrainedParameters:
             parameters[name].copy_(value)
 
 
-def is_offloaded(model: PreTrainedModel) -> bool:
-    """Whether some weights of the model are on disk (`--offload_folder`)."""
-    return "disk" in (getattr(model, "hf_device_map", None) or {}).values()
-
-
 STATE_FILE = "trainer_state.json"
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
 # Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
@@ -136,7 +126,7 @@ class TrainingState:
     """The progress of a run.
 
     `sums` are the sums over all processes since the last log line, and `steps_in_sums` is the number of their steps.
-    `best` holds the step and the figures of the best evaluation; `evaluations_since_best` counts those after it.
+    `best` holds the step and the figures of the best evaluation.
     """
 
     step: int = 0
@@ -144,7 +134,6 @@ class TrainingState:
     sums: dict[str, float] = field(default_factory=dict)
     steps_in_sums: int = 0
     best: dict[str, Any] = field(default_factory=dict)
-    evaluations_since_best: int = 0
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
@@ -175,7 +164,8 @@ def damage_of(checkpoint: Path) -> str | None:
     if not isinstance(state, dict) or not isinstance(recipe, dict):
         return f"{STATE_FILE} has no `state` or no `recipe`"
     known = {entry.name: getattr(TrainingState(), entry.name) for entry in dataclasses.fields(TrainingState)}
-    wrong = [name for name, value in state.items() if name not in known or type(value) is not type(known[name])]
+    # Earlier versions counted more.
+    wrong = [name for name, value in state.items() if name in known and type(value) is not type(known[name])]
     counts = [state.get(name) for name, value in known.items() if isinstance(value, int)]
     if wrong or not all(type(count) is int and count >= 0 for count in counts):
         return f"`state` in {STATE_FILE} is not the progress of a run"
@@ -298,14 +288,15 @@ class Checkpointer:
         """
         content = read_json(checkpoint / STATE_FILE)
         changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
-        state = TrainingState(**content["state"])
+        names = {entry.name for entry in dataclasses.fields(TrainingState)}
+        state = TrainingState(**{name: value for name, value in content["state"].items() if name in names})
         if changed.evaluation and state.best:
             logger.warning(
                 "the best evaluation so far (step %d) cannot be compared with later ones (%s): the best is chosen "
-                "among the later ones, and patience is counted from here",
+                "among the later ones",
                 *(state.best["step"], "; ".join(changed.evaluation)),
             )
-            state.best, state.evaluations_since_best = {}, 0
+            state.best = {}
         return state
 
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Checks of data files before anything else is done: that they can be read as a whole, and have the columns in use.
 
 `datasets` reads many damaged files without a word: a table whose rows have more fields than the header gets its columns
-shifted, for example. Rows that are merely unusable are for `--on_bad_rows` (`rows.py`).
+shifted, for example. Rows that are merely unusable are refused later (`rows.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_data_file(path: str, columns: Mapping[str, str | None], instead: str |
     Raises:
         UsageError: naming everything that is wrong with it.
     """
-    if problems := file_problems(path, columns, instead=instead):
+    if problems := file_problems(path, columns, instead):
         raise UsageError(*problems)
 
 
@@ -84,16 +84,14 @@ def column_instead(recipe: Recipe) -> str | None:
     return MESSAGES if recipe.model.task == "causal_lm" and "text_column_name" not in recipe.given else None
 
 
-def file_problems(
-    path: str, columns: Mapping[str, str | None], skips_bad_rows: bool = False, instead: str | None = None
-) -> list[str]:
+def file_problems(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> list[str]:
     """One sentence for everything wrong with a file that must have `columns`, named by options, or else `instead`."""
     if os.path.expandvars(path) != path:
         return [f"{path}: `datasets` would replace the variable in this name; rename the file"]
     try:
         require_file(Path(path))
         state = Path(path).stat()
-        names = _columns(path, skips_bad_rows, state.st_size, state.st_mtime_ns)
+        names = _columns(path, state.st_size, state.st_mtime_ns)
     except UsageError as error:
         return list(error.problems)
     if names is None:
@@ -129,8 +127,8 @@ def check_retrieval_file(path: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _columns(path: str, skips_bad_rows: bool, size: int, changed: int) -> list[str] | None:
-    """The columns of a file, or None if it has none or they cannot be known.
+def _columns(path: str, size: int, changed: int) -> list[str] | None:
+    """The columns of a file, or None if it has none.
 
     `size` and `changed` stand for its content, so that it is read only once.
     """
@@ -143,7 +141,7 @@ def _columns(path: str, skips_bad_rows: bool, size: int, changed: int) -> list[s
         raise UsageError(f"{path} is empty; check the file")
     if path.endswith(".parquet"):
         return _parquet_columns(path)
-    return _json_columns(path, skips_bad_rows) if path.endswith(".jsonl") else _table_columns(path)
+    return _json_columns(path) if path.endswith(".jsonl") else _table_columns(path)
 
 
 def _parquet_columns(path: str) -> list[str]:
@@ -158,10 +156,10 @@ def _parquet_columns(path: str) -> list[str]:
     return list(file.schema_arrow.names)
 
 
-def _json_columns(path: str, skips_bad_rows: bool) -> list[str] | None:
-    """The columns of the first object, or None if it is bad and will be skipped; other lines may be bad rows."""
+def _json_columns(path: str) -> list[str]:
+    """The columns of the first object; other lines may be bad rows."""
     first = None
-    for line in _decoded(path, "replace" if skips_bad_rows else "strict"):
+    for line in _decoded(path):
         if first is None and line.strip():
             try:
                 first = json.loads(line)
@@ -173,9 +171,7 @@ def _json_columns(path: str, skips_bad_rows: bool) -> list[str] | None:
         first = first[0]
     if isinstance(first, dict):
         return list(first)
-    if not skips_bad_rows:
-        raise UsageError(f"{path}: its first row is not a JSON object; give one object per line")
-    return None
+    raise UsageError(f"{path}: its first row is not a JSON object; give one object per line")
 
 
 def _table_columns(path: str) -> list[str]:
@@ -206,12 +202,12 @@ def _table_columns(path: str) -> list[str]:
     return header
 
 
-def _decoded(path: str, errors: str = "strict") -> Iterator[str]:
+def _decoded(path: str) -> Iterator[str]:
     """The lines of a file in UTF-8, without a byte order mark."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8", errors)
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise UsageError(f"{path}: line {number} is not UTF-8 ({error.reason}); save it as UTF-8") from error
             if "\0" in text:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import Example, Examples, Part, Tokens, finished
-from hf_linear_attention.training.data.rows import class_labels, folder_of, require_column, without_bad
+from hf_linear_attention.training.data.rows import class_labels, folder_of, refuse_bad, require_column
 
 
 class Images:
@@ -45,7 +45,7 @@ class Images:
 
 
 def image_examples(part: Part) -> Examples:
-    """The images of the usable rows of one split, as examples.
+    """The images of the rows of one split, as examples.
 
     Raises:
         DataError: if there are none, or their labels cannot be used.
@@ -54,11 +54,11 @@ def image_examples(part: Part) -> Examples:
     return finished(Images(part, labels), part)
 
 
-def usable_images(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones, which have no image that can be opened or, where there are labels, no label.
+def check_images(part: Part) -> None:
+    """Refuse rows that have no image that can be opened or, where there are labels, no label.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or no column with the images.
+        DataError: if there are any, or no column with the images.
     """
     recipe, rows, data = part.recipe, part.rows, part.recipe.data
     labelled = recipe.task.logits is not None and data.label_column_name in rows.column_names
@@ -70,7 +70,7 @@ def usable_images(part: Part) -> datasets.Dataset:
     for number, label in enumerate(rows[data.label_column_name] if labelled else ()):
         if label is None:
             bad.setdefault(number, f"`{data.label_column_name}` is missing")
-    return without_bad(rows, bad, data, part.split)
+    refuse_bad(bad, data, part.split)
 
 
 def _problem(value: Any, root: Path) -> str | None:

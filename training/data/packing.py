@@ -176,12 +176,12 @@ class FirstExamples:
         return self.examples[index]
 
 
-def shorten(examples: Examples, max_samples: int | None, max_tokens: int | None) -> Examples:
-    """The first examples: at most `max_samples`, and no more than are needed to reach `max_tokens` tokens."""
-    count = len(examples) if max_samples is None else min(max_samples, len(examples))
-    if max_tokens is not None:
-        reached = np.flatnonzero(np.cumsum(examples.lengths) >= max_tokens)
-        count = min(count, int(reached[0]) + 1) if len(reached) else count
+def shorten(examples: Examples, max_tokens: int | None) -> Examples:
+    """The first examples: no more than are needed to reach `max_tokens` tokens."""
+    if max_tokens is None:
+        return examples
+    reached = np.flatnonzero(np.cumsum(examples.lengths) >= max_tokens)
+    count = int(reached[0]) + 1 if len(reached) else len(examples)
     return examples if count == len(examples) else FirstExamples(examples, count)
 
 
@@ -207,14 +207,14 @@ class Part:
 
 
 def finished(examples: Examples, part: Part) -> Examples:
-    """The examples of a split, of which an evaluation uses only the first (`--max_eval_samples`, `--max_eval_tokens`).
+    """The examples of a split, of which an evaluation uses only the first (`--max_eval_tokens`).
 
     Raises:
         DataError: if there are none.
     """
     recipe, split = part.recipe, part.split
     if split == "validation":
-        examples = shorten(examples, recipe.data.max_eval_samples, recipe.data.max_eval_tokens)
+        examples = shorten(examples, recipe.data.max_eval_tokens)
     if len(examples) == 0:
         what = {"text": "text", "images": "image", "sound": "recording"}[recipe.task.inputs]
         raise DataError(f"the {split} data holds no {what}; check the file or folder and its columns")

@@ -2,8 +2,8 @@
 
     answers: {"text": ["Paris", "in Paris"], "answer_start": [120, 117]}       (both empty: the context has no answer)
 
-A context that is too long becomes several examples, which share `--doc_stride` tokens. The labels are the places of the
-first and the last token of the first answer, or 0 and 0 in an example that does not hold all of it.
+A context that is too long becomes several examples, which overlap. The labels are the places of the first and the last
+token of the first answer, or 0 and 0 in an example that does not hold all of it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import datasets
 import numpy as np
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import Documents, Examples, Part, Tokens, finished
-from hf_linear_attention.training.data.rows import bad_text, require_column, without_bad
+from hf_linear_attention.training.data.rows import bad_text, refuse_bad, require_column
 from hf_linear_attention.training.data.texts import require_fast
 from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
 
-DEFAULT_STRIDE = 128
+STRIDE = 128  # tokens that the parts of a context share, or a quarter of `--max_length` if that is less
 
 
 class Questions(Documents):
@@ -84,11 +83,11 @@ def _ends(offsets: Sequence[tuple[int, int]], context_mask: Tokens, answers: dic
     return np.array([begun[-1], ended[0]], np.int64)
 
 
-def usable_questions(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones, which lack a text or have an answer that is not in its context.
+def check_questions(part: Part) -> None:
+    """Refuse rows that lack a text or have an answer that is not in its context.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or columns are missing.
+        DataError: if there are any, or columns are missing.
     """
     recipe, rows, split = part.recipe, part.rows, part.split
     needs_answers = split == "validation" or bool(recipe.objective.task_loss_weight)
@@ -106,7 +105,7 @@ def usable_questions(part: Part) -> datasets.Dataset:
         for number, (context, answers) in enumerate(zip(rows["context"], rows["answers"], strict=True)):
             if number not in bad and (problem := _answer_problem(context, answers)) is not None:
                 bad[number] = problem
-    return without_bad(rows, bad, recipe.data, split)
+    refuse_bad(bad, recipe.data, split)
 
 
 def _answer_problem(context: str, answers: Any) -> str | None:
@@ -130,15 +129,14 @@ def question_examples(part: Part) -> Examples:
     require_fast(tokenizer, "the characters of a token")
     for name in QUESTION_COLUMNS[:2]:
         require_column(rows, name, name)
-    stride = part.recipe.task_options.doc_stride
-    stride = min(DEFAULT_STRIDE, max_length // 4) if stride is None else stride
+    stride = min(STRIDE, max_length // 4)
     contexts, questions = list(rows["context"]), [text.strip() for text in rows["question"]]
     room = max_length - stride - tokenizer.num_special_tokens_to_add(pair=True)
     lengths = tokenizer(questions, add_special_tokens=False, return_attention_mask=False, return_length=True)["length"]
     if (longest := max(lengths, default=0)) >= room:
         raise DataError(
-            f"a question in the {part.split} data has {longest} tokens, but with `--max_length` {max_length} and "
-            f"`--doc_stride` {stride} only {room - 1} fit; change them, or shorten the question"
+            f"a question in the {part.split} data has {longest} tokens, but with `--max_length` {max_length} "
+            f"only {room - 1} fit; raise it, or shorten the question"
         )
     found = tokenizer(
         questions,

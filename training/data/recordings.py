@@ -24,7 +24,7 @@ from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.attention.transformers_internals import count_frames
 from hf_linear_attention.training.data.packing import Example, Examples, Part, Tokens, finished
 from hf_linear_attention.training.data.processors import load_config
-from hf_linear_attention.training.data.rows import bad_text, folder_of, require_column, without_bad
+from hf_linear_attention.training.data.rows import bad_text, folder_of, refuse_bad, require_column
 from hf_linear_attention.training.data.texts import target_tokens
 from hf_linear_attention.training.models import empty_model
 from hf_linear_attention.training.recipe import Recipe
@@ -164,11 +164,11 @@ def longest_of(extractor: Any) -> int | None:
     return getattr(extractor, "n_samples", None)
 
 
-def usable_recordings(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones: recordings that cannot be read or are too long, and texts that are none or too long.
+def check_recordings(part: Part) -> None:
+    """Refuse recordings that cannot be read or are too long, and texts that are none or too long.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or a column is missing.
+        DataError: if there are any, or a column is missing.
         SetupError: if soundfile is missing.
     """
     try:
@@ -206,7 +206,7 @@ def usable_recordings(part: Part) -> datasets.Dataset:
             if found < needed[number]:
                 what = f"{max(found, 0)} frames, but {needed[number]} are needed"
                 bad.setdefault(number, f"`{column}` is too short: the model makes {what}")
-    return without_bad(rows, bad, recipe.data, part.split)
+    refuse_bad(bad, recipe.data, part.split)
 
 
 def frames_needed(tokens: Sequence[int]) -> int:
@@ -215,7 +215,7 @@ def frames_needed(tokens: Sequence[int]) -> int:
 
 
 def recording_examples(part: Part) -> Examples:
-    """The recordings of the usable rows of one split; targets of a decoder are cut to `max_length` tokens.
+    """The recordings of the rows of one split; targets of a decoder are cut to `max_length` tokens.
 
     Raises:
         DataError: if there are none, or the tokenizer has tokens that the model does not know.

@@ -1,4 +1,4 @@
-"""Reading of files and of `datasets` data sets as rows, unusable rows (`--on_bad_rows`), and the labels of rows."""
+"""Reading of files and of `datasets` data sets as rows, the refusal of bad rows, and the labels of rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None =
             default, a column of texts and whatever stands beside them.
 
     Raises:
-        DataError: if a file cannot be read, or a .jsonl has lines that are not objects and may not be skipped.
+        DataError: if a file cannot be read, or a .jsonl has lines that are not objects.
     """
     path = path_of(data, split)
     if path is not None:
@@ -77,8 +77,9 @@ def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None =
 
 
 def _read_line_by_line(path: str, data: DataArguments, kinds: Mapping[str, Any] | None) -> datasets.Dataset:
-    """The good lines of a .jsonl that cannot be read at once, with the columns that are used."""
-    good, bad = [], []
+    """The lines of a .jsonl that cannot be read at once, with the columns that are used."""
+    good: list[dict[str, Any]] = []
+    bad: list[str] = []
     if kinds is None:
         beside = [name for name in (data.text_pair_column_name, data.label_column_name) if name is not None]
         kinds = {data.text_column_name: str, **dict.fromkeys(beside, object)}
@@ -99,7 +100,7 @@ def _read_line_by_line(path: str, data: DataArguments, kinds: Mapping[str, Any] 
                 bad.append(f"line {number}: {wrong[0]}")
             else:
                 good.append({name: row[name] for name in kinds if name in row})
-    report(bad, path, data)
+    _refuse(bad, path)
     try:
         return datasets.Dataset.from_list(good)
     except (ValueError, TypeError) as error:  # pyarrow's errors are both
@@ -108,11 +109,11 @@ def _read_line_by_line(path: str, data: DataArguments, kinds: Mapping[str, Any] 
         ) from error
 
 
-def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> datasets.Dataset:
-    """`rows` without the bad ones, which lack a text or, with `labelled`, have an empty text or no label.
+def check_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> None:
+    """Refuse rows that lack a text or, with `labelled`, have an empty text or no label.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or no column with the texts.
+        DataError: if there are any, or no column with the texts.
     """
     columns = [name for name in (data.text_column_name, data.text_pair_column_name) if name is not None]
     for option, name in zip(("text_column_name", "text_pair_column_name"), columns):
@@ -128,7 +129,7 @@ def usable_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelle
     for number, label in enumerate(labels or ()):
         if label is None or label == "":
             bad.setdefault(number, f"`{data.label_column_name}` is missing")
-    return without_bad(rows, bad, data, split)
+    refuse_bad(bad, data, split)
 
 
 def require_column(rows: datasets.Dataset, option: str, name: str) -> None:
@@ -141,26 +142,16 @@ def require_column(rows: datasets.Dataset, option: str, name: str) -> None:
         raise DataError(f"`--{option} {name}` is not a column; the data has {', '.join(rows.column_names)}")
 
 
-def without_bad(rows: datasets.Dataset, bad: dict[int, str], data: DataArguments, split: str) -> datasets.Dataset:
-    """`rows` without those in `bad`, which maps the number of a row to its problem.
+def refuse_bad(bad: dict[int, str], data: DataArguments, split: str) -> None:
+    """Refuse the rows in `bad`, which maps the number of a row to its problem.
 
     Raises:
-        DataError: if there are bad rows and they may not be skipped.
+        DataError: if there are any.
     """
-    if not bad:
-        return rows
-    source = path_of(data, split) or f"{data.dataset_name}, {split}"
-    places = dict(zip(sorted(bad), _places(path_of(data, split), sorted(bad)), strict=True))
-    report([f"{places[number]}: {bad[number]}" for number in sorted(bad)], source, data)
-    return rows.select([number for number in range(len(rows)) if number not in bad])
-
-
-def count_skipped(rows: datasets.Dataset, usable: datasets.Dataset, data: DataArguments, split: str) -> int:
-    """The number of rows in the data of a split, including lines that could not be read, that are not `usable`."""
-    path = path_of(data, split)
-    if data.on_bad_rows == "skip" and path is not None and path.endswith(".jsonl"):
-        return sum(1 for _ in _lines(path)) - len(usable)
-    return len(rows) - len(usable)
+    if bad:
+        path = path_of(data, split)
+        places = dict(zip(sorted(bad), _places(path, sorted(bad)), strict=True))
+        _refuse([f"{places[number]}: {bad[number]}" for number in sorted(bad)], path or f"{data.dataset_name}, {split}")
 
 
 def bad_text(column: str, value: Any) -> str:
@@ -168,18 +159,10 @@ def bad_text(column: str, value: Any) -> str:
     return f"`{column}` is {value!r}, not a text"
 
 
-def report(bad: list[str], source: str, data: DataArguments) -> None:
-    """Refuse bad rows, or warn that they are skipped, as `--on_bad_rows` says.
-
-    Raises:
-        DataError: if there are any and they may not be skipped.
-    """
-    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    text = f"{len(bad)} bad row(s) in {source}: {'; '.join(bad[:SHOWN])}{more}"
-    if bad and data.on_bad_rows == "raise":
-        raise DataError(f"{text}. Correct them, or skip them with `--on_bad_rows skip`")
+def _refuse(bad: list[str], source: str) -> None:
     if bad:
-        logger.warning("skipped %s", text)
+        more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        raise DataError(f"{len(bad)} bad row(s) in {source}: {'; '.join(bad[:SHOWN])}{more}. Correct or remove them")
 
 
 def _places(path: str | None, rows: list[int]) -> list[str]:

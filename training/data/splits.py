@@ -6,25 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import datasets
-from transformers import PreTrainedTokenizerBase
-
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.file_checks import column_instead
-from hf_linear_attention.training.data.images import image_examples, usable_images
-from hf_linear_attention.training.data.inputs import StreamedExamples
+from hf_linear_attention.training.data.images import check_images, image_examples
 from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
-from hf_linear_attention.training.data.questions import question_examples, usable_questions
-from hf_linear_attention.training.data.recordings import recording_examples, usable_recordings
-from hf_linear_attention.training.data.rows import count_skipped, label_names, load_rows, path_of
+from hf_linear_attention.training.data.questions import check_questions, question_examples
+from hf_linear_attention.training.data.recordings import check_recordings, recording_examples
+from hf_linear_attention.training.data.rows import label_names, load_rows, path_of
 from hf_linear_attention.training.data.texts import (
     build_examples,
+    check_language,
+    check_texts,
+    check_words,
     language_examples,
     target_examples,
-    usable_language,
-    usable_texts,
-    usable_words,
     word_examples,
 )
 from hf_linear_attention.training.models import class_mapping
@@ -34,12 +30,11 @@ from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
 @dataclass
 class Splits:
-    """The examples of both splits, the class index of every label, and the number of rows skipped in each split."""
+    """The examples of both splits, and the class index of every label."""
 
-    train: Examples | StreamedExamples | None
+    train: Examples | None
     validation: Examples | None
     classes: dict[str, int] | None
-    skipped: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -47,46 +42,46 @@ class Reader:
     """How the rows of a task become examples.
 
     Args:
-        usable: the rows of a split that are not bad.
+        check: refuses the bad rows of a split.
         examples: their examples.
         has_classes: whether the column of labels holds classes.
     """
 
-    usable: Callable[[Part], datasets.Dataset]
+    check: Callable[[Part], None]
     examples: Callable[[Part], Examples]
     has_classes: bool = False
 
 
-TEXT = Reader(usable_texts, build_examples)
+TEXT = Reader(check_texts, build_examples)
 # The tasks that are not here read texts (`TEXT`).
 READERS = {
-    "causal_lm": Reader(usable_language, language_examples),
-    "question_answering": Reader(usable_questions, question_examples),
-    "seq2seq_lm": Reader(usable_texts, target_examples),
-    "sequence_classification": Reader(usable_texts, build_examples, has_classes=True),
-    "token_classification": Reader(usable_words, word_examples, has_classes=True),
-    "image_classification": Reader(usable_images, image_examples, has_classes=True),
-    "image_embedding": Reader(usable_images, image_examples),
-    "speech_seq2seq": Reader(usable_recordings, recording_examples),
-    "ctc": Reader(usable_recordings, recording_examples),
+    "causal_lm": Reader(check_language, language_examples),
+    "question_answering": Reader(check_questions, question_examples),
+    "seq2seq_lm": Reader(check_texts, target_examples),
+    "sequence_classification": Reader(check_texts, build_examples, has_classes=True),
+    "token_classification": Reader(check_words, word_examples, has_classes=True),
+    "image_classification": Reader(check_images, image_examples, has_classes=True),
+    "image_embedding": Reader(check_images, image_examples),
+    "speech_seq2seq": Reader(check_recordings, recording_examples),
+    "ctc": Reader(check_recordings, recording_examples),
 }
 
 
-def _read(recipe: Recipe, processor: Processor, max_length: int, usable: Any) -> tuple[list[Part], dict[str, int]]:
-    """The usable rows of every split that exists, and the number of those skipped in each split that has any."""
-    splits = ("validation",) if recipe.data.streaming else ("train", "validation")
-    found = {split: rows for split in splits if (rows := load_rows(recipe.data, split, _kinds(recipe))) is not None}
+def _read(recipe: Recipe, processor: Processor, max_length: int, check: Callable[[Part], None]) -> list[Part]:
+    """The rows of every split that exists."""
+    found = {
+        split: rows
+        for split in ("train", "validation")
+        if (rows := load_rows(recipe.data, split, _kinds(recipe))) is not None
+    }
     if "label_column_name" not in recipe.given:
         present = {name for rows in found.values() for name in rows.column_names}
         named = [name for name in recipe.task.label_columns if name in present]
         recipe.data.label_column_name = named[0] if named else recipe.task.label_columns[0]
-    parts, skipped = [], {}
-    for split, rows in found.items():
-        part = Part(recipe, rows, split, processor, max_length)
-        parts.append(replace(part, rows=usable(part)))
-        if count := count_skipped(rows, parts[-1].rows, recipe.data, split):
-            skipped[split] = count
-    return parts, skipped
+    parts = [Part(recipe, rows, split, processor, max_length) for split, rows in found.items()]
+    for part in parts:
+        check(part)
+    return parts
 
 
 def _kinds(recipe: Recipe) -> dict[str, Any]:
@@ -131,9 +126,7 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
     reader, config = READERS.get(recipe.model.task, TEXT), load_config(recipe)
     fill_dims(recipe, config)
     max_length = sequence_length(recipe, processor, config)
-    parts, skipped = _read(recipe, processor, max_length, reader.usable)
+    parts = _read(recipe, processor, max_length, reader.check)
     classes = _classes(recipe, parts) if reader.has_classes else None
     examples: dict[str, Any] = {part.split: reader.examples(replace(part, classes=classes)) for part in parts}
-    if recipe.data.streaming and isinstance(processor, PreTrainedTokenizerBase):
-        return Splits(StreamedExamples(recipe, processor, max_length), examples.get("validation"), classes, skipped)
-    return Splits(examples.get("train"), examples.get("validation"), classes, skipped)
+    return Splits(examples.get("train"), examples.get("validation"), classes)

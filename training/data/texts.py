@@ -17,15 +17,14 @@ Rows of causal_lm may hold conversations instead, in the form of chat templates:
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning."}]}
 
-The tokenizer's chat template makes one text of a conversation. With `--loss_on answers`, only what the assistant says
-is learned, with the token that ends it. Conversations are not packed, and are cut to `--max_length` tokens.
+The tokenizer's chat template makes one text of a conversation. Only what the assistant says is learned, with the
+token that ends it. Conversations are not packed, and are cut to `--max_length` tokens.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -41,12 +40,12 @@ from hf_linear_attention.training.data.packing import (
     finished,
 )
 from hf_linear_attention.training.data.rows import (
+    check_rows,
     class_labels,
     pair_scores,
     path_of,
+    refuse_bad,
     require_column,
-    usable_rows,
-    without_bad,
 )
 from hf_linear_attention.training.data.tokenization import document_ends, joined, paragraphs, tokenize_texts
 from hf_linear_attention.training.tasks import MESSAGES
@@ -55,13 +54,12 @@ from hf_linear_attention.training.tasks import MESSAGES
 ASSISTANT = "assistant"
 
 
-def usable_texts(part: Part) -> datasets.Dataset:
-    """The rows that `build_examples` accepts: a .txt as it is, otherwise the rows that are not bad (`usable_rows`)."""
+def check_texts(part: Part) -> None:
+    """Refuse rows that `build_examples` does not accept (`check_rows`); a .txt is accepted as it is."""
     recipe, rows = part.recipe, part.rows
-    if _is_running_text(part):
-        return rows
-    column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
-    return usable_rows(rows, recipe.data, part.split, labelled and column in rows.column_names)
+    if not _is_running_text(part):
+        column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
+        check_rows(rows, recipe.data, part.split, labelled and column in rows.column_names)
 
 
 def _is_running_text(part: Part) -> bool:
@@ -69,17 +67,14 @@ def _is_running_text(part: Part) -> bool:
 
 
 def build_examples(part: Part) -> Examples:
-    """The examples of the usable rows of one split.
+    """The examples of the rows of one split.
 
     Raises:
         DataError: if the rows hold no text, or labels that cannot be used.
     """
     recipe, rows, tokenizer, max_length = part.recipe, part.rows, part.processor, part.max_length
     data, task, running_text = recipe.data, recipe.model.task, _is_running_text(part)
-    if running_text:
-        texts = ["".join(rows["text"])[: data.max_eval_chars if part.split == "validation" else None]]
-    else:
-        texts = list(rows[data.text_column_name])
+    texts = ["".join(rows["text"])] if running_text else list(rows[data.text_column_name])
     if task == "causal_lm":
         return finished(_causal_examples(part, texts, running_text), part)
     texts = paragraphs(texts[0]) if running_text else texts
@@ -131,7 +126,7 @@ def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
 
 
 def target_examples(part: Part) -> Examples:
-    """The sources and targets of the usable rows of one split, each cut to `max_length` tokens."""
+    """The sources and targets of the rows of one split, each cut to `max_length` tokens."""
     rows, data, tokenizer, max_length = part.rows, part.recipe.data, part.processor, part.max_length
     sources = tokenize_texts(list(rows[data.text_column_name]), tokenizer, truncation=True, max_length=max_length)
     targets = target_tokens(list(rows[str(data.text_pair_column_name)]), tokenizer, max_length)
@@ -162,11 +157,11 @@ def require_fast(tokenizer: PreTrainedTokenizerBase, lacks: str) -> None:
         )
 
 
-def usable_words(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones, which have no list of words or, where there are labels, not one for each word.
+def check_words(part: Part) -> None:
+    """Refuse rows that have no list of words or, where there are labels, not one for each word.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or no column with the words.
+        DataError: if there are any, or no column with the words.
     """
     rows, data = part.rows, part.recipe.data
     require_column(rows, "text_column_name", data.text_column_name)
@@ -177,7 +172,7 @@ def usable_words(part: Part) -> datasets.Dataset:
             bad[number] = f"`{data.text_column_name}` is {words!r}, not a list of words"
         elif labels is not None and (not isinstance(labels[number], list) or len(labels[number]) != len(words)):
             bad[number] = f"`{data.label_column_name}` has not one class for each of the {len(words)} words"
-    return without_bad(rows, bad, data, part.split)
+    refuse_bad(bad, data, part.split)
 
 
 def word_examples(part: Part) -> Examples:
@@ -213,23 +208,23 @@ def _is_conversation(part: Part) -> bool:
     return "text_column_name" not in part.recipe.given and MESSAGES in part.rows.column_names
 
 
-def usable_language(part: Part) -> datasets.Dataset:
-    """`rows` without the bad ones: those without a text or, for conversations, without an answer.
+def check_language(part: Part) -> None:
+    """Refuse rows without a text or, for conversations, without an answer.
 
     Raises:
-        DataError: if there are bad rows that may not be skipped, or an option is for conversations and there are
-            none.
+        DataError: if there are any, or `--predict_with_generate` is given and there are no conversations.
     """
     recipe, rows, split = part.recipe, part.rows, part.split
     if not _is_conversation(part):
-        if unused := sorted({"loss_on", "predict_with_generate"} & recipe.given):
+        if "predict_with_generate" in recipe.given:
             raise DataError(
-                f"`--{unused[0]}` is for conversations, but the {split} data has no column `{MESSAGES}`; it has "
-                f"{', '.join(rows.column_names)}"
+                f"`--predict_with_generate` is for conversations, but the {split} data has no column `{MESSAGES}`; it "
+                f"has {', '.join(rows.column_names)}"
             )
-        return usable_texts(part)
+        check_texts(part)
+        return
     bad = {number: text for number, row in enumerate(rows[MESSAGES]) if (text := _problem(row)) is not None}
-    return without_bad(rows, bad, recipe.data, split)
+    refuse_bad(bad, recipe.data, split)
 
 
 def _problem(messages: Any) -> str | None:
@@ -241,7 +236,7 @@ def _problem(messages: Any) -> str | None:
 
 
 def language_examples(part: Part) -> Examples:
-    """The conversations, or otherwise the texts, of the usable rows of one split.
+    """The conversations, or otherwise the texts, of the rows of one split.
 
     Raises:
         SetupError: if the tokenizer has no chat template or does not tell characters, or the template changes
@@ -269,9 +264,6 @@ def language_examples(part: Part) -> Examples:
         columns["labels"].append(np.where(is_answer, ids, IGNORED))
         columns["prompt_length"].append(int(begun[-1]))
         columns["loss_mask"].append(np.append(is_answer[1:], False).astype(np.int64))  # a logit predicts the next token
-    if part.recipe.task_options.loss_on == "all":
-        del columns["loss_mask"]
-        columns["labels"] = documents
     return finished(Documents(documents, **columns), part)
 
 
@@ -289,8 +281,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
         if not (text.startswith(after) and after.startswith(before)):
             raise SetupError(
                 "the chat template changes earlier messages when a conversation goes on, so the answers cannot be "
-                "found in it; give each answer as the last message of a row of its own, with `--loss_on all`, or "
-                "another template"
+                "found in it; give one answer in each row, or another template"
             )
         spans.append((len(before), len(after)))
     return text, spans

@@ -93,15 +93,6 @@ def joined(first: int | None, tokens: Tokens, last: int | None = None) -> Tokens
     return np.concatenate([before, tokens, after]).astype(np.int64)
 
 
-def document_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, task: str, max_length: int) -> list[Tokens]:
-    """The tokens of texts for a task, without those of empty texts; for data that is tokenised as it is read."""
-    is_causal = task == "causal_lm"
-    options: dict[str, Any] = {"truncation": True, "max_length": max_length}
-    ids = fields(texts, tokenizer, **({"add_special_tokens": False} if is_causal else options))["input_ids"]
-    first, last = document_ends(tokenizer) if is_causal else (None, None)
-    return [joined(first, np.array(tokens, np.int64), last) for tokens in ids if tokens]
-
-
 def paragraphs(text: str) -> list[str]:
     """The parts of `text` that blank lines separate, or its lines if there is no blank line."""
     found = re.split(r"\n(?:[ \t\r]*\n)+", text.strip())

@@ -252,8 +252,6 @@ def start_processes(recipe: Recipe) -> Accelerator:
             f"would train a separate model; launch with `{TWO_PROCESSES}` or `accelerate launch --multi_gpu "
             "--num_processes N training/finetune.py ...` (both also work without a GPU)"
         )
-    if launched > 1 and recipe.model.offload_folder is not None:
-        raise SetupError("`--offload_folder` works with one process only; launch one process, or drop the option")
     if uses_deepspeed(accelerator):
         configure_zero(accelerator, recipe)
     logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)

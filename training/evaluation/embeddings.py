@@ -35,7 +35,7 @@ from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, 
 from hf_linear_attention.training.data.file_checks import DOCUMENT, QUERY
 from hf_linear_attention.training.data.packing import Documents, Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, pad_token_id, sequence_length
-from hf_linear_attention.training.data.rows import bad_text, load_rows, require_column, without_bad
+from hf_linear_attention.training.data.rows import bad_text, load_rows, refuse_bad, require_column
 from hf_linear_attention.training.data.sentence_files import DOCUMENT_PROMPTS, QUERY_PROMPTS, Pooling
 from hf_linear_attention.training.data.tokenization import tokenize_texts
 from hf_linear_attention.training.evaluation.evaluator import each_once
@@ -75,7 +75,7 @@ def read_retrieval(path: str) -> Retrieval:
             bad[number] = bad_text(DOCUMENT, document) if not isinstance(document, str) else f"`{DOCUMENT}` is empty"
         elif query is not None and not isinstance(query, str):
             bad[number] = bad_text(QUERY, query)
-    rows = without_bad(rows, bad, data, "validation")
+    refuse_bad(bad, data, "validation")
     documents: dict[str, int] = {}
     relevant: dict[str, set[int]] = {}
     for query, document in zip(rows[QUERY], rows[DOCUMENT], strict=True):

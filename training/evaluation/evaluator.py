@@ -254,7 +254,6 @@ class Selection:
     def __init__(self, recipe: Recipe) -> None:
         name = (recipe.run.metric_for_best_model or recipe.task.figures[0]).removeprefix("eval_")
         self.name, self.sign = f"eval_{name}", 1 if GREATER_IS_BETTER[name] else -1
-        self.patience = recipe.run.early_stopping_patience
 
     def note(self, state: TrainingState, figures: dict[str, float]) -> bool:
         """Record the evaluation of this step in `state`, and return whether it is the best so far."""
@@ -262,11 +261,6 @@ class Selection:
             return False
         best = state.best.get("figures")
         if best is not None and not self.sign * figures[self.name] > self.sign * best[self.name]:
-            state.evaluations_since_best += 1
             return False
-        state.best, state.evaluations_since_best = {"step": state.step, "figures": figures}, 0
+        state.best = {"step": state.step, "figures": figures}
         return True
-
-    def is_over(self, state: TrainingState) -> bool:
-        """Whether the last `--early_stopping_patience` evaluations were no better than the best one before them."""
-        return self.patience is not None and state.evaluations_since_best >= self.patience

@@ -10,7 +10,7 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch
@@ -40,11 +39,11 @@ from hf_linear_attention.training.losses.outputs import (
     logits_of,
     run_model,
 )
-from hf_linear_attention.training.recipe import Recipe, parse_layer_numbers
+from hf_linear_attention.training.recipe import Recipe
 
 
 class LastLayerReachedError(Exception):
-    """Ends a forward pass after the last layer that is needed."""
+    """Ends a forward pass after the last converted layer."""
 
 
 def layer_name(objective: str, layer: int) -> str:
@@ -53,44 +52,34 @@ def layer_name(objective: str, layer: int) -> str:
 
 
 class TransferLayers:
-    """The layers that are trained by attention transfer (`--transfer_layers`).
+    """The converted layers, which attention transfer trains.
 
-    Every layer is trained on the softmax model's activations. So layers after the last one that is trained need not be
-    computed.
+    Every layer is trained on the softmax model's activations. So what follows the last one need not be computed.
     """
 
-    def __init__(self, model: nn.Module, chosen: str | None = None, is_sharded: bool = False) -> None:
-        """Choose the layers of `model` to train, by default all that are converted.
+    def __init__(self, model: nn.Module, is_sharded: bool = False) -> None:
+        """Find the converted layers of `model`.
 
         Args:
             model: the student.
-            chosen: the layers, such as `0,2,4-7`.
             is_sharded: whether the model has hooks after its layers that must run in every pass.
-
-        Raises:
-            TrainingError: if `chosen` names layers that are not converted.
         """
-        modules = linear_attention_modules(model).values()
-        self.learning = list(dict.fromkeys(module.linear_attention.shape.layer for module in modules))
-        if chosen is not None:
-            self.learning = _chosen(chosen, self.learning)
-        # If a module is called several times (ALBERT), the pass must not end after its first call.
-        self.last = [module.linear_attention.shape.layer for module in modules][-1:]
-        self.modules, self.called, self.is_sharded = list(modules), list[nn.Module](), is_sharded
-        self.final: nn.Module | None = None  # after whose call a pass can end
+        self.modules = list(linear_attention_modules(model).values())
+        self.numbers = [module.linear_attention.shape.layer for module in self.modules]
+        self.called, self.is_sharded = list[nn.Module](), is_sharded
+        # After its call a pass can end. If a module is called several times (ALBERT), there is none.
+        self.final: nn.Module | None = None
 
     def observe(self, seen: list[ObservedAttention], call: ObservedAttention) -> None:
-        """Append `call` to `seen` if its layer is trained.
+        """Append `call` to `seen`.
 
         Raises:
-            LastLayerReachedError: after the last layer that is trained, if other layers or `final` follow.
+            LastLayerReachedError: after `final`.
         """
-        layer = layer_of(call)
         self.called.append(call.module)
-        if layer in self.learning:
-            seen.append(call)
-            if layer == self.learning[-1] and ([layer] != self.last or call.module is self.final):
-                raise LastLayerReachedError
+        seen.append(call)
+        if call.module is self.final:
+            raise LastLayerReachedError
 
     def begin_pass(self) -> None:
         """Forget the calls of the last pass."""
@@ -106,16 +95,6 @@ class TransferLayers:
 def layer_of(call: ObservedAttention) -> int:
     """The number of the layer that made the call."""
     return call.module.linear_attention.shape.layer
-
-
-def _chosen(text: str, converted: Collection[int]) -> list[int]:
-    wanted = parse_layer_numbers(text)
-    if unknown := sorted(set(wanted) - set(converted)):
-        raise UsageError(
-            f"`--transfer_layers {text}`: layers {', '.join(map(str, unknown))} are not converted; choose from "
-            f"{', '.join(map(str, converted))}"
-        )
-    return [layer for layer in converted if layer in wanted]
 
 
 Note = Callable[[Batch, Any, str | None], None]
@@ -163,7 +142,7 @@ class StudentWithObjectives(nn.Module):
 
         Args:
             layers: which hidden states the student returns: "last", "all" or None.
-            transfer: the layers that are trained by attention transfer; by default all.
+            transfer: the layers that attention transfer trains; by default those of `student`.
             note: what is called with every batch and the outputs of the softmax model in attention transfer.
         """
         super().__init__()
@@ -181,7 +160,7 @@ class StudentWithObjectives(nn.Module):
         """The loss, and detached figures by name: the loss, and every objective's term without its weight.
 
         An objective's term is its sum over the units, multiplied by its entry in `scales`; objectives on attention also
-        have one figure per layer that is trained.
+        have one figure per layer.
         """
         student = self._observed(batch) if self.observes_attention else self._outputs(batch)
         terms: dict[str, Tensor] = {}
@@ -191,7 +170,7 @@ class StudentWithObjectives(nn.Module):
             terms[name] = total.mean()
             if total.dim():
                 errors = list(zip(map(layer_of, student.attention), total.detach(), strict=True))
-                for layer in self.transfer.learning:  # a layer that is called several times has several errors
+                for layer in self.transfer.numbers:  # a layer that is called several times has several errors
                     own = torch.stack([error for called, error in errors if called == layer])
                     of_layers[layer_name(name, layer)] = own.mean()
         loss = weighted_sum(self.objectives, terms)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 PAPERS = "benchmarks/papers/recipes"  # in a checkout
 OF_PAPERS = ("cald-linformer", "hedgehog", "lolcats", "radlads", "t2r")  # which were presets before
-BLOCK_SIZE = "layers_per_block"
 EPOCHS = 6.0  # of images or recordings, for all stages together
 STAGES = "stages"  # the folder in output_dir for the models between the stages
 
@@ -127,8 +126,6 @@ def stage_options(stage: Stage, given: Mapping[str, Any], tokens: int) -> dict[s
             options["num_train_epochs"] = given.get("num_train_epochs", EPOCHS) * stage.share
     trainable, is_embedding = stage.options.get("trainable", "all"), task.logits is None
     unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
-    if not is_transfer(stage):
-        unused = unused | {name for name, fact in FACTS.items() if fact.needs == TRANSFER_WEIGHTS}
     if not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
         unused = unused | (set() if is_embedding else {"teacher_name_or_path"})
         unused = unused | (set() if is_transfer(stage) else {"cache_teacher"})
@@ -138,26 +135,6 @@ def stage_options(stage: Stage, given: Mapping[str, Any], tokens: int) -> dict[s
 def is_transfer(stage: Stage) -> bool:
     """Whether the stage trains by attention transfer."""
     return any(stage.options.get(name) for name in TRANSFER_WEIGHTS)
-
-
-def in_blocks(stages: list[Stage], converted: list[int], size: int) -> list[Stage]:
-    """The stages, with each stage of attention transfer repeated for every block of `size` layers.
-
-    Every repetition has all the tokens of its stage.
-    """
-    blocks = [converted[first : first + size] for first in range(0, len(converted), size)]
-    return [part for stage in stages for part in (_of_blocks(stage, blocks) if is_transfer(stage) else [stage])]
-
-
-def _of_blocks(stage: Stage, blocks: list[list[int]]) -> list[Stage]:
-    return [
-        Stage(
-            f"{stage.name}-{block[0]}-{block[-1]}",
-            stage.share,
-            {**stage.options, "transfer_layers": ",".join(map(str, block))},
-        )
-        for block in blocks
-    ]
 
 
 def model_without_weights(given: Mapping[str, Any]) -> nn.Module:
@@ -173,10 +150,6 @@ def stage_runs(preset: Preset, given: Mapping[str, Any]) -> list[tuple[Stage, di
     shared = {name: value for name, value in given.items() if name in FACTS and not FACTS[name].is_per_stage}
     tokens, output = given.get("max_train_tokens") or preset.tokens, Path(given["output_dir"])
     stages, model, runs = stages_of(preset, given["task"]), given["model_name_or_path"], []
-    if (size := given.get(BLOCK_SIZE)) is not None:
-        from hf_linear_attention.training.losses.combined_loss import TransferLayers
-
-        stages = in_blocks(stages, TransferLayers(model_without_weights(given)).learning, size)
     for number, stage in enumerate(stages, 1):
         folder = output if number == len(stages) else output / STAGES / f"{number}-{stage.name}"
         options = stage_options(stage, shared, tokens)

@@ -153,23 +153,6 @@ def test_the_best_model_is_kept_and_restored(
     assert report["runs"][-1]["metrics"] == {"eval_accuracy": 0.7}
 
 
-def test_early_stopping(options: list[Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patience is counted in evaluations without a new best, also across a resumption: step 4 was the first of two."""
-    patience = ["--validation_file", files / "valid.tsv", "--eval_steps", 1, "--early_stopping_patience", 2]
-    folder = tmp_path / "out"
-    for values, more in [
-        ([0.9, 0.5, 0.4, 0.6, 0.6, 0.5], []),
-        ([0.6], ["--resume_from_checkpoint", folder / "checkpoint-4"]),
-    ]:
-        figures = iter(values)
-        monkeypatch.setattr(
-            "hf_linear_attention.training.evaluation.evaluator.Classification._compute",
-            lambda *_, f=figures, **__: {"accuracy": next(f)},
-        )
-        assert main(command(options, *patience, *more, folder=folder)) == 0
-        assert max(event["step"] for event in read_metrics(folder / "metrics.jsonl")) == 5
-
-
 def test_every_random_generator_goes_on_where_it_was(
     options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,6 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("before", "after", "name"),
     [
         (["--validation_file", "valid.tsv"], ["--validation_file", "train.tsv"], "validation_file"),
-        (["--max_eval_samples", 9], ["--max_eval_samples", 5], "max_eval_samples"),
         (["--max_eval_tokens", 90], [], "max_eval_tokens"),
         (["--metric_for_best_model", "accuracy"], ["--metric_for_best_model", "f1"], "metric_for_best_model"),
     ],
@@ -87,33 +86,21 @@ def test_figures_of_other_evaluations_are_not_compared(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No later accuracy reaches those before, and patience had run out; they are of another evaluation."""
+    """No later accuracy reaches those before, which are of another evaluation."""
 
     def with_data(words: list[Any]) -> list[Any]:
         words = words if "--validation_file" in words else [*words, "--validation_file", "valid.tsv"]
         return [files / word if str(word).endswith(".tsv") else word for word in words]
 
     accuracies[:] = [0.9, 0.99, 0.98]  # before training, which does not count, and of steps 2 and 4
-    patience = ["--early_stopping_patience", 2]
-    killed(finetune, *options, *patience, *with_data(before))
+    killed(finetune, *options, *with_data(before))
     accuracies[:] = [0.5, 0.7, 0.6]  # of steps 6, 8 and 10
     with caplog.at_level(logging.WARNING):
-        finetune(*options, *patience, *with_data(after), *RESUME)
+        finetune(*options, *with_data(after), *RESUME)
     assert not accuracies
     assert f"{name}: " in caplog.text
     assert "the best evaluation so far (step 2) cannot be compared" in caplog.text
     assert same_weights(tmp_path / "out", tmp_path / "out" / "checkpoint-8")
-
-
-def test_a_run_that_stopped_early_goes_on_with_another_evaluation(
-    finetune, options: list[Any], accuracies: list[float], files: Path
-) -> None:
-    """Step 4 was no better than step 2 and ended it; by other data that says nothing."""
-    options = [*options, "--early_stopping_patience", 1, "--validation_file"]
-    accuracies[:] = [0.9, 0.99, 0.98]
-    assert finetune(*options, files / "valid.tsv")[-1]["step"] == 4
-    accuracies[:] = [0.5, 0.6, 0.7]
-    assert finetune(*options, files / "train.tsv", *RESUME)[-1]["step"] == 10
 
 
 def test_the_same_evaluation_goes_on_being_compared(
@@ -163,7 +150,7 @@ def test_another_value_means_on_resumption_what_the_option_says(name: str) -> No
 def test_what_decides_data_order_or_model_is_refused() -> None:
     fixed = {"task", "model_name_or_path", "train_file", "max_length", "seed", "trainable", "use_peft", "lora_r"}
     free = {"eval_steps", "output_dir", "report_to", "per_device_eval_batch_size", "gradient_checkpointing"}
-    names = fixed | free | {"train_examples", "sequences_per_step", "streaming_processes"}
+    names = fixed | free | {"train_examples", "sequences_per_step"}
     changed = changed_settings({}, dict.fromkeys(names, 1))
     assert {text.split(":")[0] for text in changed.fixed} == names - free
     assert (changed.watched, changed.evaluation) == ([], [])

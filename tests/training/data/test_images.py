@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def test_a_folder_of_classes_a_parquet_and_a_list_of_paths_are_the_same(
             assert torch.equal(other[mine]["pixel_values"], paths[yours]["pixel_values"])
 
 
-def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_path: Path, finetune, capsys, caplog):
+def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_path: Path, finetune, capsys):
     lines = (pictures / "train.jsonl").read_text(encoding="utf-8").splitlines()
     shutil.copytree(pictures / "train", tmp_path / "train")
     (tmp_path / "train" / "dark" / "1.png").write_text("not an image", encoding="utf-8")
@@ -130,21 +129,16 @@ def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_pa
     for line, what in ((2, "cannot identify"), (3, "No such file"), (4, "`image` cannot be opened"), (5, "`label` is")):
         assert f"line {line}: " in error
         assert what in error
-    with caplog.at_level(logging.WARNING):
-        found = examples_of(*options[1:2], *options[4:], "--on_bad_rows", "skip")
-    assert len(found) == 8
-    assert "skipped 4 bad row(s)" in caplog.text
 
 
 def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Path, pictures: Path, capsys) -> None:
-    text = ["--max_length", 8, "--max_train_tokens", 5, "--streaming", "--embedding_weight", 1]
+    text = ["--max_length", 8, "--max_train_tokens", 5, "--embedding_weight", 1]
     options = ["--model_name_or_path", vision_teacher, *TASK, "--train_file", files / "train.txt", *text]
     finetune(*options, expect=2)
     error = capsys.readouterr().err.splitlines()[-1]
     for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
         assert f"`{word}` has no effect for `--task image_classification`" in error
     assert "a .txt file has no images" in error
-    assert "`--streaming` reads text without labels" in error
     other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]
     finetune("--model_name_or_path", vision_teacher, *other, expect=2)
     assert "`--image_column_name` has no effect for `--task causal_lm`" in capsys.readouterr().err

@@ -92,10 +92,9 @@ def test_a_block_of_one_token_is_left_out() -> None:
 
 def test_shorten_takes_the_first_examples() -> None:
     documents = Documents([np.arange(n) for n in (4, 3, 5, 6)], None)
-    assert shorten(documents, 3, None).lengths.tolist() == [4, 3, 5]
-    assert shorten(documents, None, 7).lengths.tolist() == [4, 3]
-    assert shorten(documents, None, 8).lengths.tolist() == [4, 3, 5]
-    assert shorten(documents, 9, 99) is documents
+    assert shorten(documents, 7).lengths.tolist() == [4, 3]
+    assert shorten(documents, 8).lengths.tolist() == [4, 3, 5]
+    assert shorten(documents, 99) is shorten(documents, None) is documents
 
 
 def test_packed_documents_start_anew() -> None:

@@ -271,14 +271,13 @@ def test_what_learns_nothing_from_transfer_goes_without(
 
 
 def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], tmp_path: Path, monkeypatch) -> None:
-    """Neither of the stages of a preset without attention transfer would look at it."""
+    """The stages of attention transfer do not train what has the other learning rate."""
     whole = load_preset("default")
-    stages = {task: [stage for stage in stages if stage.name == "distil"] for task, stages in whole.stages.items()}
+    stages = {task: [stage for stage in stages if stage.name == "transfer"] for task, stages in whole.stages.items()}
     monkeypatch.setattr(
         "hf_linear_attention.training.recipe_parser.load_preset", lambda name: dataclasses.replace(whole, stages=stages)
     )
     words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
-    for option in ("layers_per_block", "transfer_layers"):
-        with pytest.raises(UsageError, match=f"`--{option}` has no effect in any stage of `--preset default`"):
-            parse_options([*words, f"--{option}=1"])
+    with pytest.raises(UsageError, match=r"`--learning_rate` has no effect in any stage of `--preset default`"):
+        parse_options([*words, "--learning_rate=1"])
     assert isinstance(parse_options(words), tuple)
