@@ -31,23 +31,18 @@ def needs_calibration(plan: Plan) -> bool:
 
 
 def check_options(arguments: ConversionArguments, plan: Plan) -> None:
-    """Refuse options of calibration and diagnosis that would have no effect.
+    """Refuse a `--calibration_file` that would have no effect.
 
     Raises:
-        UsageError: naming all of them.
+        UsageError: if nothing reads it.
     """
-    problems = []
-    has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"
     is_read = needs_calibration(plan) or is_automatic(arguments) or chooses_heads(arguments)
-    if arguments.calibration_file is not None and not (is_read or arguments.spectrum):
-        problems.append(
+    if arguments.calibration_file is not None and not is_read:
+        has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"
+        raise UsageError(
             f"`--calibration_file` is given, but {plan.mechanisms} with these settings {has} nothing to calibrate; "
-            "leave it out, or add `--spectrum` to analyse the attention on it"
+            "leave it out"
         )
-    if arguments.spectrum and not plan.layers:
-        problems.append("`--spectrum` analyses the layers to convert, but `--layers` selects none; give some layers")
-    if problems:
-        raise UsageError(*problems)
 
 
 def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None) -> dict[str, Any]:

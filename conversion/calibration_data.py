@@ -1,8 +1,7 @@
 """Real inputs for the source model: the file of `--calibration_file`, or the built-in sentences.
 
-The same data comes in two forms: `batches`, as the model is used (a decoder reads a stream in full blocks, an encoder
-one text and a vision model one image per input), and `windows`, which have one length and no padding, for figures that
-depend on the length.
+The data are read as the model is used: by a decoder as a stream in full blocks, by an encoder one text and by a vision
+model one image per input.
 """
 
 from __future__ import annotations
@@ -54,10 +53,6 @@ class RealInputs(Protocol):
 
     def batches(self, max_tokens: int) -> list[Batch]:
         """Padded batches of the first inputs, up to `max_tokens` tokens or patches in all."""
-        ...
-
-    def windows(self, count: int) -> list[Batch]:
-        """`count` batches of one input each, of 512 tokens, or fewer if the model or the text is shorter."""
         ...
 
 
@@ -155,9 +150,11 @@ class BuiltInTexts:
         """One batch per sentence; `max_tokens` has no effect, because there are few."""
         return [_complete(self.config, {"input_ids": ids}) for ids in self.ids]
 
-    def windows(self, count: int) -> list[Batch]:
-        """See `RealInputs`."""
-        return _text_windows(self.config, self.tokenizer, " ".join(TEXTS), count)
+    def joined(self) -> Batch:
+        """All sentences as one input, of at most 512 tokens."""
+        length = min(512, max_length_of(self.config) or 512, self.tokenizer.model_max_length)
+        ids = self.tokenizer(" ".join(TEXTS), truncation=True, max_length=length, return_tensors="pt").input_ids
+        return _complete(self.config, {"input_ids": ids})
 
 
 class TextFile:
@@ -189,11 +186,6 @@ class TextFile:
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
         return shorten(examples, None, max_tokens)
-
-    def windows(self, count: int) -> list[Batch]:
-        """See `RealInputs`."""
-        text = "\n".join(text for text in self._recipe_and_rows()[1]["text"] if text)
-        return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
     def _recipe_and_rows(self) -> tuple[Recipe, Dataset]:
         from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
@@ -235,10 +227,6 @@ class ImageInputs:
         images = self._images(count)
         return [self._batch(images[start : start + BATCH_SIZE]) for start in range(0, len(images), BATCH_SIZE)]
 
-    def windows(self, count: int) -> list[Batch]:
-        """See `RealInputs`."""
-        return [self._batch([image]) for image in self._images(count)]
-
     def _batch(self, images: Sequence[Any]) -> Batch:
         return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"]}
 
@@ -264,34 +252,3 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 def _complete(config: PreTrainedConfig, batch: Batch) -> Batch:
     """The batch, with the same text for the decoder if the model is an encoder-decoder."""
     return {**batch, **{f"decoder_{name}": x for name, x in batch.items()}} if config.is_encoder_decoder else batch
-
-
-def _text_windows(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, text: str, count: int, length: int = 512
-) -> list[Batch]:
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    most = len(tokens) + tokenizer.num_special_tokens_to_add()
-    length = min(length, max_length_of(config) or length, tokenizer.model_max_length, most)
-    return [_complete(config, {"input_ids": ids}) for ids in token_windows(tokenizer, tokens, length, count)]
-
-
-def token_windows(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], length: int, count: int
-) -> list[torch.Tensor]:
-    """`count` inputs `[1, length]` spread evenly over `tokens`, each with the tokenizer's special tokens.
-
-    There are fewer if `tokens` has fewer starting points.
-    """
-    body = length - tokenizer.num_special_tokens_to_add()
-    stride = (len(tokens) - body) // max(count, 1)
-    starts = sorted({number * stride for number in range(count)})
-    return [torch.tensor([_with_special_tokens(tokenizer, list(tokens[start : start + body]))]) for start in starts]
-
-
-def _with_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
-    if not tokenizer.num_special_tokens_to_add():
-        return tokens
-    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
-    if first is None or last is None:
-        first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
-    return [first, *tokens, last] if tokenizer.num_special_tokens_to_add() == 2 else [first, *tokens]

@@ -65,13 +65,6 @@ class TaskRows:
 
     def batches(self, max_tokens: int) -> list[Batch]:
         """Padded batches of the first rows, up to `max_tokens` tokens, images or recordings in all."""
-        return self._batches(max_tokens, BATCH_SIZE)
-
-    def windows(self, count: int) -> list[Batch]:
-        """The first `count` rows, each as a batch without padding."""
-        return self._batches(None, 1)[:count]
-
-    def _batches(self, max_tokens: int | None, batch_size: int) -> list[Batch]:
         from hf_linear_attention.training.data.splits import load_data  # imports `datasets`
 
         recipe = _recipe(self.source, str(self.plan.head.task), self.path, self.trust_remote_code)
@@ -81,7 +74,7 @@ class TaskRows:
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
         examples = shorten(examples, None, max_tokens)
-        plan = EvaluationBatches(len(examples), batch_size, 0, 1)
+        plan = EvaluationBatches(len(examples), BATCH_SIZE, 0, 1)
         batches = loader(Stream(examples, 0, shuffle=False), plan, pad_token_id(processor))
         return [self._inputs(batch, processor) for batch in batches]
 

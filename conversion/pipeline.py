@@ -1,4 +1,4 @@
-"""The steps of one conversion: plan, load, calibrate, diagnose, write, verify."""
+"""The steps of one conversion: plan, load, calibrate, write, verify."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from hf_linear_attention.conversion.companions import (
     save_tokenizer,
 )
 from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
-from hf_linear_attention.conversion.head_figures import diagnose_on
 from hf_linear_attention.conversion.hub import check_hub_name
 from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.page import write_page
@@ -111,7 +110,7 @@ def prepare(request: Request) -> Conversion:
         UsageError: if the request cannot be met.
     """
     arguments = request.arguments
-    if arguments.output_dir is None and not arguments.dry_run and not arguments.spectrum:
+    if arguments.output_dir is None and not arguments.dry_run:
         raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
     check_training_options(arguments)
     if arguments.push_to_hub is not None:
@@ -199,7 +198,7 @@ def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
 def _plan(request: Request, source: Source) -> Plan:
     """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
     arguments = request.arguments
-    options = (arguments.trust_remote_code, arguments.dtype, arguments.positions)
+    options = (arguments.trust_remote_code, arguments.dtype, arguments.max_position_embeddings)
 
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, arguments.trust_remote_code)
@@ -227,13 +226,10 @@ def _plan(request: Request, source: Source) -> Plan:
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
     ranks = is_automatic(arguments) or (chooses_heads(arguments) and ranking_file(arguments) is not None)
-    if not arguments.spectrum and not needs_calibration(plan) and not ranks:
+    if not needs_calibration(plan) and not ranks:
         return None
     path = ranking_file(arguments) if ranks else arguments.calibration_file
-    inputs = real_inputs(source, plan, path, arguments.trust_remote_code)
-    if inputs is None and arguments.spectrum:
-        raise UsageError(f"`--spectrum`: there are no built-in inputs for {source.name}; give a `--calibration_file`")
-    return inputs
+    return real_inputs(source, plan, path, arguments.trust_remote_code)
 
 
 def run(conversion: Conversion) -> dict[str, Any]:
@@ -248,7 +244,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     with staging(conversion.output_dir, replaces=arguments.overwrite) as folder:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
-        measured = calibrate_and_diagnose(conversion, model)
+        measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
         if is_automatic(arguments) and conversion.training is None:
             model, plan, measured[CHOICE] = _with_softmax_layers(conversion, model)
         if chooses_heads(arguments):
@@ -301,19 +297,13 @@ def _with_softmax_layers(
     return with_softmax_layers(model, choice["layers"]), plan, choice
 
 
-def calibrate_and_diagnose(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """The entries `calibration` and `diagnosis` of the report, each None if it was not needed or not asked for.
+def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any] | None:
+    """The entry `calibration` of the report, None if there is nothing to calibrate.
 
     Raises:
         UsageError: if the attention of this model cannot be observed, or the file has no inputs.
     """
-    arguments, inputs = conversion.request.arguments, conversion.inputs
-    measured: dict[str, Any] = {"calibration": None, "diagnosis": None}
-    if needs_calibration(conversion.plan):
-        measured["calibration"] = calibrate_on(model, inputs)
-    if arguments.spectrum and inputs is not None:
-        measured["diagnosis"] = diagnose_on(model, inputs)
-    return measured
+    return calibrate_on(model, conversion.inputs) if needs_calibration(conversion.plan) else None
 
 
 def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTrainedModel:

@@ -28,7 +28,7 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
-from hf_linear_attention.position_extension import Extension, LongerPositions, plan_extension
+from hf_linear_attention.position_extension import Extension, plan_extension
 from hf_linear_attention.training.recipe import MECHANISM
 
 
@@ -205,14 +205,14 @@ def make_plan(
     settings: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     trust_remote_code: bool = False,
     dtype: str = "auto",
-    positions: LongerPositions | None = None,
+    positions: int | None = None,
 ) -> Plan:
     """Work out the conversion of a checkpoint.
 
     Args:
         settings: `mechanism`, `layers` and the options given, or a list of these for layers with different settings.
         dtype: the dtype of the result; `auto` is that of the checkpoint.
-        positions: the learned positions of the result; None keeps those of the checkpoint.
+        positions: the number of learned positions of the result, in tokens; None keeps those of the checkpoint.
 
     Raises:
         UsageError: if the checkpoint cannot be converted, or not with these settings.

@@ -19,8 +19,7 @@ from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention._common.model_card import REPORT, format_value, write_model_card
 from hf_linear_attention._common.options import option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
-from hf_linear_attention.conversion.head_figures import describe_diagnosis
-from hf_linear_attention.conversion.plan import Plan, TensorPlan
+from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, describe_heads, describe_ranking
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes
@@ -151,20 +150,6 @@ def describe(plan: Plan, source: Source) -> str:
     return "\n".join(lines)
 
 
-def describe_tensors(plan: Plan) -> str:
-    """All layers and tensors, one per line, as `--dry_run` adds them."""
-    lines = [
-        f"  layer {layer.layer:<4} {layer.module}: {layer.stock_class} -> {layer.linear_class}, {layer.mechanism}"
-        + (f", {layer.state_bytes:,} bytes of state" if layer.state_bytes else "")
-        for layer in plan.layers
-    ]
-    for kind in ("mapped", "tied", "new", "dropped"):
-        lines += [
-            f"  {kind:<10} {_tensor_name(tensor)} {list(tensor.shape)} {tensor.dtype}" for tensor in getattr(plan, kind)
-        ]
-    return "\n".join(lines)
-
-
 def describe_result(
     plan: Plan, source: Source, output_dir: str, report: Mapping[str, Any], training: Sequence[str] = ()
 ) -> str:
@@ -189,8 +174,6 @@ def describe_result(
         lines += ["", *training]
     elif plan.layers:
         lines += ["", *healing_lines(plan, source, output_dir)]
-    if report["diagnosis"]:
-        lines += ["", describe_diagnosis(report["diagnosis"], plan.mechanisms)]
     return "\n".join(lines)
 
 
@@ -261,12 +244,6 @@ def _state_text(plan: Plan) -> str:
     if plan.growing_bytes_per_token:
         text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
     return text
-
-
-def _tensor_name(tensor: TensorPlan) -> str:
-    if tensor.source is None or tensor.target is None or tensor.source == tensor.target:
-        return str(tensor.target or tensor.source)
-    return f"{tensor.source} -> {tensor.target}"
 
 
 def _names(names: list[str | None]) -> str:
