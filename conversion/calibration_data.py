@@ -1,35 +1,51 @@
 """Real inputs for the source model: the file of `--calibration_file`, or the built-in sentences.
 
-The data are read as the model is used: by a decoder as a stream in full blocks, by an encoder one text and by a vision
-model one image per input.
+Rows of the model's task (pairs, words, questions, conversations, images) are read as in training. Other data are
+read as the model is used: by a decoder as a stream in full blocks, by an encoder one text and by a vision model one
+image per input.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
+from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_rows import TaskRows, reads_rows
 from hf_linear_attention.conversion.companions import load_image_processor, load_source_tokenizer
-from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.training.data.batches import Batch, pad
-from hf_linear_attention.training.data.file_checks import check_data_file
-from hf_linear_attention.training.data.packing import Examples, Part, shorten
-from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
+from hf_linear_attention.conversion.verification import TEXTS, built_in_text
+from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader, pad
+from hf_linear_attention.training.data.file_checks import (
+    SUFFIXES,
+    check_data_file,
+    column_instead,
+    file_problems,
+    wanted_columns,
+)
+from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
+from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
 from hf_linear_attention.training.evaluation.libraries import missing_library, needs
-from hf_linear_attention.training.recipe import DataArguments, Recipe
-from hf_linear_attention.training.recipe_parser import FILE_TYPES
+from hf_linear_attention.training.recipe import (
+    DataArguments,
+    ModelArguments,
+    ObjectiveArguments,
+    OptimizationArguments,
+    Recipe,
+    RunArguments,
+    TaskArguments,
+)
+from hf_linear_attention.training.recipe_parser import FILE_TYPES, fill_defaults
 
 
 if TYPE_CHECKING:
@@ -42,8 +58,6 @@ PAIR_COLUMNS: dict[str, Any] = {
     "text_pair_column_name": "sentence2",
     "label_column_name": "score",
 }
-# Windows are spread over this much of a text file, which is enough for any figure and tokenised in a second.
-MAX_CHARACTERS = 1_000_000
 
 
 class RealInputs(Protocol):
@@ -252,3 +266,95 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 def _complete(config: PreTrainedConfig, batch: Batch) -> Batch:
     """The batch, with the same text for the decoder if the model is an encoder-decoder."""
     return {**batch, **{f"decoder_{name}": x for name, x in batch.items()}} if config.is_encoder_decoder else batch
+
+
+BATCH_SIZE = 8
+TEXT_COLUMN = "text"
+# What base models read, as far as the forward of one accepts it.
+INPUTS = (
+    "input_ids", "attention_mask", "token_type_ids", "decoder_attention_mask", "pixel_values", "input_values",
+    "input_features",
+)  # fmt: skip
+
+
+def reads_rows(source: Source, plan: Plan, path: str) -> bool:
+    """Whether `path` is read as rows of the model's task, and not as plain text or as a folder of images.
+
+    Raises:
+        UsageError: if it is a file of rows without the columns of that task.
+    """
+    task = plan.head.task
+    if task is None or not Path(path).is_file() or Path(path).suffix not in SUFFIXES[1:]:
+        return False
+    recipe = _recipe(source, task, path, False)
+    wanted, instead = wanted_columns(recipe, "train"), column_instead(recipe)
+    if recipe.task.inputs == "text":
+        has_messages = instead is not None and not file_problems(path, {instead: None})
+        if not file_problems(path, {TEXT_COLUMN: None}) or (TEXT_COLUMN in wanted and not has_messages):
+            return False  # what such a file lacks is said where texts are read
+    if problems := file_problems(path, wanted, instead=instead):
+        raise UsageError(*(f"`--calibration_file`: {problem}" for problem in problems))
+    return True
+
+
+def _recipe(source: Source, task: str, path: str, trust_remote_code: bool) -> Recipe:
+    recipe = data_recipe(source.loadable, task, source.loadable, trust_remote_code, train_file=path)
+    fill_defaults(recipe)  # with a teacher, no labels are needed
+    return recipe
+
+
+class TaskRows:
+    """A file of rows of the model's task."""
+
+    def __init__(self, source: Source, plan: Plan, path: str, trust_remote_code: bool) -> None:
+        self.source, self.plan, self.path, self.name = source, plan, path, Path(path).name
+        self.trust_remote_code = trust_remote_code
+
+    def batches(self, max_tokens: int) -> list[Batch]:
+        """Padded batches of the first rows, up to `max_tokens` tokens, images or recordings in all."""
+        from hf_linear_attention.training.data.splits import load_data  # imports `datasets`
+
+        recipe = _recipe(self.source, str(self.plan.head.task), self.path, self.trust_remote_code)
+        processor = load_processor(recipe)
+        try:
+            examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # not streamed
+        except TrainingError as error:
+            raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
+        examples = shorten(examples, None, max_tokens)
+        plan = EvaluationBatches(len(examples), BATCH_SIZE, 0, 1)
+        batches = loader(Stream(examples, 0, shuffle=False), plan, pad_token_id(processor))
+        return [self._inputs(batch, processor) for batch in batches]
+
+    def _inputs(self, batch: Batch, processor: Processor) -> Batch:
+        accepted = inspect.signature(self.plan.stock_class.forward).parameters
+        inputs = {name: batch[name] for name in INPUTS if name in batch and name in accepted}
+        if "decoder_attention_mask" not in batch:
+            return inputs
+        config = self.plan.config
+        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+        shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=special_token(config, *names))
+        padding = pad_token_id(processor)
+        return {**inputs, "decoder_input_ids": torch.where(shifted == IGNORED, padding, shifted)}
+
+
+def data_recipe(
+    model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any
+) -> Recipe:
+    """A recipe of `training` for this model, which is not trained.
+
+    Args:
+        **data: options of `DataArguments` and `TaskArguments`.
+    """
+    import datasets  # most conversions do without this library
+
+    datasets.disable_progress_bars()
+    own = {name: data[name] for name in data if name in TaskArguments.__dataclass_fields__}
+    return Recipe(
+        ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
+        DataArguments(**{name: value for name, value in data.items() if name not in own}),
+        ObjectiveArguments(),
+        OptimizationArguments(),
+        RunArguments(""),
+        TaskArguments(**own),
+        given=frozenset(data),
+    )

@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_linear_attention._common.errors import RunError, UsageError, one_line
 from hf_linear_attention._common.model_card import HISTORY, REPORT, without_path
-from hf_linear_attention.conversion.recipe_file import RECIPE
+from hf_linear_attention.conversion.report import RECIPE
 
 
 # Such files of an earlier model there go if this one has none of their name.

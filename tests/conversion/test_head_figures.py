@@ -14,7 +14,7 @@ from matrix import stock_model
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.figures import continuations, nearest_neighbours
-from hf_linear_attention.conversion.head_figures import head_figures, one_input
+from hf_linear_attention.conversion.verification import head_figures, one_input
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
