@@ -41,12 +41,12 @@ from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
 from hf_linear_attention.conversion.figures import heal_control, model_state_bytes
 from hf_linear_attention.conversion.options import SIZES
+from hf_linear_attention.conversion.plan import with_budget
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import HeldOut
 from hf_linear_attention.conversion.quality import measure as measure_folder
 from hf_linear_attention.conversion.report import comparison
 from hf_linear_attention.conversion.source import open_source
-from hf_linear_attention.conversion.state_budget import with_budget
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.training.data.rows import load_rows
 from hf_linear_attention.training.models import auto_class_of

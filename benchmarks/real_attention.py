@@ -14,7 +14,6 @@ from hf_linear_attention import convert
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.conversion.calibration_data import token_windows
 from hf_linear_attention.mechanisms.base import AttentionMechanism, LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
@@ -83,7 +82,9 @@ def windows(tokenizer: Any, text: str, length: int, count: int) -> list[torch.Te
     body = length - tokenizer.num_special_tokens_to_add()
     if len(tokens) < body:
         raise SystemExit(f"The text has {len(tokens)} tokens, but --length {length} needs {body}; give a longer text.")
-    return token_windows(tokenizer, tokens, length, count)
+    stride = (len(tokens) - body) // max(count, 1)
+    parts = (tokens[start : start + body] for start in sorted({number * stride for number in range(count)}))
+    return [torch.tensor([[tokenizer.cls_token_id, *part, tokenizer.sep_token_id]]) for part in parts]
 
 
 @torch.no_grad()

@@ -1,35 +1,50 @@
 """Real inputs for the source model: the file of `--calibration_file`, or the built-in sentences.
 
-The same data comes in two forms: `batches`, as the model is used (a decoder reads a stream in full blocks, an encoder
-one text and a vision model one image per input), and `windows`, which have one length and no padding, for figures that
-depend on the length.
+Rows of the model's task (pairs, words, questions, conversations, images) are read as in training. Other data are
+read as the model is used: by a decoder as a stream in full blocks, by an encoder one text and by a vision model one
+image per input.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
+from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_rows import TaskRows, reads_rows
 from hf_linear_attention.conversion.companions import load_image_processor, load_source_tokenizer
-from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.samples import TEXTS, built_in_text
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.training.data.batches import Batch, pad
-from hf_linear_attention.training.data.file_checks import check_data_file
-from hf_linear_attention.training.data.packing import Examples, Part, shorten
-from hf_linear_attention.training.data.processors import pad_token_id, sequence_length
+from hf_linear_attention.conversion.verification import TEXTS, built_in_text
+from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader, pad
+from hf_linear_attention.training.data.file_checks import (
+    SUFFIXES,
+    check_data_file,
+    column_instead,
+    file_problems,
+    wanted_columns,
+)
+from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
+from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
 from hf_linear_attention.training.evaluation.libraries import missing_library, needs
-from hf_linear_attention.training.recipe import DataArguments, Recipe
-from hf_linear_attention.training.recipe_parser import FILE_TYPES
+from hf_linear_attention.training.recipe import (
+    DataArguments,
+    ModelArguments,
+    ObjectiveArguments,
+    OptimizationArguments,
+    Recipe,
+    RunArguments,
+    TaskArguments,
+)
+from hf_linear_attention.training.recipe_parser import FILE_TYPES, fill_defaults
 
 
 if TYPE_CHECKING:
@@ -42,8 +57,6 @@ PAIR_COLUMNS: dict[str, Any] = {
     "text_pair_column_name": "sentence2",
     "label_column_name": "score",
 }
-# Windows are spread over this much of a text file, which is enough for any figure and tokenised in a second.
-MAX_CHARACTERS = 1_000_000
 
 
 class RealInputs(Protocol):
@@ -53,10 +66,6 @@ class RealInputs(Protocol):
 
     def batches(self, max_tokens: int) -> list[Batch]:
         """Padded batches of the first inputs, up to `max_tokens` tokens or patches in all."""
-        ...
-
-    def windows(self, count: int) -> list[Batch]:
-        """`count` batches of one input each, of 512 tokens, or fewer if the model or the text is shorter."""
         ...
 
 
@@ -154,9 +163,11 @@ class BuiltInTexts:
         """One batch per sentence; `max_tokens` has no effect, because there are few."""
         return [_complete(self.config, {"input_ids": ids}) for ids in self.ids]
 
-    def windows(self, count: int) -> list[Batch]:
-        """See `RealInputs`."""
-        return _text_windows(self.config, self.tokenizer, " ".join(TEXTS), count)
+    def joined(self) -> Batch:
+        """All sentences as one input, of at most 512 tokens."""
+        length = min(512, max_length_of(self.config) or 512, self.tokenizer.model_max_length)
+        ids = self.tokenizer(" ".join(TEXTS), truncation=True, max_length=length, return_tensors="pt").input_ids
+        return _complete(self.config, {"input_ids": ids})
 
 
 class TextFile:
@@ -189,11 +200,6 @@ class TextFile:
         except TrainingError as error:
             raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
         return shorten(examples, max_tokens)
-
-    def windows(self, count: int) -> list[Batch]:
-        """See `RealInputs`."""
-        text = "\n".join(text for text in self._recipe_and_rows()[1]["text"] if text)
-        return _text_windows(self.config, self.tokenizer, text[:MAX_CHARACTERS], count)
 
     def _recipe_and_rows(self) -> tuple[Recipe, Dataset]:
         from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
@@ -235,10 +241,6 @@ class ImageInputs:
         images = self._images(count)
         return [self._batch(images[start : start + BATCH_SIZE]) for start in range(0, len(images), BATCH_SIZE)]
 
-    def windows(self, count: int) -> list[Batch]:
-        """See `RealInputs`."""
-        return [self._batch([image]) for image in self._images(count)]
-
     def _batch(self, images: Sequence[Any]) -> Batch:
         return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"]}
 
@@ -266,32 +268,93 @@ def _complete(config: PreTrainedConfig, batch: Batch) -> Batch:
     return {**batch, **{f"decoder_{name}": x for name, x in batch.items()}} if config.is_encoder_decoder else batch
 
 
-def _text_windows(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, text: str, count: int, length: int = 512
-) -> list[Batch]:
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    most = len(tokens) + tokenizer.num_special_tokens_to_add()
-    length = min(length, max_length_of(config) or length, tokenizer.model_max_length, most)
-    return [_complete(config, {"input_ids": ids}) for ids in token_windows(tokenizer, tokens, length, count)]
+BATCH_SIZE = 8
+TEXT_COLUMN = "text"
+# What base models read, as far as the forward of one accepts it.
+INPUTS = (
+    "input_ids", "attention_mask", "token_type_ids", "decoder_attention_mask", "pixel_values", "input_values",
+    "input_features",
+)  # fmt: skip
 
 
-def token_windows(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], length: int, count: int
-) -> list[torch.Tensor]:
-    """`count` inputs `[1, length]` spread evenly over `tokens`, each with the tokenizer's special tokens.
+def reads_rows(source: Source, plan: Plan, path: str) -> bool:
+    """Whether `path` is read as rows of the model's task, and not as plain text or as a folder of images.
 
-    There are fewer if `tokens` has fewer starting points.
+    Raises:
+        UsageError: if it is a file of rows without the columns of that task.
     """
-    body = length - tokenizer.num_special_tokens_to_add()
-    stride = (len(tokens) - body) // max(count, 1)
-    starts = sorted({number * stride for number in range(count)})
-    return [torch.tensor([_with_special_tokens(tokenizer, list(tokens[start : start + body]))]) for start in starts]
+    task = plan.head.task
+    if task is None or not Path(path).is_file() or Path(path).suffix not in SUFFIXES[1:]:
+        return False
+    recipe = _recipe(source, task, path, False)
+    wanted, instead = wanted_columns(recipe, "train"), column_instead(recipe)
+    if recipe.task.inputs == "text":
+        has_messages = instead is not None and not file_problems(path, {instead: None})
+        if not file_problems(path, {TEXT_COLUMN: None}) or (TEXT_COLUMN in wanted and not has_messages):
+            return False  # what such a file lacks is said where texts are read
+    if problems := file_problems(path, wanted, instead=instead):
+        raise UsageError(*(f"`--calibration_file`: {problem}" for problem in problems))
+    return True
 
 
-def _with_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
-    if not tokenizer.num_special_tokens_to_add():
-        return tokens
-    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
-    if first is None or last is None:
-        first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
-    return [first, *tokens, last] if tokenizer.num_special_tokens_to_add() == 2 else [first, *tokens]
+def _recipe(source: Source, task: str, path: str, trust_remote_code: bool) -> Recipe:
+    recipe = data_recipe(source.loadable, task, source.loadable, trust_remote_code, train_file=path)
+    fill_defaults(recipe)  # with a teacher, no labels are needed
+    return recipe
+
+
+class TaskRows:
+    """A file of rows of the model's task."""
+
+    def __init__(self, source: Source, plan: Plan, path: str, trust_remote_code: bool) -> None:
+        self.source, self.plan, self.path, self.name = source, plan, path, Path(path).name
+        self.trust_remote_code = trust_remote_code
+
+    def batches(self, max_tokens: int) -> list[Batch]:
+        """Padded batches of the first rows, up to `max_tokens` tokens, images or recordings in all."""
+        from hf_linear_attention.training.data.splits import load_data  # imports `datasets`
+
+        recipe = _recipe(self.source, str(self.plan.head.task), self.path, self.trust_remote_code)
+        processor = load_processor(recipe)
+        try:
+            examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # there is a file
+        except TrainingError as error:
+            raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
+        examples = shorten(examples, max_tokens)
+        plan = EvaluationBatches(len(examples), BATCH_SIZE, 0, 1)
+        batches = loader(Stream(examples, 0, shuffle=False), plan, pad_token_id(processor))
+        return [self._inputs(batch, processor) for batch in batches]
+
+    def _inputs(self, batch: Batch, processor: Processor) -> Batch:
+        accepted = inspect.signature(self.plan.stock_class.forward).parameters
+        inputs = {name: batch[name] for name in INPUTS if name in batch and name in accepted}
+        if "decoder_attention_mask" not in batch:
+            return inputs
+        config = self.plan.config
+        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+        shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=special_token(config, *names))
+        padding = pad_token_id(processor)
+        return {**inputs, "decoder_input_ids": torch.where(shifted == IGNORED, padding, shifted)}
+
+
+def data_recipe(
+    model: str, task: str, teacher: str | None = None, trust_remote_code: bool = False, **data: Any
+) -> Recipe:
+    """A recipe of `training` for this model, which is not trained.
+
+    Args:
+        **data: options of `DataArguments` and `TaskArguments`.
+    """
+    import datasets  # most conversions do without this library
+
+    datasets.disable_progress_bars()
+    own = {name: data[name] for name in data if name in TaskArguments.__dataclass_fields__}
+    return Recipe(
+        ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
+        DataArguments(**{name: value for name, value in data.items() if name not in own}),
+        ObjectiveArguments(),
+        OptimizationArguments(),
+        RunArguments(""),
+        TaskArguments(**own),
+        given=frozenset(data),
+    )

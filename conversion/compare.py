@@ -83,7 +83,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(*problems)
 
     from hf_linear_attention.conversion.calibration_data import check_text_file
-    from hf_linear_attention.conversion.export import check_output
+    from hf_linear_attention.conversion.companions import check_output
 
     if arguments.output_dir is not None and not os.path.exists(os.path.expanduser(arguments.output_dir)):
         local = Path(arguments.model_name_or_path).expanduser().resolve()

@@ -21,18 +21,16 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_data import real_inputs, texts_of
+from hf_linear_attention.conversion.calibration_data import BuiltInTexts, data_recipe, real_inputs, texts_of
 from hf_linear_attention.conversion.compare import COMPARISON
-from hf_linear_attention.conversion.data_recipes import data_recipe
 from hf_linear_attention.conversion.layer_speed import model_speed
 from hf_linear_attention.conversion.options import parse_tokens, request_of
 from hf_linear_attention.conversion.page import Section, memory_chart, rendered, speed_chart, speed_conditions
 from hf_linear_attention.conversion.page_plots import bytes_text
-from hf_linear_attention.conversion.pipeline import Conversion, calibrate_and_diagnose, load_converted, prepare
+from hf_linear_attention.conversion.pipeline import Conversion, calibrated, load_converted, prepare
 from hf_linear_attention.conversion.plan import stock_config
-from hf_linear_attention.conversion.samples import TEXTS
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verification import LOGITS, divergence
+from hf_linear_attention.conversion.verification import LOGITS, TEXTS, divergence
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets import load_preset, preset_names, stages_of
 
@@ -147,7 +145,7 @@ def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
     logger.info("measuring %s", mechanism)
     teacher = _stock_model(conversion)
     model = load_converted(conversion)
-    calibrate_and_diagnose(conversion, model)
+    calibrated(conversion, model)
     batches = _batches(conversion, comparison)
     row["settings"] = conversion.plan.settings
     row |= distance(model, teacher, batches) if batches else {"measure": None, "before": None}
@@ -180,7 +178,7 @@ def _batches(conversion: Conversion, comparison: Comparison) -> list[dict[str, t
     inputs = real_inputs(conversion.source, conversion.plan, path)
     if inputs is None:
         return []
-    return inputs.windows(1) if path is None else inputs.batches(HELD_OUT_TOKENS)
+    return [inputs.joined()] if isinstance(inputs, BuiltInTexts) else inputs.batches(HELD_OUT_TOKENS)
 
 
 @torch.no_grad()

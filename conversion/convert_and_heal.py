@@ -21,7 +21,7 @@ from hf_linear_attention.conversion.hub import with_texts
 from hf_linear_attention.conversion.options import GONE, request_kinds, request_of
 from hf_linear_attention.conversion.pipeline import Conversion, prepare, writing
 from hf_linear_attention.conversion.preset_plan import Training
-from hf_linear_attention.conversion.recipe_file import RECIPE
+from hf_linear_attention.conversion.report import RECIPE
 from hf_linear_attention.training.presets import preset_names
 
 

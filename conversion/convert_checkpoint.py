@@ -20,10 +20,6 @@ An encoder (BERT, ViT, sentence-transformers ...) with Linformer:
     %(prog)s --model_name_or_path SRC --output_dir OUT \
         --attention linformer --projection_size 128 --projection_sharing headwise
 
-Find out which layers are hard to replace, by the spectrum of the attention and the error of the untrained mechanism:
-
-    %(prog)s --model_name_or_path SRC --spectrum --calibration_file texts.txt
-
 Convert, train with the original as teacher, and measure on held-out text. The same command resumes a run that was
 killed. The command `evaluate` measures any converted model in the same way:
 
@@ -31,7 +27,7 @@ killed. The command `evaluate` measures any converted model in the same way:
         --train_file stories.jsonl --tokens 2M --validation_file held_out.txt
     hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC --validation_file held_out.txt
 
-Print what would be done, and write nothing; --verbose lists all layers and tensors:
+Print what would be done, and write nothing:
 
     %(prog)s --model_name_or_path SRC --dry_run
 
@@ -131,25 +127,18 @@ def _default_lines(conversion: Conversion) -> list[str]:
 
 
 def _preview(conversion: Conversion) -> list[str]:
-    """What would be done, and what `--spectrum` finds, in lines."""
-    from hf_linear_attention.conversion.head_figures import describe_diagnosis
-    from hf_linear_attention.conversion.pipeline import calibrate_and_diagnose, load_converted
+    """What would be done, in lines."""
     from hf_linear_attention.conversion.preset_plan import describe_stages
-    from hf_linear_attention.conversion.report import describe, describe_tensors
+    from hf_linear_attention.conversion.report import describe
     from hf_linear_attention.conversion.softmax_choice import count_of, is_automatic
 
     arguments = conversion.request.arguments
     lines = [describe(conversion.plan, conversion.source)]
-    if arguments.verbose:
-        lines.append(describe_tensors(conversion.plan))
     if is_automatic(arguments):
         lines.append(f"  softmax     in {count_of(arguments)} of these layers, chosen on text")
     if conversion.training is not None:
         lines += describe_stages(conversion.training)
-    if arguments.spectrum:
-        diagnosis = calibrate_and_diagnose(conversion, load_converted(conversion))["diagnosis"]
-        lines += ["", describe_diagnosis(diagnosis, conversion.plan.mechanisms), ""]
-    return [*lines, f"Nothing was written ({'--dry_run' if arguments.dry_run else 'no --output_dir'})."]
+    return [*lines, "Nothing was written (--dry_run)."]
 
 
 def architecture_table() -> str:

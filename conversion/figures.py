@@ -30,10 +30,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
+from hf_linear_attention.conversion.plan import growing_bytes, state_bytes
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import HeldOut, held_out_text, load_models
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_linear_attention._common.errors import RunError, UsageError, one_line
 from hf_linear_attention._common.model_card import HISTORY, REPORT, without_path
-from hf_linear_attention.conversion.recipe_file import RECIPE
+from hf_linear_attention.conversion.report import RECIPE
+
+
+# Such files of an earlier model there go if this one has none of their name.
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def check_hub_name(name: str) -> None:
@@ -42,15 +49,13 @@ def push(folder: Path, name: str) -> str:
     Raises:
         RunError: if the Hub refuses; the folder is complete and stays.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_of_a_run(path.relative_to(folder)))
-    operations = [
-        CommitOperationAdd(path_in_repo=path.relative_to(folder).as_posix(), path_or_fileobj=_content(path))
-        for path in paths
-    ]
     try:
         api = HfApi()
         url = api.create_repo(name, exist_ok=True)
-        api.create_commit(url.repo_id, operations, commit_message="Upload converted model")
+        with tempfile.TemporaryDirectory() as scratch:
+            shown = _without_paths_in(folder.resolve(), Path(scratch) / "model")
+            message = "Upload converted model"
+            api.upload_folder(repo_id=url.repo_id, folder_path=shown, commit_message=message, delete_patterns=WEIGHTS)
     except Exception as error:  # whatever it is, such as an error of the HTTP library, it must not hide the model
         known = isinstance(error, (HfHubHTTPError, ValueError))
         what = "failed" if known else f"could not reach the Hub ({constants.ENDPOINT})"
@@ -61,21 +66,24 @@ def push(folder: Path, name: str) -> str:
     return str(url)
 
 
-def _is_of_a_run(path: Path) -> bool:
-    return len(path.parts) > 1 and (path.parts[0] == "stages" or path.parts[0].startswith("checkpoint-"))
+def _without_paths_in(folder: Path, place: Path) -> Path:
+    """Links in `place` to the files of a folder, with reports and recipes in which paths have become names."""
+    shutil.copytree(folder, place, copy_function=os.symlink, ignore=shutil.ignore_patterns("stages", "checkpoint-*"))
+    for path in place.rglob("*"):
+        if path.name in (REPORT, HISTORY, RECIPE):
+            text = path.read_text(encoding="utf-8")
+            path.unlink()  # only the link
+            path.write_text(_content(path.name, text), encoding="utf-8")
+    return place
 
 
-def _content(path: Path) -> str | bytes:
-    """The file, or the content of a report or recipe in which paths have become names."""
-    if path.name in (REPORT, HISTORY):
-        values = without_paths(json.loads(path.read_text(encoding="utf-8")))
-        return (json.dumps(values, indent=2) + "\n").encode()
-    if path.name == RECIPE:
-        text = path.read_text(encoding="utf-8")
-        comments = [line for line in text.splitlines() if line.startswith("#")]
-        values = yaml.safe_dump(without_paths(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
-        return "\n".join([*comments, values]).encode()
-    return str(path)
+def _content(name: str, text: str) -> str:
+    if name != RECIPE:
+        values = without_paths(json.loads(text))
+        return json.dumps(values, indent=2) + "\n"
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    values = yaml.safe_dump(without_paths(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+    return "\n".join([*comments, values])
 
 
 def without_paths(value: Any) -> Any:

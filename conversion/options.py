@@ -36,7 +36,6 @@ from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
 # The table of mechanisms needs torch, so that it is imported where it is used.
 if TYPE_CHECKING:
     from hf_linear_attention.mechanisms.options import Option
-    from hf_linear_attention.position_extension import LongerPositions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The preset whose settings a conversion without `--attention` and `--preset` has.
@@ -47,6 +46,9 @@ SIZES = ("window_size", "num_sinks", "num_features")
 GONE = {
     "evaluate": Gone("use `hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC`"),
     "calibration_tokens": Gone("the first 4096 tokens of `--calibration_file` are used; give a shorter file for fewer"),
+    "position_init": Gone("new positions start from the old ones, again and again (`tiled`)", ("tiled",)),
+    "spectrum": Gone("report.html has the error of every head, under `Which heads are hard`", (False,)),
+    "verbose": Gone("the plan of every layer and tensor is in conversion_report.json, beside the weights", (False,)),
     "model_class": Gone("load the model as that class, write it with `save_pretrained`, and convert this folder"),
 }
 
@@ -193,7 +195,7 @@ class ConversionArguments(MeasuringArguments):
 
     model_name_or_path: str = option("the softmax checkpoint: a folder or a hub name", group="source")
     output_dir: str | None = option(
-        "the folder to write; may be left out with --dry_run or --spectrum",
+        "the folder to write; may be left out with --dry_run",
         None,
         is_path=True,
         group="result",
@@ -233,18 +235,11 @@ class ConversionArguments(MeasuringArguments):
         group="attention",
     )
     max_position_embeddings: int | None = option(
-        "extend the learned positions of the model to inputs of this number of tokens, together with the limits of its "
-        "tokenizer and of sentence-transformers (RoBERTa's config counts 2 rows more)",
+        "extend the learned positions of the model, by the old ones again and again, to inputs of this number of "
+        "tokens, with the limits of its tokenizer and of sentence-transformers (RoBERTa's config counts 2 rows "
+        "more)",
         None,
         bounds=POSITIONS,
-        group="source",
-    )
-    position_init: str = option(
-        "what the new positions start from: tiled, the old ones again and again, or interpolated, the old ones "
-        "stretched",
-        "tiled",
-        ("tiled", "interpolated"),
-        needs=("max_position_embeddings",),
         group="source",
     )
     dtype: str = option(
@@ -255,18 +250,11 @@ class ConversionArguments(MeasuringArguments):
         group="result",
     )
     calibration_file: str | None = option(
-        "real inputs to which --features favor++ is fitted, and which --spectrum analyses: .txt, .jsonl, .csv, .tsv "
-        "or .parquet (column `text`, or rows of the model's task), or for a vision model a folder of images (default: "
-        "built-in sentences)",
+        "real inputs to which --features favor++ is fitted: .txt, .jsonl, .csv, .tsv or .parquet (column `text`, or "
+        "rows of the model's task), or for a vision model a folder of images (default: built-in sentences)",
         None,
         is_path=True,
         group="attention",
-    )
-    spectrum: bool = option(
-        "print for each layer how near softmax attention is to a low rank, and the error of the untrained mechanism; "
-        "conversion_report.json has the figures per head. Without --output_dir nothing else is done",
-        False,
-        group="measuring",
     )
     preset: str | None = option(
         "convert and train with a recipe of training/presets, which also gives the settings of the attention that are "
@@ -320,13 +308,6 @@ class ConversionArguments(MeasuringArguments):
         "the seed of all random numbers (default 0; 42 for training)", None, bounds=SEED, group="attention"
     )
     dry_run: bool = option("print what would be done and write nothing", False, on_resume=OnResume.FREE, group="result")
-    verbose: bool = option(
-        "with --dry_run, list every layer and tensor",
-        False,
-        needs=("dry_run",),
-        on_resume=OnResume.FREE,
-        group="result",
-    )
     no_verify: bool = option("do not compare the result with its source", False, group="result")
     overwrite: bool = option(
         "replace an existing --output_dir, once the new one is complete", False, on_resume=OnResume.FREE, group="result"
@@ -344,14 +325,6 @@ class ConversionArguments(MeasuringArguments):
         on_resume=OnResume.FREE,
         group="result",
     )
-
-    @property
-    def positions(self) -> LongerPositions | None:
-        """The learned positions that are asked for; None without `--max_position_embeddings`."""
-        from hf_linear_attention.position_extension import LongerPositions
-
-        tokens = self.max_position_embeddings
-        return None if tokens is None else LongerPositions(tokens, self.position_init)
 
 
 CONVERSION_FACTS = facts_of(ConversionArguments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,9 @@ from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.layer_speed import first_faster
 from hf_linear_attention.conversion.page_plots import (
     Chart,
-    HeatMap,
     Line,
     bytes_text,
     grouped,
-    heat_map,
     line_chart,
     style_of,
 )
@@ -66,7 +64,7 @@ class Section:
 
     title: str
     texts: list[str] = field(default_factory=list)
-    figures: Sequence[Chart | HeatMap] = ()
+    figures: Sequence[Chart] = ()
     tables: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -466,38 +464,34 @@ def head_sections(report: Report, quality: Mapping[str, Any]) -> list[Section]:
         before = None
     measured = [(when, heads) for when, heads in (("as converted", before), ("as it is now", after)) if heads]
     errors = [
-        heat_map(
-            f"Error of the heads, {when}",
-            "The error of the output of each head, by layer and head: 0 is exact, 1 as wrong as an output of zeros.",
-            _rows_of_heads(heads, "error"),
-            lambda error: error,
-        )
+        head_table(f"Error of the heads, {when}", _rows_of_heads(heads, "error"), "{:.2f}".format)
         for when, heads in measured
     ]
-    rows = [(when, _rows_of_heads(heads, "half_life")) for when, heads in measured]
-    logs = [math.log(max(value, 1)) for _, layers in rows for _, row in layers for value in row]
     half_lives = [
-        heat_map(
-            f"Half-life in tokens, {when}",
-            "After how many tokens the weight of a key has halved, by layer and head; stronger colours are longer.",
-            layers,
-            lambda value: 0.1 + 0.9 * (math.log(max(value, 1)) - min(logs)) / (max(logs) - min(logs) or 1),
-            _tokens_text,
-        )
-        for when, layers in rows
+        head_table(f"Half-life in tokens, {when}", _rows_of_heads(heads, "half_life"), _tokens_text)
+        for when, heads in measured
     ]
     found = []
-    if maps := [figure for figure in errors if figure is not None]:
+    if tables := [table for table in errors if table is not None]:
         text = (
             "How far the output of each head is from that of softmax attention on the same queries, keys and values: "
-            f"0 is exact, and 1 is as wrong as an output of zeros. Rows are layers, columns heads. Measured on "
-            f"{measured[0][1]['inputs']}."
+            f"0 is exact, and 1 is as wrong as an output of zeros. Measured on {measured[0][1]['inputs']}."
         )
-        found.append(Section("Which heads are hard", [text], maps))
-    if maps := [figure for figure in half_lives if figure is not None]:
-        text = "After how many tokens the weight of a key has halved. Columns are the heads of keys and values."
-        found.append(Section("What the heads forget", [text], maps))
+        found.append(Section("Which heads are hard", [text], tables=tables))
+    if tables := [table for table in half_lives if table is not None]:
+        text = "After how many tokens the weight of a key has halved, for each head of keys and values."
+        found.append(Section("What the heads forget", [text], tables=tables))
     return found
+
+
+def head_table(
+    title: str, values: Sequence[tuple[int, Sequence[float]]], text: Callable[[float], str]
+) -> dict[str, Any] | None:
+    """A table of `values`, one (layer, [value of each head]) per row; None if there are none."""
+    columns = max((len(row) for _, row in values), default=0)
+    header = ["layer", *(f"head {head}" for head in range(columns))]
+    rows = [[str(layer), *map(text, row)] for layer, row in values]
+    return {"title": title, "header": header, "rows": rows} if rows else None
 
 
 def _rows_of_heads(heads: Mapping[str, Any], name: str) -> list[tuple[int, list[float]]]:

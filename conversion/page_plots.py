@@ -13,9 +13,6 @@ from typing import Any
 
 WIDTH, HEIGHT = 420.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 60.0, 14.0, 14.0, 46.0
-CELL, LABEL = 30.0, 26.0
-# Numbers are written into the cells of narrower maps only; all of them are in the table.
-MOST_LABELLED = 16
 # The styles of lines in the style sheet of the template; the first is that of the original.
 STYLES = 6
 
@@ -48,25 +45,6 @@ class Chart:
     right: float = WIDTH - RIGHT
     top: float = TOP
     bottom: float = HEIGHT - BOTTOM
-    kind: str = "chart"
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Layers x heads: `cells` are (x, y, opacity from 0 to 1, text), `rows` and `columns` (coordinate, text)."""
-
-    title: str
-    description: str
-    cells: list[tuple[float, float, float, str]]
-    rows: list[tuple[float, str]]
-    columns: list[tuple[float, str]]
-    table: dict[str, Any]
-    width: float
-    height: float
-    is_labelled: bool
-    cell: float = CELL
-    left: float = LABEL
-    kind: str = "heat"
 
 
 @dataclass(frozen=True)
@@ -177,40 +155,3 @@ def _table(
     xs = sorted({x for column in values for x in column})
     rows = [[x_text(x), *(y_text(column[x]) if x in column else "" for column in values)] for x in xs]
     return {"header": [label, *(line.name for line in lines)], "rows": rows}
-
-
-def heat_map(
-    title: str,
-    description: str,
-    values: Sequence[tuple[int, Sequence[float]]],
-    opacity: Callable[[float], float],
-    text: Callable[[float], str] = "{:.2f}".format,
-) -> HeatMap | None:
-    """A map of `values`, one (layer, [value of each head]) per row; None if there are none.
-
-    Args:
-        opacity: how strong the colour of a value is, from 0 to 1.
-    """
-    if not values:
-        return None
-    columns = max(len(row) for _, row in values)
-    cells = [
-        (LABEL + column * CELL, LABEL + number * CELL, round(min(max(opacity(value), 0.0), 1.0), 3), text(value))
-        for number, (_, row) in enumerate(values)
-        for column, value in enumerate(row)
-    ]
-    table = {
-        "header": ["layer", *(f"head {head}" for head in range(columns))],
-        "rows": [[str(layer), *map(text, row)] for layer, row in values],
-    }
-    return HeatMap(
-        title,
-        description,
-        cells,
-        [(LABEL + (number + 0.5) * CELL, str(layer)) for number, (layer, _) in enumerate(values)],
-        [(LABEL + (head + 0.5) * CELL, str(head)) for head in range(columns)],
-        table,
-        LABEL + columns * CELL,
-        LABEL + len(values) * CELL,
-        is_labelled=columns <= MOST_LABELLED,
-    )

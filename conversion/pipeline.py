@@ -1,4 +1,4 @@
-"""The steps of one conversion: plan, load, calibrate, diagnose, write, verify."""
+"""The steps of one conversion: plan, load, calibrate, write, verify."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_linear_attention import supported_model_types
+from hf_linear_attention import calibrate, supported_model_types
 from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.devices import memory_of_machine
 from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
+from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.survey import NoRotaryError, RotaryError
-from hf_linear_attention.configuration_linear_attention import entries_of
-from hf_linear_attention.conversion.calibration import calibrate_on, check_options, needs_calibration
+from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
-from hf_linear_attention.conversion.cast import cast_weights
 from hf_linear_attention.conversion.companions import (
+    check_output,
+    check_shipped,
     copy_sentence_files,
     extend_limits,
     save_processors,
     save_tokenizer,
+    share_permissions,
 )
-from hf_linear_attention.conversion.export import check_output, check_shipped, share_permissions
-from hf_linear_attention.conversion.head_figures import diagnose_on
 from hf_linear_attention.conversion.hub import check_hub_name
 from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.page import write_page
@@ -46,8 +46,7 @@ from hf_linear_attention.conversion.preset_plan import (
     preset_settings,
     with_healed_frequencies,
 )
-from hf_linear_attention.conversion.recipe_file import write_recipe
-from hf_linear_attention.conversion.report import build_report, published_words
+from hf_linear_attention.conversion.report import build_report, published_words, write_recipe
 from hf_linear_attention.conversion.softmax_choice import (
     CHOICE,
     KEPT_HEADS,
@@ -65,8 +64,9 @@ from hf_linear_attention.conversion.softmax_choice import (
     ranking_file,
     with_softmax_layers,
 )
-from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.conversion.source import Source, cast_weights, open_source
 from hf_linear_attention.conversion.verification import verify
+from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.position_extension import Extension
 
 
@@ -111,7 +111,7 @@ def prepare(request: Request) -> Conversion:
         UsageError: if the request cannot be met.
     """
     arguments = request.arguments
-    if arguments.output_dir is None and not arguments.dry_run and not arguments.spectrum:
+    if arguments.output_dir is None and not arguments.dry_run:
         raise UsageError("`--output_dir` is missing; name the folder to write, or give `--dry_run`")
     check_training_options(arguments)
     if arguments.push_to_hub is not None:
@@ -199,7 +199,7 @@ def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
 def _plan(request: Request, source: Source) -> Plan:
     """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
     arguments = request.arguments
-    options = (arguments.trust_remote_code, arguments.dtype, arguments.positions)
+    options = (arguments.trust_remote_code, arguments.dtype, arguments.max_position_embeddings)
 
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, arguments.trust_remote_code)
@@ -227,13 +227,10 @@ def _plan(request: Request, source: Source) -> Plan:
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
     ranks = is_automatic(arguments) or (chooses_heads(arguments) and ranking_file(arguments) is not None)
-    if not arguments.spectrum and not needs_calibration(plan) and not ranks:
+    if not needs_calibration(plan) and not ranks:
         return None
     path = ranking_file(arguments) if ranks else arguments.calibration_file
-    inputs = real_inputs(source, plan, path, arguments.trust_remote_code)
-    if inputs is None and arguments.spectrum:
-        raise UsageError(f"`--spectrum`: there are no built-in inputs for {source.name}; give a `--calibration_file`")
-    return inputs
+    return real_inputs(source, plan, path, arguments.trust_remote_code)
 
 
 def run(conversion: Conversion) -> dict[str, Any]:
@@ -248,7 +245,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     with staging(conversion.output_dir, replaces=arguments.overwrite) as folder:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
-        measured = calibrate_and_diagnose(conversion, model)
+        measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
         if is_automatic(arguments) and conversion.training is None:
             model, plan, measured[CHOICE] = _with_softmax_layers(conversion, model)
         if chooses_heads(arguments):
@@ -301,19 +298,13 @@ def _with_softmax_layers(
     return with_softmax_layers(model, choice["layers"]), plan, choice
 
 
-def calibrate_and_diagnose(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """The entries `calibration` and `diagnosis` of the report, each None if it was not needed or not asked for.
+def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any] | None:
+    """The entry `calibration` of the report, None if there is nothing to calibrate.
 
     Raises:
         UsageError: if the attention of this model cannot be observed, or the file has no inputs.
     """
-    arguments, inputs = conversion.request.arguments, conversion.inputs
-    measured: dict[str, Any] = {"calibration": None, "diagnosis": None}
-    if needs_calibration(conversion.plan):
-        measured["calibration"] = calibrate_on(model, inputs)
-    if arguments.spectrum and inputs is not None:
-        measured["diagnosis"] = diagnose_on(model, inputs)
-    return measured
+    return calibrate_on(model, conversion.inputs) if needs_calibration(conversion.plan) else None
 
 
 def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTrainedModel:
@@ -369,3 +360,54 @@ def _extend_tables(
     for target, name in names.items():
         place = model.get_parameter(target)
         place.copy_(extension.weight(target, source.read(name), place))
+
+
+logger = logging.getLogger(__name__)
+
+
+CALIBRATION_TOKENS = 4096
+
+
+def needs_calibration(plan: Plan) -> bool:
+    """Whether a mechanism of the layers to convert has constants to fit."""
+    entries = entries_of(plan.settings)
+    return bool(plan.layers) and any(MECHANISMS[entry["mechanism"]].needs_calibration(entry) for entry in entries)
+
+
+def check_options(arguments: ConversionArguments, plan: Plan) -> None:
+    """Refuse a `--calibration_file` that would have no effect.
+
+    Raises:
+        UsageError: if nothing reads it.
+    """
+    is_read = needs_calibration(plan) or is_automatic(arguments) or chooses_heads(arguments)
+    if arguments.calibration_file is not None and not is_read:
+        has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"
+        raise UsageError(
+            f"`--calibration_file` is given, but {plan.mechanisms} with these settings {has} nothing to calibrate; "
+            "leave it out"
+        )
+
+
+def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None) -> dict[str, Any]:
+    """Calibrate a model in place; returns the entry of the report, `inputs` and `tokens`.
+
+    Args:
+        inputs: what to calibrate on; if None, the model keeps its initial constants and a warning is logged.
+
+    Raises:
+        UsageError: if the attention of this model cannot be observed.
+    """
+    if inputs is None:
+        logger.warning(
+            "not calibrated, because there are no texts or images to calibrate on; give `--calibration_file`. "
+            "Without calibration the features are those of FAVOR+"
+        )
+        return {"inputs": None, "tokens": 0}
+    logger.info("calibrating on %s", inputs.name)
+    try:
+        tokens = calibrate(model, progress(inputs.batches(CALIBRATION_TOKENS), "calibrating"))
+    except NotImplementedError as error:
+        names = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(model.config.linear_attention)))
+        raise UsageError(f"{names} with these settings needs calibration, but {error}") from error
+    return {"inputs": inputs.name, "tokens": tokens}

@@ -79,8 +79,6 @@ def check_training_options(arguments: ConversionArguments) -> None:
     problems = list(without_needs(CONVERSION_FACTS, vars(arguments), changed_options(arguments)))
     if arguments.preset is not None and arguments.train_file is None:
         problems.append(f"`--preset {arguments.preset}` needs data to train on; give a `--train_file`")
-    if arguments.preset is not None and arguments.output_dir is None and not arguments.dry_run:
-        problems.append(f"`--preset {arguments.preset}` writes a trained model; give an `--output_dir`, or `--dry_run`")
     if problems:
         raise UsageError(*problems)
 

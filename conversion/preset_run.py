@@ -25,13 +25,12 @@ from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.conversion.export import share_permissions
+from hf_linear_attention.conversion.companions import share_permissions
 from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import MEASURED_TASKS, held_out, measure, record
-from hf_linear_attention.conversion.recipe_file import write_recipe
-from hf_linear_attention.conversion.report import describe_quality, describe_result
+from hf_linear_attention.conversion.report import describe_quality, describe_result, write_recipe
 from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, is_automatic, plan_without
 from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.presets import STAGES, stages_of

@@ -24,15 +24,14 @@ from hf_linear_attention._common.model_card import (
     write_model_card,
 )
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file
-from hf_linear_attention.conversion.data_recipes import data_recipe
-from hf_linear_attention.conversion.head_figures import head_figures
+from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_pairs_file, check_text_file, data_recipe
 from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
 from hf_linear_attention.conversion.options import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.preset_plan import check_embedding_options, check_task_options
 from hf_linear_attention.conversion.report import EARLIER, comparison, describe_quality, quality_rows, with_earlier
 from hf_linear_attention.conversion.source import Source, open_source
+from hf_linear_attention.conversion.verification import head_figures
 from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.training.data.packing import PackedBlocks
 from hf_linear_attention.training.data.processors import load_tokenizer, pad_token_id

@@ -1,4 +1,4 @@
-"""conversion_report.json: what it holds, the tables of its figures, and the short text that the command prints.
+"""conversion_report.json: what it holds, the tables of its figures, and the text that the command prints; recipe.yaml.
 
 A conversion writes its plan and its checks; an evaluation adds `quality`, the figures of held-out text. Terminal,
 report.html and model card print the tables that are made here.
@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
 
+from hf_linear_attention import __version__
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention._common.model_card import REPORT, format_value, write_model_card
-from hf_linear_attention._common.options import option_text
+from hf_linear_attention._common.options import OnResume, option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
-from hf_linear_attention.conversion.head_figures import describe_diagnosis
-from hf_linear_attention.conversion.plan import Plan, TensorPlan
+from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments, Request
+from hf_linear_attention.conversion.plan import Plan, growing_bytes, state_bytes
+from hf_linear_attention.conversion.preset_plan import Training
 from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, describe_heads, describe_ranking
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion.state_budget import growing_bytes, state_bytes
 from hf_linear_attention.kernels.cpu import kernel_backend
 from hf_linear_attention.layer_numbers import layers_text
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -151,20 +154,6 @@ def describe(plan: Plan, source: Source) -> str:
     return "\n".join(lines)
 
 
-def describe_tensors(plan: Plan) -> str:
-    """All layers and tensors, one per line, as `--dry_run` adds them."""
-    lines = [
-        f"  layer {layer.layer:<4} {layer.module}: {layer.stock_class} -> {layer.linear_class}, {layer.mechanism}"
-        + (f", {layer.state_bytes:,} bytes of state" if layer.state_bytes else "")
-        for layer in plan.layers
-    ]
-    for kind in ("mapped", "tied", "new", "dropped"):
-        lines += [
-            f"  {kind:<10} {_tensor_name(tensor)} {list(tensor.shape)} {tensor.dtype}" for tensor in getattr(plan, kind)
-        ]
-    return "\n".join(lines)
-
-
 def describe_result(
     plan: Plan, source: Source, output_dir: str, report: Mapping[str, Any], training: Sequence[str] = ()
 ) -> str:
@@ -189,8 +178,6 @@ def describe_result(
         lines += ["", *training]
     elif plan.layers:
         lines += ["", *healing_lines(plan, source, output_dir)]
-    if report["diagnosis"]:
-        lines += ["", describe_diagnosis(report["diagnosis"], plan.mechanisms)]
     return "\n".join(lines)
 
 
@@ -261,12 +248,6 @@ def _state_text(plan: Plan) -> str:
     if plan.growing_bytes_per_token:
         text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
     return text
-
-
-def _tensor_name(tensor: TensorPlan) -> str:
-    if tensor.source is None or tensor.target is None or tensor.source == tensor.target:
-        return str(tensor.target or tensor.source)
-    return f"{tensor.source} -> {tensor.target}"
 
 
 def _names(names: list[str | None]) -> str:
@@ -468,3 +449,61 @@ def _named_figures(quality: Mapping[str, Any]) -> set[tuple[str, ...]]:
     table = comparison(quality) or {"header": [], "rows": []}
     cells = {(row[0], name) for row in table["rows"] for name, cell in zip(table["header"], row) if cell != "-"}
     return {*((name,) for name in quality_rows(quality)), *cells}
+
+
+# ---- recipe.yaml: one file beside the weights, from which `--config recipe.yaml` makes the same weights again
+#
+# It holds every option that decides the weights: what was given, and the settings of the attention that follow from the
+# model and the preset. Consent (`--trust_remote_code`), the place of the result and what only measures are left out.
+
+RECIPE = "recipe.yaml"
+# The options about these decide no weight.
+LEFT_OUT = ("measuring",)
+NOT_OF_A_RECIPE = ("output_dir", "no_verify", "list_architectures", "state_bytes")
+
+
+def write_recipe(folder: Path, request: Request, plan: Plan, training: Training | None) -> None:
+    """Write recipe.yaml into a folder.
+
+    Args:
+        plan: the plan before layers or heads with softmax are chosen automatically, which the recipe does again.
+        training: the preset; None without one.
+    """
+    versions = f"{PROGRAM} {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    lines = [f"# Made with {versions}."]
+    if training is not None:
+        lines.append(f"# The preset {training.preset.name} has version {training.preset.version} there.")
+    lines.append(f"# The same weights again: {PROGRAM} convert --config {RECIPE} --output_dir OUT")
+    text = yaml.safe_dump(recipe_options(request, plan, training), sort_keys=False, allow_unicode=True)
+    (folder / RECIPE).write_text("\n".join([*lines, text]), encoding="utf-8")
+
+
+def recipe_options(request: Request, plan: Plan, training: Training | None) -> dict[str, Any]:
+    """The options of `convert` that make the same weights."""
+    values = {
+        entry.name: getattr(request.arguments, entry.name)
+        for entry in fields(ConversionArguments)
+        if _decides(entry.name) and getattr(request.arguments, entry.name) not in (None, False)
+    }
+    if training is not None and "max_train_tokens" in training.given:
+        values["tokens"] = training.given["max_train_tokens"]
+    settings = plan.settings
+    if isinstance(settings, Mapping):
+        values["attention"] = settings["mechanism"]
+    else:  # layers differ: their options as they were given; the rest follows from these
+        settings = request.given
+    known = {"mechanism", *COMMON_SETTINGS, *CONVERSION_FACTS}
+    options = {name: _text(value) for name, value in settings.items() if name not in known and value is not None}
+    return {**values, **options}
+
+
+def _decides(name: str) -> bool:
+    fact = CONVERSION_FACTS[name]
+    return fact.on_resume is not OnResume.FREE and fact.group not in LEFT_OUT and name not in NOT_OF_A_RECIPE
+
+
+def _text(value: Any) -> Any:
+    """A value by layer as one types it, `0-3:64,4-:16`; others unchanged."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{layers}:{part}" for layers, part in value.items())
+    return list(value) if isinstance(value, (list, tuple)) else value

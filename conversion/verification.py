@@ -1,11 +1,13 @@
 """Comparison of the result with its source: the tensors in the files, and the outputs of linear and softmax attention.
 
 The teacher is the converted model itself with its original attention (`softmax_attention`). If the base tensors are
-equal, this is the source model, without a second model in memory.
+equal, this is the source model, without a second model in memory. Both read a few inputs: built-in English text through
+the model's tokenizer, or random ids, pixels or sound.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Sequence
@@ -14,17 +16,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention import softmax_attention
 from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_token
-from hf_linear_attention.conversion.head_figures import head_figures
+from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.samples import samples_of
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.default_settings import direction_of
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.positions.rotary import LearnedDecay
+from hf_linear_attention.training.losses.objectives import relative_head_error
 from hf_linear_attention.training.recipe import MECHANISM
 
 
@@ -174,3 +179,124 @@ def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alo
     positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if left else {}
     output = model.base_model(input_ids=ids, attention_mask=mask, **positions).last_hidden_state.float()
     return _relative_error([output[row : row + 1, place] for row, place in enumerate(places)], alone)
+
+
+TEXTS = (
+    "The river had risen in the night, and by morning the lower field was a lake.",
+    "Once upon a time there was a little girl who wanted to play in the park. Her mother said that it was too cold, so "
+    "they stayed at home, drew pictures of birds, and waited for the rain to stop. In the evening the sky was clear.",
+    "A list comprehension builds a new list by applying an expression to each item of a sequence.",
+    "Prices rose by two per cent in March.",
+    "Where is the nearest station? It is behind the library, about ten minutes on foot, but the gate closes at nine.",
+    "Water is made of hydrogen and oxygen; it freezes at zero degrees and boils at one hundred. Salt lowers the first "
+    "and raises the second, which is why the sea rarely freezes near the coast, and why cooks add salt to the pot. "
+    "None of this was known to the people who first built boats, yet they learned to read the colour of the ice.",
+)
+MAX_TOKENS = 128
+RANDOM_LENGTHS = (7, 48, 17, 64)
+
+
+def samples_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
+    """Main inputs of a model, each without padding."""
+    if model.main_input_name == "input_ids":
+        return text_samples(model.config, tokenizer)
+    if model.main_input_name == "pixel_values":
+        return pixel_samples(model.config)
+    return sound_samples(model.config, model.main_input_name)
+
+
+def text_samples(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor]:
+    """Token ids, one tensor `[1, N]` per text, no longer than the model allows."""
+    if (samples := built_in_text(config, tokenizer)) is not None:
+        return samples
+    generator = torch.Generator().manual_seed(0)
+    sizes = (min(size, _max_tokens(config)) for size in RANDOM_LENGTHS)
+    return [torch.randint(config.vocab_size, (1, size), generator=generator) for size in sizes]
+
+
+def built_in_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[torch.Tensor] | None:
+    """`TEXTS` as token ids `[1, N]`; None without a tokenizer, or with one that does not belong to the model."""
+    if tokenizer is None:
+        return None
+    length = _max_tokens(config)
+    samples = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt").input_ids for text in TEXTS]
+    is_its_own = all(ids.numel() > 1 and int(ids.max()) < config.vocab_size for ids in samples)
+    return samples if is_its_own else None
+
+
+def _max_tokens(config: PreTrainedConfig) -> int:
+    # Some families (RoBERTa) cannot use a few of their positions because of an offset.
+    return min(MAX_TOKENS, (max_length_of(config) or MAX_TOKENS) * 3 // 4)
+
+
+def sound_samples(config: PreTrainedConfig, name: str) -> list[torch.Tensor]:
+    """Random sound: `input_values [1, samples]`, or `input_features` in the shape that the model's encoder reads."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "input_values":
+        return [torch.randn(1, 400 * length, generator=generator) for length in RANDOM_LENGTHS]
+    if (features := getattr(config, "input_feat_per_channel", None)) is not None:
+        return [torch.randn(1, 4 * length, features, generator=generator) for length in RANDOM_LENGTHS]
+    shape = (1, config.num_mel_bins, 2 * config.max_source_positions)  # Whisper accepts only this length
+    return [torch.randn(*shape, generator=generator) for _ in range(2)]
+
+
+def pixel_samples(config: PreTrainedConfig) -> list[torch.Tensor]:
+    """Random images `[1, channels, height, width]`."""
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    generator = torch.Generator().manual_seed(0)
+    channels = getattr(config, "num_channels", 3)
+    return [torch.randn(1, channels, height, width, generator=generator) for _ in range(4)]
+
+
+MOST_TOKENS = 512
+
+
+@torch.no_grad()
+def head_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any] | None:
+    """The `inputs` in words, and `layers`: of each the `error` and, with a learned decay, the `half_life` of its heads.
+
+    An error is |mechanism - softmax| / |softmax| of a head's output, on the same queries, keys and values; it is left
+    out where attention cannot be observed (ALiBi families). Half-lives are in tokens, of the heads of keys and values.
+
+    Returns:
+        None for an encoder-decoder, in which two layers have the same number, or if there is nothing to report.
+    """
+    if model.config.is_encoder_decoder:
+        return None
+    inputs, name = one_input(model, tokenizer)
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        inputs = inputs.unsqueeze(1)
+    layers: dict[int, dict[str, Any]] = {}
+    for module in linear_attention_modules(model).values():
+        mechanism: Any = module.linear_attention
+        layers[mechanism.shape.layer] = {"layer": mechanism.shape.layer}
+        if isinstance(decay := getattr(mechanism, "decay", None), LearnedDecay):
+            layers[mechanism.shape.layer]["half_life"] = [math.log(2) / -rate for rate in decay().tolist()]
+
+    def look(seen: ObservedAttention) -> None:
+        errors = _errors(seen)
+        if torch.isfinite(errors).all():
+            layers[seen.module.linear_attention.shape.layer]["error"] = errors.tolist()
+
+    with contextlib.suppress(NotImplementedError), observe_attention(model, look):
+        model(**{model.main_input_name: inputs.to(model.device)})
+    found = [layer for _, layer in sorted(layers.items()) if len(layer) > 1]
+    return {"inputs": name, "layers": found} if found else None
+
+
+def _errors(seen: ObservedAttention) -> torch.Tensor:
+    """`[H]`: the errors of the heads on inputs without padding, relative to the output of softmax attention."""
+    mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.softmax_output.device)
+    return relative_head_error(seen, mask).sqrt().mean(0)
+
+
+def one_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[torch.Tensor, str]:
+    """One input without padding, and its name: all built-in sentences together, so that it is longer than a window."""
+    samples = samples_of(model, tokenizer)
+    if model.main_input_name != "input_ids":
+        name = "a random image" if model.main_input_name == "pixel_values" else "random sound"
+        return samples[0].to(model.dtype), name
+    ids = torch.cat(samples, dim=1)[:, : min(MOST_TOKENS, (max_length_of(model.config) or MOST_TOKENS) * 3 // 4)]
+    name = "random tokens" if built_in_text(model.config, tokenizer) is None else "the built-in sentences"
+    return ids, f"{name} ({ids.shape[1]} tokens)"

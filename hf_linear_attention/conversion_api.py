@@ -27,7 +27,7 @@ from .layer_ranges import spread
 from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
 from .modeling_linear_attention import converted_modules, linear_model_class
-from .position_extension import Extension, LongerPositions, plan_extension
+from .position_extension import Extension, plan_extension
 
 
 logger = logging.get_logger(__name__)
@@ -119,7 +119,6 @@ def convert(
     from_pretrained: dict[str, Any] | None = None,
     settings: Settings | None = None,
     max_position_embeddings: int | None = None,
-    position_init: str = "tiled",
     **linear_attention: Any,
 ) -> PreTrainedModel:
     """A linear copy of a pretrained model: the same base weights, and new mechanisms in the converted layers.
@@ -131,8 +130,7 @@ def convert(
         settings: a dict to use instead of `linear_attention`; or, for layers with different settings, a list of dicts,
             each with the numbers of its `layers`.
         max_position_embeddings: the number of tokens of the longest input, for a model with learned positions; its
-            table of positions is extended (`position_extension.py`).
-        position_init: what the new positions start from: `tiled`, the old ones again and again, or `interpolated`.
+            table of positions is extended by the old ones, again and again (`position_extension.py`).
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
             default is `hybrid`, with sizes for decoders or for encoders (`default_settings.py`). The mechanism and its
             options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
@@ -149,21 +147,18 @@ def convert(
             weights are not those of `model_class`, or positions that cannot be extended.
     """
     _check_arguments(model, model_class, from_pretrained)
-    if max_position_embeddings is None and position_init != "tiled":
-        raise ValueError(f"`position_init` = {position_init!r} needs `max_position_embeddings`; give both or neither.")
     arguments = {"dtype": "auto", **(from_pretrained or {})}
-    positions = None if max_position_embeddings is None else LongerPositions(max_position_embeddings, position_init)
     if isinstance(model, PreTrainedModel):
-        return _converted(model, model_class or type(model), positions, settings, linear_attention)
+        return _converted(model, model_class or type(model), max_position_embeddings, settings, linear_attention)
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
     stock = AutoConfig.from_pretrained(model, **hub)
     refuse_converted(stock)
     stock_class = model_class or stock_model_class(stock)
-    if positions is not None:
+    if max_position_embeddings is not None:
         original = stock_class.from_pretrained(model, **arguments)
-        return _converted(original, stock_class, positions, settings, linear_attention)
+        return _converted(original, stock_class, max_position_embeddings, settings, linear_attention)
     config = _convert_config(stock, settings, stock_class, linear_attention)
     with converting(), _refused_sizes(config):
         loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
@@ -219,7 +214,7 @@ def _convert_config(
 def _converted(
     model: PreTrainedModel,
     stock_class: type[PreTrainedModel],
-    positions: LongerPositions | None,
+    positions: int | None,
     settings: Settings | None,
     linear_attention: Mapping[str, Any],
 ) -> PreTrainedModel:

@@ -4,8 +4,8 @@
 Which tensors grow is not decided by their names: the stock model is built twice on the meta device, with the old and
 with the new number of positions, and what differs in shape follows the positions.
 
-    tiled          row T + i is row i of the T old rows (Longformer), so inputs that the original can read do not change
-    interpolated   the T old rows are stretched over the new ones, linearly, with the first and last row at the ends
+The new rows repeat the old ones: row T + i is row i of the T old rows (Longformer), so inputs that the original can
+read do not change.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .positions.limit import reserved_rows
@@ -27,14 +26,6 @@ if TYPE_CHECKING:  # this file is read for `--help` too, which needs no models
 
 
 FIELD = "max_position_embeddings"
-STARTS = ("tiled", "interpolated")
-
-
-class LongerPositions(NamedTuple):
-    """What is asked for: positions for inputs of this number of `tokens`, and where their rows `start` from."""
-
-    tokens: int
-    start: str = "tiled"
 
 
 @dataclass(frozen=True)
@@ -54,14 +45,12 @@ class Extension:
         config: a copy of the stock config with the new number of positions.
         tables: the tables that grow, by the name of their weight.
         before, tokens: the length of the longest input in tokens, before and after.
-        start: one of `STARTS`.
     """
 
     config: PreTrainedConfig
     tables: dict[str, PositionTable]
     before: int
     tokens: int
-    start: str
 
     def weight(self, name: str, old: Tensor, fresh: Tensor | None = None) -> Tensor:
         """The rows of a table, `[new rows, D]`.
@@ -77,11 +66,7 @@ class Extension:
             if torch.allclose(fresh[: table.rows].float(), old.float(), atol=1e-5):
                 return torch.cat((old, fresh[table.rows :]))
         count, first = table.new_rows - table.reserved, old[table.reserved :]
-        if self.start == "tiled":
-            new = first[torch.arange(count, dtype=torch.long, device=old.device) % len(first)]
-        else:
-            columns = first.cpu().double().T.unsqueeze(0)  # Apple GPUs lack float64
-            new = F.interpolate(columns, size=count, mode="linear", align_corners=True)[0].T.to(old)
+        new = first[torch.arange(count, dtype=torch.long, device=old.device) % len(first)]
         return torch.cat((old[: table.reserved], new))
 
     def weights(self, old: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,22 +83,19 @@ class Extension:
 
     def describe(self) -> str:
         """One line for reports."""
-        return f"{self.before:,} -> {self.tokens:,} tokens, {self.start}: {', '.join(self.tables)}"
+        return f"{self.before:,} -> {self.tokens:,} tokens, tiled: {', '.join(self.tables)}"
 
 
 def plan_extension(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel], wanted: LongerPositions | None
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], tokens: int | None
 ) -> Extension | None:
-    """What grows in a stock model, or None if nothing is asked for.
+    """What grows in a stock model for inputs of this number of tokens, or None if nothing is asked for.
 
     Raises:
         ValueError: if the model has no table of learned positions, or already one that is as long.
     """
-    if wanted is None:
+    if tokens is None:
         return None
-    tokens, start = wanted
-    if start not in STARTS:
-        raise ValueError(f"`position_init` = {start!r}; it must be one of {', '.join(f'`{name}`' for name in STARTS)}")
     old_field = getattr(config, FIELD, None)
     if type(old_field) is not int or old_field < 1:
         raise ValueError(f"{_asked(tokens)}, but {_why_not(config)}")
@@ -134,7 +116,7 @@ def plan_extension(
         )
         for name, table in found.items()
     }
-    return Extension(_with_field(config, old_field + more), tables, before, tokens, start)
+    return Extension(_with_field(config, old_field + more), tables, before, tokens)
 
 
 def _asked(tokens: int) -> str:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import yaml
@@ -17,6 +17,10 @@ from hf_linear_attention import model_cards
 from hf_linear_attention._common.heads import head_of_config, is_without_head
 from hf_linear_attention._common.safe_yaml import load_yaml
 from hf_linear_attention.layer_numbers import ranges_of
+
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 
 TEMPLATE = Path(next(iter(model_cards.__path__))) / "template.md"
@@ -148,19 +152,22 @@ def _metadata(
     config: Mapping[str, Any], report: Mapping[str, Any], facts: Mapping[str, Any], title: str, is_sentence_model: bool
 ) -> dict[str, Any]:
     """The front matter, which the Hub reads."""
+    from huggingface_hub import ModelCardData  # `--help` does without it
+
     base_model, dataset = _base_model(report, facts), str(facts.get("dataset") or "")
-    head = head_of_config(config)
-    task = "sentence-similarity" if is_sentence_model else head.pipeline_tag
+    task = "sentence-similarity" if is_sentence_model else head_of_config(config).pipeline_tag
     held_out = (report.get("quality") or {}).get("validation_file", "held-out data")
-    return {
+    results = _results(str(task), held_out, facts.get("metrics") or {})
+    fields: dict[str, Any] = {
         **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
         "library_name": "transformers",
         **({"base_model": base_model, "base_model_relation": "finetune"} if is_hub_name(base_model) else {}),
-        **({"datasets": [dataset]} if _is_hub_dataset(dataset) else {}),
+        "datasets": [dataset] if _is_hub_dataset(dataset) else None,
         "pipeline_tag": task,
         "tags": _tags(facts.get("settings"), is_sentence_model),
-        **_model_index(title, str(task), held_out, facts.get("metrics") or {}),
+        **({"model_name": title, "eval_results": results} if results else {}),
     }
+    return ModelCardData(**fields).to_dict()
 
 
 def _front_matter(metadata: Mapping[str, Any]) -> str:
@@ -197,17 +204,22 @@ def escaped(text: str) -> str:
     return re.sub(r"(?i)\b(www)\.", r"\1&#46;", plain.replace("://", "&#58;//"))  # what becomes a link by itself
 
 
-def _model_index(name: str, task: str, data: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _results(task: str, data: str, metrics: Mapping[str, Any]) -> list[EvalResult]:
     """The figures in the form in which the Hub shows them beside a model."""
-    figures = [
-        {"type": metric_type(key), "name": key, "value": value}
-        for key, value in metrics.items()
+    from huggingface_hub import EvalResult
+
+    return [
+        EvalResult(
+            task_type=task,
+            dataset_type=data,
+            dataset_name=data,
+            metric_type=metric_type(name),
+            metric_value=value,
+            metric_name=name,
+        )
+        for name, value in metrics.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
-    if not figures:
-        return {}
-    result = {"task": {"type": task}, "dataset": {"name": data, "type": data}, "metrics": figures}
-    return {"model-index": [{"name": name, "results": [result]}]}
 
 
 def metric_type(name: str) -> str:

@@ -11,8 +11,8 @@ from matrix import stock_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_linear_attention import calibrate, convert
-from hf_linear_attention.conversion import calibration
-from hf_linear_attention.conversion.samples import TEXTS
+from hf_linear_attention.conversion import pipeline
+from hf_linear_attention.conversion.verification import TEXTS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -147,7 +147,7 @@ def test_the_command_calibrates_and_a_reload_keeps_it(bert, tmp_path):
 
 
 def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "CALIBRATION_TOKENS", 100)
+    monkeypatch.setattr(pipeline, "CALIBRATION_TOKENS", 100)
     texts = [f"The number {number} follows the number {number - 1}." for number in range(1, 40)]
     rows = tmp_path / "texts.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -172,7 +172,7 @@ def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path, monkeypatch)
 
 
 def test_only_what_needs_it_is_calibrated(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "calibrate", None)
+    monkeypatch.setattr(pipeline, "calibrate", None)
     report = convert_folder(llama, tmp_path / "out", "--attention", "performer", "--num_features", 16, "--no_verify")
     assert report["calibration"] is report["figures"]["calibrated on"] is None
     assert "calibrated" not in (tmp_path / "out/README.md").read_text()
@@ -204,7 +204,7 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--calibration_file", "TEXT"], ["`hybrid` with these settings has nothing to calibrate", "add `--spectrum`"]),
+        (["--calibration_file", "TEXT"], ["`hybrid` with these settings has nothing to calibrate"]),
         (
             [*FAVOR, "--calibration_tokens", 9],
             ["not an option any more; the first 4096 tokens of"],
@@ -235,8 +235,7 @@ def test_a_model_that_computes_its_own_softmax_is_refused(tmp_path):
         tmp_path / "bloom"
     )
     tiny_tokenizer().save_pretrained(tmp_path / "bloom")
-    for words in ((*FAVOR, "--output_dir", tmp_path / "out"), ("--spectrum",)):
-        code, _, err = run("--model_name_or_path", tmp_path / "bloom", *words)
-        assert code == 2
-        assert "BloomAttention computes its own softmax" in err
-        assert not (tmp_path / "out").exists()
+    code, _, err = run("--model_name_or_path", tmp_path / "bloom", *FAVOR, "--output_dir", tmp_path / "out")
+    assert code == 2
+    assert "BloomAttention computes its own softmax" in err
+    assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from architectures import tiny_model
 from checkpoints import files, run, save_twin
 from safetensors.torch import load_file
 
-from hf_linear_attention.conversion import cast
+from hf_linear_attention.conversion import source as source_module
 from hf_linear_attention.conversion.options import parse
 from hf_linear_attention.conversion.pipeline import load_converted, prepare
 
@@ -27,7 +27,7 @@ def convert_twice(source: Path, folder: Path, monkeypatch, *words: object) -> li
     written = []
     monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
     for name, size in (("memory", sys.maxsize), ("files", BY_FILES)):
-        monkeypatch.setattr(cast, "FILE_BYTES", size)
+        monkeypatch.setattr(source_module, "FILE_BYTES", size)
         code, _, err = run("--model_name_or_path", source, "--output_dir", folder / name, *words)
         assert code == 0, err
         written.append(load_file(folder / name / "model.safetensors"))
@@ -96,7 +96,7 @@ def test_files_that_do_not_have_the_dtype_of_their_configuration(is_pickled, tmp
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at the memory map of the process")
 def test_weights_that_were_cast_are_pages_of_files(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(cast, "FILE_BYTES", BY_FILES)
+    monkeypatch.setattr(source_module, "FILE_BYTES", BY_FILES)
     conversion = prepare(
         parse(["--model_name_or_path", str(llama), "--output_dir", str(tmp_path / "out"), "--dtype", "bfloat16"])
     )

@@ -22,6 +22,8 @@ class Hub(BaseHTTPRequestHandler):
 
     requests: ClassVar[list] = []
     committed: ClassVar[dict] = {}
+    deleted: ClassVar[list] = []
+    there: ClassVar[list] = []
     refuses = False
 
     def do_POST(self):
@@ -36,7 +38,8 @@ class Hub(BaseHTTPRequestHandler):
             modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in lines[0]["files"]]
             return self.answer({"files": modes})
         if self.path.endswith("/commit/main"):
-            for line in lines[1:]:
+            self.deleted.extend(line["value"]["path"] for line in lines if line["key"] == "deletedFile")
+            for line in (line for line in lines if line["key"] == "file"):
                 self.committed[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             return self.answer(
                 {
@@ -48,7 +51,9 @@ class Hub(BaseHTTPRequestHandler):
         return self.answer({"errors": [], "warnings": []})  # the check of the card's metadata
 
     def do_GET(self):
-        self.answer({"error": "no"}, 404)
+        if self.path.startswith("/api/models/user/model/tree/main"):
+            return self.answer([{"type": "file", "path": path, "size": 1, "oid": "1"} for path in self.there])
+        return self.answer({"error": "no"}, 404)
 
     def answer(self, content, code=200):
         data = json.dumps(content).encode()
@@ -65,6 +70,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch):
     Hub.requests, Hub.committed, Hub.refuses = [], {}, False
+    Hub.deleted, Hub.there = [], []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -80,6 +86,7 @@ def hub(monkeypatch):
 
 
 def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path, hub):
+    hub.there += ["notes.md", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     words = ("--attention", "linear", "--no_verify", "--push_to_hub", "user/model", "--base_model", "someone/llama")
     code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
     assert code == 0, err
@@ -91,6 +98,8 @@ def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path,
     assert not [name for name, content in texts.items() if str(tmp_path.parent).encode() in content]
     recipe = yaml.safe_load(hub.committed["recipe.yaml"])
     assert recipe["model_name_or_path"] == "llama"
+    assert yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())["model_name_or_path"] == str(llama)
+    assert sorted(hub.deleted) == ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]  # stale weights
     card = hub.committed["README.md"].decode()
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "someone/llama"
     assert 'from_pretrained("user/model", trust_remote_code=True)' in card

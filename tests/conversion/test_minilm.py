@@ -10,7 +10,7 @@ import torch
 from checkpoints import files, run
 from transformers import AutoModel, AutoTokenizer
 
-from hf_linear_attention.conversion.data_recipes import data_recipe
+from hf_linear_attention.conversion.calibration_data import data_recipe
 from hf_linear_attention.training.evaluation.embeddings import embed, retrieval_test
 
 

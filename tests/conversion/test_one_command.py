@@ -298,10 +298,7 @@ def test_what_is_missing_or_unused_is_said(llama, linear_llama, texts, tmp_path)
     source, out, valid = ("--model_name_or_path", llama), ("--output_dir", tmp_path / "o"), texts / "valid.txt"
     for command, said in (
         ((*source, *out, "--preset", "default"), "give a `--train_file`"),
-        (
-            (*source, "--preset", "default", "--train_file", valid, "--spectrum"),
-            "give an `--output_dir`, or `--dry_run`",
-        ),
+        ((*source, "--preset", "default", "--train_file", valid), "name the folder to write, or give `--dry_run`"),
         ((*source, *out, "--tokens", "2M"), "`--tokens 2M` needs `--preset`"),
         ((*source, *out, "--validation_file", valid), f"`--validation_file {valid}` needs `--preset`"),
     ):

@@ -29,7 +29,7 @@ FIELDS = {field.name: field for field in fields(ConversionArguments)}
 TYPES = get_type_hints(ConversionArguments)
 Options = dict[str, Any]
 RANDOM = {"attention": "performer", "num_features": 8}
-FIGURES = ("checks", "calibration", "diagnosis", "quality", "base_model_name")
+FIGURES = ("checks", "calibration", "quality", "base_model_name")
 FITTED = {**RANDOM, "features": "favor++"}
 
 
@@ -79,7 +79,6 @@ def second(folder: Path) -> Options:
         "softmax_heads": "0.1",
         "drop": "position_bias",
         "max_position_embeddings": 99,
-        "position_init": "interpolated",
         "dtype": "bfloat16",
         "calibration_file": folder / "valid.txt",
         "preset": "default",
@@ -114,7 +113,6 @@ def beside(folder: Path) -> dict[str, Options]:
         "cross_attention": {"attention": "linear"},
         "calibration_file": FITTED,
         "max_position_embeddings": {"model_name_or_path": folder / "embedding"},
-        "position_init": {"model_name_or_path": folder / "embedding", "max_position_embeddings": 99},
         "seed": RANDOM,
         "preset": {**preset, "preset": None},
         **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "cache_teacher", "validation_file"), preset),

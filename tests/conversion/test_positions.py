@@ -45,7 +45,7 @@ def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("options", [(), ("--position_init", "interpolated"), ("--dtype", "bfloat16")])
+@pytest.mark.parametrize("options", [(), ("--dtype", "bfloat16")])
 def test_a_longer_checkpoint(embedding, tmp_path, options):
     out = tmp_path / "out"
     report = convert_folder(embedding, out, "--max_position_embeddings", 150, *options)
@@ -56,8 +56,7 @@ def test_a_longer_checkpoint(embedding, tmp_path, options):
     model = AutoModel.from_pretrained(out)
     with torch.no_grad():
         assert torch.isfinite(model(input_ids=torch.full((1, 150), 7)).last_hidden_state).all()
-    start = "interpolated" if "interpolated" in options else "tiled"
-    expected = convert(embedding, max_position_embeddings=150, position_init=start)
+    expected = convert(embedding, max_position_embeddings=150)
     name = "embeddings.position_embeddings.weight"
     assert torch.equal(load_file(out / "model.safetensors")[name], expected.state_dict()[name].to(model.dtype))
 
@@ -131,6 +130,3 @@ def test_what_is_printed_and_what_is_refused(embedding, llama):
     code, _, error = run("--model_name_or_path", llama, "--max_position_embeddings", 150, "--dry_run")
     assert code == 2
     assert "`llama` has no table of learned positions" in error
-    code, _, error = run("--model_name_or_path", embedding, "--position_init", "interpolated", "--dry_run")
-    assert code == 2
-    assert "--max_position_embeddings" in error

@@ -9,7 +9,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion.state_budget import LINEAR_SHARE, VECTOR, split_budget, state_bytes, with_budget
+from hf_linear_attention.conversion.plan import LINEAR_SHARE, VECTOR, split_budget, state_bytes, with_budget
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -18,9 +18,8 @@ from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.report import describe_checks
-from hf_linear_attention.conversion.samples import TEXTS, text_samples
 from hf_linear_attention.conversion.source import open_source
-from hf_linear_attention.conversion.verification import compare_outputs, compare_tensors, verify
+from hf_linear_attention.conversion.verification import TEXTS, compare_outputs, compare_tensors, text_samples, verify
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

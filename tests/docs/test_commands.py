@@ -232,7 +232,6 @@ BY_COMMAND: dict[str, Callable[[], None]] = {
     "--layers 0,2,4-7": lambda: llama(num_hidden_layers=8),
     "0-3:hybrid,4-:linear": lambda: llama(num_hidden_layers=5),
     "--projection_size 128": encoder,
-    "--spectrum": llama,
     "--max_position_embeddings": encoder,
     "--model_name_or_path T5": t5,
     "--pairs_file": minilm,

@@ -48,7 +48,8 @@ def test_numbers_in_place_of_texts(llama, tmp_path):
     (tmp_path / "five.jsonl").write_text('{"text": 5}\n{"text": "a b"}\n')
     source = ("--model_name_or_path", llama)
     told = "five.jsonl': `text` is 5, not a text"
-    assert_refused(command("convert", *source, "--spectrum", "--calibration_file", tmp_path / "five.jsonl"), told)
+    fitted = ("--attention", "performer", "--features", "favor++", "--output_dir", tmp_path / "out")
+    assert_refused(command("convert", *source, *fitted, "--calibration_file", tmp_path / "five.jsonl"), told)
     assert_refused(command("compare", *source, "--train_file", tmp_path / "five.jsonl"), told)
 
 

@@ -9,7 +9,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 
 from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.conversion.state_budget import state_bytes
+from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention

@@ -80,22 +80,6 @@ def test_tiled_positions_change_no_input_that_the_original_can_read(family):
     assert torch.equal(new[reserved + 128 :], old[reserved : reserved + TOKENS - 128])
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "opt"])
-def test_interpolated_positions_lie_on_lines_between_the_old_ones(family):
-    stock = twin(family)
-    after = convert(stock, max_position_embeddings=TOKENS, position_init="interpolated")
-    reserved = FAMILIES[family][1]
-    old, new = (table_of(model, family).detach().double() for model in (stock, after))
-    assert torch.equal(new[:reserved], old[:reserved])
-    old, new = old[reserved:], new[reserved:]
-    place = torch.arange(TOKENS, dtype=torch.float64) * 63 / (TOKENS - 1)
-    left = place.floor().long().clamp(max=62)
-    share = (place - left).unsqueeze(1)
-    torch.testing.assert_close(
-        new, old[left] * (1 - share) + old[left + 1] * share, atol=2e-7, rtol=0
-    )  # rounding of float32
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_input_beyond_the_last_position_is_refused_by_its_length(family):
     model = convert(twin(family), max_position_embeddings=TOKENS)
@@ -148,8 +132,6 @@ def test_sinusoids_go_on_instead_of_being_repeated():
         ("vit", {"max_position_embeddings": 99}, "those of the patches of an image, and follow `image_size`"),
         ("t5", {"max_position_embeddings": 99, "drop": ["position_bias"]}, "the config of `t5` has no `max_position_"),
         ("bert", {"max_position_embeddings": 64}, "`bert` has positions for 64 tokens already"),
-        ("bert", {"max_position_embeddings": 99, "position_init": "random"}, "must be one of `tiled`, `interpolated`"),
-        ("bert", {"position_init": "interpolated"}, "needs `max_position_embeddings`"),
     ],
 )
 def test_what_cannot_be_extended(family, options, words):

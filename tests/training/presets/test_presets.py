@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassifi
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion.state_budget import with_budget
+from hf_linear_attention.conversion.plan import with_budget
 from hf_linear_attention.training import presets
 from hf_linear_attention.training.loop import RunContext
 from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_options
