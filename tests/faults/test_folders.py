@@ -253,7 +253,9 @@ def test_a_signal_during_the_imports_is_one_line(script, number, linear_llama, f
     words = ["--model_name_or_path", linear_llama, "--output_dir", tmp_path / "out"]
     words += ["--task", "causal_lm", "--train_file", files / "good.txt"] if script is SCRIPTS[1] else []
     process = subprocess.Popen([sys.executable, script, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    time.sleep(0.7)  # torch and transformers take longer
+    maps = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and "libtorch" not in maps.read_text():
+        time.sleep(0.01)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
