@@ -48,6 +48,7 @@ GONE = {
     "evaluate": Gone("use `hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC`"),
     "calibration_tokens": Gone("the first 4096 tokens of `--calibration_file` are used; give a shorter file for fewer"),
     "model_class": Gone("load the model as that class, write it with `save_pretrained`, and convert this folder"),
+    **{name: gone for mechanism in MECHANISM_OPTIONS.values() for name, gone in mechanism.gone.items()},
 }
 
 
