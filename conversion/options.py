@@ -50,6 +50,7 @@ GONE = {
     "spectrum": Gone("report.html has the error of every head, under `Which heads are hard`", (False,)),
     "verbose": Gone("the plan of every layer and tensor is in conversion_report.json, beside the weights", (False,)),
     "model_class": Gone("load the model as that class, write it with `save_pretrained`, and convert this folder"),
+    **{name: gone for mechanism in MECHANISM_OPTIONS.values() for name, gone in mechanism.gone.items()},
 }
 
 

@@ -83,8 +83,9 @@ class LinearAttentionSettings(dict):
         mechanism = MECHANISM_OPTIONS.get(given["mechanism"]) if isinstance(given["mechanism"], str) else None
         if mechanism is None:
             raise SettingsError([unknown_mechanism(given["mechanism"])])
+        problems = _gone_problems(given, mechanism)
         filled = mechanism.filled(given)
-        problems = _option_problems(given, filled, mechanism.options, num_layers)
+        problems += _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
         problems += _softmax_head_problems(given, mechanism, filled)
         problems += _cross_attention_problems(given["cross_attention"], mechanism, given["mechanism"], filled)
@@ -193,6 +194,16 @@ class SettingsError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("Invalid `linear_attention` settings:\n" + "\n".join(f"  - {text}" for text in problems))
         self.problems = problems
+
+
+def _gone_problems(given: dict[str, Any], mechanism: type[MechanismOptions]) -> list[str]:
+    """Take options of earlier versions out of `given`, and name those that ask for what there is no more."""
+    taken = {name: given.pop(name) for name in mechanism.gone if name in given}
+    return [
+        f"`{name}` = {value!r} is not possible any more; {mechanism.gone[name].instead}"
+        for name, value in taken.items()
+        if not mechanism.gone[name].is_harmless(value)
+    ]
 
 
 def _option_problems(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hf_linear_attention._common.errors import UsageError, one_line
+from hf_linear_attention.mechanisms.options import Gone
 
 
 T = TypeVar("T")
@@ -199,14 +200,6 @@ Kind = tuple[Any, tuple[str, ...] | None]
 """The type of an option's value (`Any`: whoever reads the option turns it into its own type), and its choices."""
 
 
-@dataclass(frozen=True)
-class Gone:
-    """An option of earlier versions: what to do instead, and its values that ask for what is done anyway."""
-
-    instead: str
-    harmless: tuple[Any, ...] = ()
-
-
 NOTHING: Mapping[str, Gone] = types.MappingProxyType({})
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -246,7 +239,7 @@ def typed_options(
     Raises:
         UsageError: naming every option that there is not, and every value that cannot be used.
     """
-    values = {name: value for name, value in values.items() if not _is_harmless(gone.get(name), value)}
+    values = {name: value for name, value in values.items() if name not in gone or not gone[name].is_harmless(value)}
     problems = [unknown_option(str(name), kinds, gone, place) for name in values if name not in kinds]
     found = {}
     for name, value in values.items():
@@ -259,10 +252,6 @@ def typed_options(
     if problems := [*problems, *unusable_texts(found)]:
         raise UsageError(*problems)
     return found
-
-
-def _is_harmless(gone: Gone | None, value: Any) -> bool:
-    return gone is not None and (value is None or value in gone.harmless)
 
 
 def _typed(value: Any, kind: Any, choices: tuple[str, ...] | None) -> Any:

@@ -29,13 +29,12 @@ EPSILON = 1e-6
 class NormalizedFeatures(nn.Module):
     """phi(x) = silu(x A + b) / |silu(x A + b)| per head, x scaled by sqrt(scaling); A starts as the identity, b as 0.
 
-    Query heads of a group have their own A and b. Without `is_activated`, silu is left out. With more features than
-    channels, A starts with further random columns.
+    Query heads of a group have their own A and b. With more features than channels, A starts with further random
+    columns.
     """
 
-    def __init__(self, shape: LayerShape, num_features: int, is_activated: bool) -> None:
+    def __init__(self, shape: LayerShape, num_features: int) -> None:
         super().__init__()
-        self.is_activated = is_activated
         heads, kv_heads, size = shape.num_heads, shape.num_key_value_heads, shape.head_dim
         self.query_projection = nn.Parameter(torch.empty(heads, size, num_features))
         self.query_bias = nn.Parameter(torch.empty(heads, 1, num_features))
@@ -67,7 +66,7 @@ class NormalizedFeatures(nn.Module):
     def _features(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
         x = (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(weight, dtype) + with_dtype(bias, dtype)
-        x = F.silu(x) if self.is_activated else x
+        x = F.silu(x)
         return x * (x.square().sum(dim=-1, keepdim=True) + EPSILON).rsqrt()
 
 
@@ -85,13 +84,12 @@ class DeltaRule(nn.Module):
         *,
         decay: str,
         slopes: Sequence[float],
-        is_activated: bool = True,
         erases: bool = True,
     ) -> None:
         super().__init__()
         heads, size = shape.num_key_value_heads, hidden_size_of(shape)
         self.num_heads, self.decay, self.erases = heads, decay, erases
-        self.features = NormalizedFeatures(shape, num_features, is_activated)
+        self.features = NormalizedFeatures(shape, num_features)
         self.beta = SigmoidGate(size, heads, start=0.5)
         self.forget = None
         if decay != "none":

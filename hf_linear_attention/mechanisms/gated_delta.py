@@ -78,7 +78,6 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
             settings["num_features"] or shape.head_dim,
             decay=settings["decay"],
             slopes=(INITIAL_SLOPE,) * shape.num_key_value_heads,
-            is_activated=settings["activation"] == "silu",
             erases=settings["erase"],
         )
         self.conv_size = settings["conv_size"]

@@ -8,7 +8,7 @@
            exact      S, Z, m (constant)         exact
 
 c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants of the query do not cancel here. The
-setting `normalization` has two other forms, which allow comparison with published hybrids.
+setting `normalization` has another form, which allows comparison with LoLCATs.
 
 With `far` = `gated_delta`, the exact part has its own denominator, and a gate per token and head mixes it with the
 output of the gated delta rule over all tokens so far (delta_rule.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =

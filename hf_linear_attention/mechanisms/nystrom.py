@@ -43,7 +43,7 @@ class NystromAttention(NystromOptions, AttentionMechanism):
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
-        self.num_landmarks, self.pinv_iterations = settings["num_landmarks"], settings["pinv_iterations"]
+        self.num_landmarks = settings["num_landmarks"]
         width = settings["conv_kernel_size"]
         self.conv_weight = nn.Parameter(torch.empty(shape.num_heads, 1, width, 1)) if width else None
 
@@ -93,7 +93,7 @@ class NystromAttention(NystromOptions, AttentionMechanism):
         gathered = slot_attention(rows, key, value, visible, scaling).unflatten(2, (groups, -1)).flatten(1, 2)
         key_landmarks = key_landmarks.repeat_interleave(groups, dim=1)
         mixing = landmark_weights(query_landmarks, key_landmarks, occupied, scaling)
-        summaries = iterative_pinv(mixing, self.pinv_iterations) @ gathered  # [B, H, M, D]
+        summaries = iterative_pinv(mixing) @ gathered  # [B, H, M, D]
         if mask is not None:
             tokens = means(value).repeat_interleave(groups, dim=1)
             is_short = (mask.sum(dim=1) <= self.num_landmarks)[:, None, None, None]
@@ -124,8 +124,8 @@ def landmark_weights(
     return logits.softmax(dim=-1) * (occupied.unsqueeze(3) & occupied.unsqueeze(2))
 
 
-def iterative_pinv(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Approximate pseudo-inverse of each matrix of `[..., M, M]` (Razavi 2014; Nystromformer, equation 15).
+def iterative_pinv(matrix: torch.Tensor, iterations: int = 6) -> torch.Tensor:
+    """Approximate pseudo-inverse of each matrix of `[..., M, M]` (Razavi 2014; Nystromformer, eq. 15, 6 steps).
 
     The iteration starts from A^T / (|A|_1 |A|_inf) of each matrix, whereas common implementations take the maximum over
     the whole batch, so that an output depends on the other samples. The last step corrects the earlier ones and runs in

@@ -32,7 +32,6 @@ class Option:
     choices: tuple[str, ...] = ()
     minimum: int | float | None = None
     maximum: int = LARGEST
-    below: float | None = None
     is_per_layer: bool = False  # whether a list with one value per attention layer is allowed too
     needs: Mapping[str, Container[Any]] = field(default_factory=dict)  # values of other options; else it has no effect
 
@@ -57,9 +56,19 @@ class Option:
             return f"must be at most {self.maximum:,}; choose a smaller number"
         if self.minimum is not None and value < self.minimum:
             return f"must be at least {self.minimum}"
-        if self.below is not None and value >= self.below:
-            return f"must be less than {self.below}"
         return None
+
+
+@dataclass(frozen=True)
+class Gone:
+    """An option of earlier versions: what to do instead, and its values that ask for what is done anyway."""
+
+    instead: str
+    harmless: tuple[Any, ...] = ()
+
+    def is_harmless(self, value: Any) -> bool:
+        """Whether this value asks for what is done anyway; None asks for nothing."""
+        return value is None or value in self.harmless
 
 
 class MechanismOptions:
@@ -73,6 +82,7 @@ class MechanismOptions:
     """
 
     options: ClassVar[dict[str, Option]] = {}
+    gone: ClassVar[dict[str, Gone]] = {}
     supports_causal: ClassVar[bool] = False
     supports_bidirectional: ClassVar[bool] = False
     supports_cross: ClassVar[bool] = False
@@ -280,7 +290,6 @@ class PerformerOptions(LinearOptions):
         ),
         "orthogonal": Option(bool, True, "projections in orthogonal blocks; false draws every row by itself"),
         "redraw_interval": Option(int, 0, "training forwards between new projections; 0 never redraws", minimum=0),
-        "uniform_mixing": Option(float, 0.0, "weight of the mean of all visible values, in [0, 1)", minimum=0, below=1),
         "geometry": Option(
             str,
             "fixed",
@@ -290,6 +299,10 @@ class PerformerOptions(LinearOptions):
         "decay": DECAY_OPTION,
         **ROPE_OPTIONS,
         "seed": Option(int, 0, "seed of the random projection", minimum=0),
+    }
+
+    gone: ClassVar[dict[str, Gone]] = {
+        "uniform_mixing": Gone("leave it out: the outputs are those of attention, without a share of the mean", (0,))
     }
 
     @classmethod
@@ -408,7 +421,6 @@ class NystromOptions(MechanismOptions):
 
     options: ClassVar[dict[str, Option]] = {
         "num_landmarks": Option(int, 64, "M, the segment means of queries and keys", minimum=1, maximum=MOST_FEATURES),
-        "pinv_iterations": Option(int, 6, "steps towards the pseudo-inverse", minimum=1, maximum=64),
         "conv_kernel_size": Option(
             int,
             0,
@@ -417,6 +429,7 @@ class NystromOptions(MechanismOptions):
             maximum=MOST_FEATURES,
         ),
     }
+    gone: ClassVar[dict[str, Gone]] = {"pinv_iterations": Gone("leave it out: there are 6, as in the paper", (6,))}
     supports_bidirectional = supports_padding = supports_gqa = True
 
     @classmethod
@@ -559,8 +572,8 @@ class HybridOptions(WindowOptions):
         "normalization": Option(
             str,
             "joint",
-            "joint: one denominator; separate: two, mixed by a learned weight per head; window_maximum: LoLCATs' form",
-            choices=("joint", "separate", "window_maximum"),
+            "joint: one scale for near and far keys; window_maximum: LoLCATs' form",
+            choices=("joint", "window_maximum"),
             needs={"far": (LINEAR, BOTH)},
         ),
         "decay": replace(
@@ -591,12 +604,6 @@ class GatedDeltaOptions(MechanismOptions):
     """The options of `gated_delta`, and what it can do with them."""
 
     options: ClassVar[dict[str, Option]] = {
-        "activation": Option(
-            str,
-            "silu",
-            "what follows the affine map of queries and keys, before they get length 1",
-            choices=("silu", "identity"),
-        ),
         "num_features": Option(int, None, "features per head; by default head_dim", minimum=1, maximum=MOST_FEATURES),
         "decay": Option(
             str,
@@ -616,6 +623,7 @@ class GatedDeltaOptions(MechanismOptions):
         ),
         **ROPE_OPTIONS,
     }
+    gone: ClassVar[dict[str, Gone]] = {"activation": Gone("leave it out: it is silu", ("silu",))}
     supports_causal = supports_padding = supports_state = supports_gqa = supports_softmax_heads = True
 
     @classmethod

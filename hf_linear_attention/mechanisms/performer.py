@@ -11,8 +11,7 @@ from transformers import initialization as init
 
 from ..features.geometry import LearnedGeometry
 from ..features.random_maps import RANDOM_FEATURES, RandomFeatureMap
-from ..torch_kernels.attention import kernel_attention, state_after
-from ..torch_kernels.blocks import read_state, with_dtype
+from ..torch_kernels.blocks import with_dtype
 from .base import LayerShape, MechanismInputs, State
 from .linear import LinearAttention
 from .options import PerformerOptions
@@ -24,8 +23,7 @@ class PerformerAttention(PerformerOptions, LinearAttention):
     The features are redrawn only in training mode, at the first of every `redraw_interval` forward passes that start a
     sequence. A forward pass that gradient checkpointing recomputes is not counted. The k-th projection follows from
     `seed`, the layer and k, so all ranks agree; the count and the projection are buffers, so a resumed run draws the
-    same projections as an uninterrupted one. With `uniform_mixing` = w the output is (1 - w) times the attention plus w
-    times the mean of the visible values; reference implementations hide this shrinkage as an epsilon in every feature.
+    same projections as an uninterrupted one.
 
     With `geometry` = `learned`, a trained affine map per head changes queries and keys first, from q, k to q', k', and
     the features estimate exp(q'·k') without bias. A redrawn projection leaves the maps as they are: they are trained
@@ -37,7 +35,7 @@ class PerformerAttention(PerformerOptions, LinearAttention):
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
-        self.uniform_mixing, self.redraw_interval = settings["uniform_mixing"], settings["redraw_interval"]
+        self.redraw_interval = settings["redraw_interval"]
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.geometry = LearnedGeometry(*sizes) if settings["geometry"] == "learned" else None
         if self.redraw_interval:
@@ -83,27 +81,7 @@ class PerformerAttention(PerformerOptions, LinearAttention):
             query, key = self.geometry(inputs.query, inputs.key)
             inputs = inputs._replace(query=query, key=key)
         output, new_state = super().forward(inputs, state)
-        if self.uniform_mixing:
-            mean, old = self._mean(inputs, state[1] if state else None)
-            mix = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
-            output, new_state = mix(output, mean.to(output.dtype), self.uniform_mixing), (*(new_state or ()), old)
         return with_dtype(output, dtype), new_state if has_state else None
-
-    def _mean(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        """The mean of the values that each query sees, `[B, N, H, W]` (N = 1 where all see the same), and its state."""
-        query, key, value, mask, _, is_causal, *_ = inputs
-        if is_causal or not query.numel():  # an empty input has no chunks
-            ones = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
-            options: dict[str, Any] = {"key_mask": mask, "state": state, "is_causal": is_causal}
-            mean, state = kernel_attention(*ones, value, log_features=False, **options)
-            return mean.transpose(1, 2), state
-
-        def one_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            return torch.ones_like(keys[..., :1])
-
-        size = self._tokens_at_a_time(query, key, mask)
-        sums: Any = state_after(one_of, key, value, mask, state, log_features=False, size=size)
-        return read_state(torch.ones_like(query[:, :, :1, :1]), sums, False).transpose(1, 2), sums
 
     @torch.compiler.disable
     def _count_forward(self) -> None:

@@ -315,30 +315,6 @@ class JointMix(NearFarMix):
         return sizes + self._far_exponent(near, half_query_norm) - near[1]
 
 
-class SeparateMix(NearFarMix):
-    """Two denominators: (1 - m) near attention + m far attention, with m = sigmoid of a learned number per head.
-
-    Published hybrids have this form (Infini-attention 2024, equation 10); it is here for comparison. A query without
-    far keys uses the near part alone. m starts at 0.1.
-    """
-
-    def __init__(self, num_heads: int):
-        super().__init__(num_heads)
-        self.far_weight = nn.Parameter(torch.empty(num_heads))
-
-    def reset_parameters(self, feature_map: Any) -> None:
-        """Start with m = 0.1."""
-        init.constant_(self.far_weight, math.log(0.1 / 0.9))
-
-    def forward(
-        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
-    ) -> torch.Tensor:
-        """Interpolate between the near and the far output; see the class."""
-        output, size = join(*far)
-        share = self._per_query(self.far_weight, output).sigmoid() * (size > EMPTY_MAXIMUM / 2)
-        return torch.lerp(near[0], output, share)
-
-
 class WindowMaximumMix(NearFarMix):
     """LoLCATs 2024, equation 7: one denominator, near weights g exp(scaling q·k - c), far weights phi(q)·phi(k).
 
@@ -367,7 +343,6 @@ class WindowMaximumMix(NearFarMix):
 
 NORMALIZATIONS: dict[str, type[NearFarMix]] = {
     "joint": JointMix,
-    "separate": SeparateMix,
     "window_maximum": WindowMaximumMix,
 }
 

@@ -171,6 +171,3 @@ def test_values_by_layer_are_read_with_the_type_of_their_option(tmp_path):
         "decay": {"0": "learned", "1-": "none"},
         "layers": [0, 1, 2],
     }
-    assert parse(["--model_name_or_path", "x", "--uniform_mixing", "0:0.5,1-:0"]).given == {
-        "uniform_mixing": {"0": 0.5, "1-": 0.0}
-    }

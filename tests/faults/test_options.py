@@ -71,7 +71,6 @@ OTHERS = [
     ("num_sinks", "hybrid", "-1"),
     ("num_sinks", "hybrid", HUGE),
     ("trained_length", "hybrid", "0"),
-    ("uniform_mixing", "performer", "2"),
     ("redraw_interval", "performer", "-1"),
     ("rope_frequencies", "linear", HUGE),
 ]

@@ -22,7 +22,7 @@ SETTINGS = {
     "gated_delta": {"mechanism": "gated_delta", "conv_size": 3},
 }
 # Further kinds of states.
-ROWS = ("aft-local", "linear-taylor", "linear-decay", "linear-gated", "performer-mixing", "hybrid-delta", "window")
+ROWS = ("aft-local", "linear-taylor", "linear-decay", "linear-gated", "performer", "hybrid-delta", "window")
 
 # Every mechanism, every kind of positions, and softmax layers beside converted ones.
 CASES = [("llama", name, "all") for name in SETTINGS]

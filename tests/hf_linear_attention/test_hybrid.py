@@ -102,17 +102,3 @@ def test_global_tokens_of_an_encoder_see_and_are_seen_exactly():
         visible = visible & (place >= first)
         expected = logits[row].masked_fill(~visible, -math.inf).softmax(dim=-1)
         torch.testing.assert_close(weights[row, :, first:].double(), expected[:, first:], rtol=1e-5, atol=1e-5)
-
-
-def test_two_denominators_mix_two_averages():
-    """At share 1/2 of the far part: the plain mean of what the window says and of what everything behind it says."""
-    mechanism = build(window_size=4, num_sinks=0, normalization="separate")
-    torch.testing.assert_close(mechanism.mix.far_weight.sigmoid(), torch.full((4,), 0.1))  # at the start
-    with torch.no_grad():
-        for parameter in mechanism.parameters():
-            parameter.zero_()
-    value = torch.randn(1, 2, 30, 8)
-    output, _ = run(mechanism, torch.zeros(1, 4, 30, 8), torch.zeros(1, 2, 30, 8), value)
-    expected = (value[:, :, 26:].mean(2) + value[:, :, :26].mean(2)) / 2
-    torch.testing.assert_close(output[:, -1], expected.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(output[:, 3], value[:, :, :4].mean(2).repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ HEADS, KV_HEADS, DIM, LENGTH = 4, 2, 16, 14
 SETTINGS = [
     {},
     {"window_size": 1, "num_sinks": 0, "decay": "learned"},
-    {"window_size": 5, "feature_map": "hedgehog", "normalization": "separate"},
+    {"window_size": 5, "feature_map": "hedgehog", "normalization": "window_maximum"},
     {"window_size": 5, "normalization": "window_maximum", "rope": "none"},
     {"window_size": 3, "num_sinks": 7, "decay": "learned", "rope": "partial", "rope_frequencies": 1},
     {"window_size": 3, "num_sinks": 2, "trained_length": 5},

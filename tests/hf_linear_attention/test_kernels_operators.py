@@ -79,7 +79,9 @@ def test_opcheck(name):
         torch.library.opcheck(function, given)
 
 
-@pytest.mark.parametrize(("row", "mode"), [("hybrid-separate", Recorder), ("gated_delta", contextlib.nullcontext)])
+@pytest.mark.parametrize(
+    ("row", "mode"), [("hybrid-window-maximum", Recorder), ("gated_delta", contextlib.nullcontext)]
+)
 def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monkeypatch):
     """Another thread has neither the device nor the stream of CUDA that is current here."""
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)

@@ -26,7 +26,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear, elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "aft": {"mechanism": "aft", "variant": "simple"},
     "performer": {"mechanism": "performer", "num_features": 8},
-    "performer, mixing": {"mechanism": "performer", "num_features": 8, "uniform_mixing": 0.1},
     "hybrid": {"mechanism": "hybrid", "num_features": 8, "window_size": 8},
     "hybrid, decay": {"mechanism": "hybrid", "num_features": 8, "window_size": 8, "decay": "learned"},
     "window": {"mechanism": "window", "window_size": 8},
@@ -76,7 +75,7 @@ def most_beyond(call: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize(
     ("name", "is_causal"),
     [
-        *((name, False) for name in ("linear, elu1", "aft", "performer, mixing", "hybrid, decay", "window")),
+        *((name, False) for name in ("linear, elu1", "aft", "performer", "hybrid, decay", "window")),
         ("linear, exp", True),
     ],
 )

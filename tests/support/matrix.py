@@ -43,14 +43,12 @@ MECHANISM_ROWS = {
         f"performer-{features}": {"mechanism": "performer", "num_features": 20, "features": features}
         for features in ("cosh", "trig", "regularized", "relu", "sigmoid", "abs", "generalized_exp", "favor++")
     },
-    "performer-mixing": {"mechanism": "performer", "num_features": 20, "uniform_mixing": 0.25},
     "performer-geometry": {"mechanism": "performer", "num_features": 20, "geometry": "learned"},
     "performer-geometry-decay": {
         "mechanism": "performer",
         "num_features": 20,
         "geometry": "learned",
         "decay": "learned",
-        "uniform_mixing": 0.25,
     },
     "performer-geometry-favor++": {
         "mechanism": "performer",
@@ -62,7 +60,6 @@ MECHANISM_ROWS = {
     "hybrid": {"mechanism": "hybrid", "window_size": 8, "num_sinks": 3, "num_features": 12},
     "hybrid-decay": {"mechanism": "hybrid", "window_size": 3, "num_sinks": 1, "num_features": 12, "decay": "learned"},
     "hybrid-no-sinks": {"mechanism": "hybrid", "window_size": 5, "num_sinks": 0, "feature_map": "hedgehog"},
-    "hybrid-separate": {"mechanism": "hybrid", "window_size": 4, "num_features": 12, "normalization": "separate"},
     "hybrid-window-maximum": {
         "mechanism": "hybrid",
         "window_size": 4,
@@ -89,7 +86,7 @@ MECHANISM_ROWS = {
     "gated_delta": {"mechanism": "gated_delta"},
     "gated_delta-features": {"mechanism": "gated_delta", "num_features": 12, "decay": "none"},
     "gated_delta-channel": {"mechanism": "gated_delta", "num_features": 6, "decay": "channel"},
-    "gated_delta-no-erasing": {"mechanism": "gated_delta", "activation": "identity", "erase": False},
+    "gated_delta-no-erasing": {"mechanism": "gated_delta", "erase": False},
     "gated_delta-conv": {"mechanism": "gated_delta", "conv_size": 3},
     "window": {"mechanism": "window", "window_size": 6, "num_sinks": 2},
     "window-alibi": {"mechanism": "window", "window_size": 5, "num_sinks": 0},

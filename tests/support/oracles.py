@@ -72,12 +72,9 @@ def performer(mechanism, query, key, value, mask, is_causal, scaling):
         arguments.append(mechanism.feature_map.norm_weight.double().repeat_interleave(groups)[:, None, None])
     phi_query, phi_key = (oracle(x, *arguments) for x in inputs)
     if features == "trig":
-        output = reference.attend_weights(phi_query @ phi_key.transpose(-1, -2), value, mask, is_causal)
-    else:
-        options = {"key_mask": mask, "is_causal": is_causal, "log_decay": log_decay(mechanism)}
-        output = reference.kernel_attention(phi_query, phi_key, value, **options)
-    mean = reference.attend(output.new_zeros(*output.shape[:3], key.shape[2]), value, mask, is_causal)
-    return (1 - mechanism.uniform_mixing) * output + mechanism.uniform_mixing * mean
+        return reference.attend_weights(phi_query @ phi_key.transpose(-1, -2), value, mask, is_causal)
+    options = {"key_mask": mask, "is_causal": is_causal, "log_decay": log_decay(mechanism)}
+    return reference.kernel_attention(phi_query, phi_key, value, **options)
 
 
 def linformer(mechanism, query, key, value, mask, is_causal, scaling):
@@ -179,8 +176,6 @@ def joint(mechanism, query, key, value, mask, is_causal, scaling):
     options = {"log_decay": log_decay(mechanism), "alibi": log_decay(mechanism, "alibi"), "is_causal": is_causal}
     options["trained_length"] = mechanism.trained_length
     mix = {name: parameter.double() for name, parameter in mechanism.mix.named_parameters()}
-    if "far_weight" in mix:
-        options["near_share"] = 1 - mix["far_weight"].sigmoid()
     if "window_weight" in mix:
         options["window_factor"] = mix["window_weight"].sigmoid()
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
@@ -222,7 +217,7 @@ def nystrom(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row: the landmarks of its real tokens, read by all of its queries."""
     conv = None if mechanism.conv_weight is None else mechanism.conv_weight.flatten(1)
     return without_padding(
-        lambda q, k, v: reference.nystrom(q, k, v, mechanism.num_landmarks, mechanism.pinv_iterations, scaling, conv),
+        lambda q, k, v: reference.nystrom(q, k, v, mechanism.num_landmarks, 6, scaling, conv),
         *(query, key, value, mask),
     )
 
@@ -288,7 +283,7 @@ def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
 
     def features(x, side):
         x = x * math.sqrt(scaling) @ p[f"rule.features.{side}_projection"] + p[f"rule.features.{side}_bias"]
-        x = x * x.sigmoid() if mechanism.rule.features.is_activated else x
+        x = x * x.sigmoid()
         return x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
 
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)

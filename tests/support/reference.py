@@ -173,7 +173,7 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
 
 def hybrid(
     query, key, value, query_features, key_features, scaling, window_size, num_sinks, *, far_log_scale=None,
-    near_share=None, window_factor=None, log_decay=None, alibi=None, is_causal=True, trained_length=None
+    window_factor=None, log_decay=None, alibi=None, is_causal=True, trained_length=None
 ):  # fmt: skip
     """Exact logits near by, logarithms of kernel weights far away, for one unpadded input.
 
@@ -183,7 +183,6 @@ def hybrid(
     bidirectional form, far keys weigh trained_length / N of that in an input of N tokens, if it is less than 1. One of
 
         far_log_scale  `[B, H, N, 1]`: one softmax over exact logits and far logarithms plus this
-        near_share     `[H]`: that share of the softmax over near keys, the rest of the average over far keys
         window_factor  `[H]`: LoLCATs 2024, equation 7, one denominator with the near maximum taken out of near keys
     """
     heads, length = query.shape[1:3]
@@ -209,10 +208,6 @@ def hybrid(
     near, far_away = (part & (visible.tril() if is_causal else visible) for part in (near, ~near))
     value = repeat_heads(value.double(), heads)
     near_logits, far_logits = exact.masked_fill(~near, -math.inf), far.masked_fill(~far_away, -math.inf)
-    if near_share is not None:
-        far_part = far_logits.softmax(dim=-1).nan_to_num(0.0)
-        share = torch.where(far_away.any(dim=-1), near_share.double()[:, None], 1.0).unsqueeze(-1)
-        return (share * near_logits.softmax(dim=-1) + (1 - share) * far_part) @ value
     stabilised = (near_logits - near_logits.amax(dim=-1, keepdim=True)).exp() * window_factor.double()[:, None, None]
     weights = stabilised + far_logits.exp()
     return weights / weights.sum(dim=-1, keepdim=True) @ value
