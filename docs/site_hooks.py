@@ -80,9 +80,8 @@ def _values(option: Option) -> str:
     if option.kind is bool:
         return "`true`, `false`"
     least = "" if option.minimum is None else f", at least {option.minimum}"
-    below = "" if option.below is None else f", below {option.below}"
     several = "; or one per layer" if option.is_per_layer else ""
-    return {int: "a whole number", float: "a number"}.get(option.kind, "a text") + least + below + several
+    return {int: "a whole number", float: "a number"}.get(option.kind, "a text") + least + several
 
 
 def _text(default: object) -> str:

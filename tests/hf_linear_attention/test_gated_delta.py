@@ -54,7 +54,7 @@ def test_it_is_the_rule_of_qwen3_next():
 @pytest.mark.parametrize("erase", [True, False])
 def test_the_state_recalls_the_newest_value_of_a_key_or_the_sum_of_all(erase):
     """With beta = 1, no decay and orthogonal keys, of which each comes twice."""
-    mechanism = build(decay="none", activation="identity", erase=erase)
+    mechanism = build(decay="none", erase=erase)
     key = torch.eye(8)[[*range(8), *range(8)]].expand(2, 2, -1, -1) * 3
     value, query = torch.randn(2, 2, 16, 8), key[:, :1].expand(-1, 4, -1, -1)
     output, _ = run(mechanism, query, key, value, torch.ones(2, 16, 2))
