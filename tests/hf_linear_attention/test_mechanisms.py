@@ -128,7 +128,8 @@ def test_lengths_around_blocks_and_sizes(row, is_causal):
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in rows(bidirectional=True) if row.startswith(("hybrid", "window", "performer-mix"))]
+    "row",
+    ["linear-exp", "performer", *(row for row in rows(bidirectional=True) if row.startswith(("hybrid", "window")))],
 )
 @torch.no_grad()
 def test_chunks_of_an_encoder_equal_the_oracle(row, monkeypatch):
