@@ -37,8 +37,8 @@ demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that c
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite, the sanitizers included (12 minutes on 2 cores)
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+test: $(VENV)/.installed ## The test suite, the sanitizers included (9 minutes on 2 cores)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 # Everything whose oldest version is not stated comes from $(VENV).
 OLDEST := $(VENV)/oldest
