@@ -68,7 +68,7 @@ $(VENV)/.clients: $(VENV)/.installed
 	touch $@
 
 .PHONY: test-clients
-test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (over 20 minutes on 2 cores)
+test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (the longest suite)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
 
 .PHONY: test-benchmarks
@@ -76,7 +76,7 @@ test-benchmarks: $(VENV)/.installed ## Quick runs of the benchmarks (4 minutes o
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "benchmarks or not benchmarks" tests/benchmarks
 
 .PHONY: test-planted
-test-planted: $(VENV)/.installed ## Plants 200 mistakes, which the tests must notice (9 minutes on 2 cores)
+test-planted: $(VENV)/.installed ## Plants almost 200 mistakes, which the tests must notice (13 minutes with WORKERS=1)
 	$(BIN)/python tests/planted/run.py --jobs $(WORKERS)
 
 .PHONY: test-browser

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from datasets import Dataset  # most conversions do without this library
 
 
+# ---- Rows of the model's task
+
 BATCH_SIZE = 8
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",

@@ -155,6 +155,9 @@ def _copy(source: Path, names: list[str], folder: Path) -> None:
         shutil.copyfile(source / name, folder / name)
 
 
+# ---- The folder itself
+
+
 def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
     """The absolute path of the folder to write.
 

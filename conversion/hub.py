@@ -20,8 +20,8 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, without_path
 from hf_linear_attention.conversion.report import RECIPE
 
 
-# Such files of an earlier model there go if this one has none of their name.
-WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+# The weights of an earlier model there go if this one has none of their name: they could be loaded in place of these.
+WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
 
 
 def check_hub_name(name: str) -> None:
@@ -68,13 +68,21 @@ def push(folder: Path, name: str) -> str:
 
 def _without_paths_in(folder: Path, place: Path) -> Path:
     """Links in `place` to the files of a folder, with reports and recipes in which paths have become names."""
-    shutil.copytree(folder, place, copy_function=os.symlink, ignore=shutil.ignore_patterns("stages", "checkpoint-*"))
+    shutil.copytree(folder, place, copy_function=_link, ignore=shutil.ignore_patterns("stages", "checkpoint-*"))
     for path in place.rglob("*"):
         if path.name in (REPORT, HISTORY, RECIPE):
             text = path.read_text(encoding="utf-8")
             path.unlink()  # only the link
             path.write_text(_content(path.name, text), encoding="utf-8")
     return place
+
+
+def _link(path: str, place: str) -> None:
+    """A link to a file, or a copy where this user may make none, as on Windows."""
+    try:
+        os.symlink(path, place)
+    except OSError:
+        shutil.copyfile(path, place)
 
 
 def _content(name: str, text: str) -> str:

@@ -362,8 +362,7 @@ def _extend_tables(
         place.copy_(extension.weight(target, source.read(name), place))
 
 
-logger = logging.getLogger(__name__)
-
+# ---- Calibration of mechanisms (FAVOR++); the fitting itself is `hf_linear_attention.calibrate`
 
 CALIBRATION_TOKENS = 4096
 

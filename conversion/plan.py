@@ -365,6 +365,8 @@ def _dropped_features(model: PreTrainedModel, converted: Mapping[int, nn.Module]
     return features
 
 
+# ---- `--state_bytes`: the sizes of window and linear part
+
 # The share of the linear part (benchmarks/results/conversion.md, "the default preset"). Between a sixth and a
 # third of the bytes stories260k learns equally well; with two thirds (version 2 of the preset) it has .016 nats more.
 LINEAR_SHARE = 1 / 6

@@ -221,6 +221,8 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+# ---- `--dtype`: weights in another dtype
+
 FILE_BYTES = 2**26  # the most that is held in memory, except for a single larger tensor
 
 

@@ -181,6 +181,8 @@ def _padding_difference(model: PreTrainedModel, samples: list[torch.Tensor], alo
     return _relative_error([output[row : row + 1, place] for row, place in enumerate(places)], alone)
 
 
+# ---- The inputs
+
 TEXTS = (
     "The river had risen in the night, and by morning the lower field was a lake.",
     "Once upon a time there was a little girl who wanted to play in the park. Her mother said that it was too cold, so "
@@ -248,6 +250,8 @@ def pixel_samples(config: PreTrainedConfig) -> list[torch.Tensor]:
     channels = getattr(config, "num_channels", 3)
     return [torch.randn(1, channels, height, width, generator=generator) for _ in range(4)]
 
+
+# ---- Figures of single heads: how far each is from its softmax attention, and after how many tokens it forgets
 
 MOST_TOKENS = 512
 

@@ -502,6 +502,8 @@ GONE = {
     "use_dora": Gone("leave it out: LoRA takes its place", (False,)),
     "warmup_steps": Gone("give `--warmup_ratio`, the fraction of the steps", (0,)),
 }
+# Those with which an unfinished run would go on as another one.
+DECIDED_WEIGHTS = ("loss_on", "doc_stride", "transfer_layers", "on_bad_rows", "streaming")
 
 
 def parse_dims(text: str | None) -> tuple[int, ...]:

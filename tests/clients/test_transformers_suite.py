@@ -4,7 +4,7 @@
     pytest -m clients tests/clients/test_transformers_suite.py -k "gpt2 and linear"     # one row
     pytest -m clients tests/clients/test_transformers_suite.py -n 2 --dist loadscope    # rows in parallel
 
-All rows take about 10 minutes of two cores. The first run downloads transformers' source distribution (10 MB).
+All rows take about 6 minutes of one core. The first run downloads transformers' source distribution (10 MB).
 A new model or mechanism is one more row of `ROWS`, a new family one of `FAMILIES` in `tests/support/model_testers.py`.
 
 The stock model is the baseline: a test that is skipped for our class must be skipped for the stock class too. What

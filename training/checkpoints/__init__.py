@@ -59,7 +59,7 @@ from hf_linear_attention.training.distributed import (
     without_sharding_class,
 )
 from hf_linear_attention.training.models import ADAPTER, merged_state_dict, with_dropout
-from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe, RunArguments
+from hf_linear_attention.training.recipe import DECIDED_WEIGHTS, DEFAULTS, FACTS, GONE, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
 
@@ -114,6 +114,7 @@ class TrainedParameters:
 
 
 STATE_FILE = "trainer_state.json"
+GONE_COUNT = "evaluations_since_best"  # which earlier versions kept in the state
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
 # Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
 # change, except the number of processes, as long as no process has its own part of the optimizer.
@@ -164,8 +165,8 @@ def damage_of(checkpoint: Path) -> str | None:
     if not isinstance(state, dict) or not isinstance(recipe, dict):
         return f"{STATE_FILE} has no `state` or no `recipe`"
     known = {entry.name: getattr(TrainingState(), entry.name) for entry in dataclasses.fields(TrainingState)}
-    # Earlier versions counted more.
-    wrong = [name for name, value in state.items() if name in known and type(value) is not type(known[name])]
+    given = {name: value for name, value in state.items() if name != GONE_COUNT}
+    wrong = [name for name, value in given.items() if name not in known or type(value) is not type(known[name])]
     counts = [state.get(name) for name, value in known.items() if isinstance(value, int)]
     if wrong or not all(type(count) is int and count >= 0 for count in counts):
         return f"`state` in {STATE_FILE} is not the progress of a run"
@@ -334,18 +335,19 @@ class ChangedSettings:
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
     """The differences between the recipe `old` of a checkpoint and the recipe `new` of the run that resumes from it."""
     known = {**FACTS, "world_size": WORLD_SIZE}
+    gone = {name: old[name] for name in DECIDED_WEIGHTS if name in old and not GONE[name].is_harmless(old[name])}
     # A version that did not know an option did what its default does.
     before = {**{name: default for name, default in DEFAULTS.items() if name not in old}, **old}
     changed = {name: f"{name}: {before.get(name)} -> {new[name]}" for name in new if before.get(name) != new[name]}
     if old.get(CONTENT) is None:  # the checkpoint is from a version that did not record it
         changed.pop(CONTENT, None)
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
-    return ChangedSettings(
-        *(
-            [text for name, text in changed.items() if meaning in meanings[name]]
-            for meaning in (OnResume.REFUSED, OnResume.WARNED, OnResume.INCOMPARABLE)
-        )
+    fixed, watched, evaluation = (
+        [text for name, text in changed.items() if meaning in meanings[name]]
+        for meaning in (OnResume.REFUSED, OnResume.WARNED, OnResume.INCOMPARABLE)
     )
+    fixed += [f"{name}: {value} -> not an option of this version" for name, value in gone.items()]
+    return ChangedSettings(fixed, watched, evaluation)
 
 
 def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> ChangedSettings:
