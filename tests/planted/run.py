@@ -15,12 +15,14 @@ import functools
 import itertools
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -169,11 +171,15 @@ class Plantation:
         """Run tests in the copy until one fails."""
         output = self.folder / "planted.log"
         child = PROCESSES.Process(target=run_pytest, args=(self.folder, tests, output))
-        child.start()
-        child.join(timeout)
-        if child.exitcode is None:
+        with STARTS_AND_ENDS:
+            child.start()
+        has_ended = multiprocessing.connection.wait([child.sentinel], timeout)
+        if not has_ended:
             child.kill()
+            multiprocessing.connection.wait([child.sentinel])
+        with STARTS_AND_ENDS:
             child.join()
+        if not has_ended:
             return "broken", f"no end after {timeout:.0f} s"
         text = output.read_text()
         failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", text)
@@ -189,6 +195,8 @@ PROCESSES = multiprocessing.get_context("forkserver")
 LIBRARIES = ("torch._dynamo", "transformers.modeling_utils", "transformers.generation.utils", "datasets", "accelerate")
 MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert")
 PROCESSES.set_forkserver_preload(["pytest", *LIBRARIES, *MODELS])
+# `start` also reads the exit codes of other children; of two threads that read one at once, one would get 255.
+STARTS_AND_ENDS = threading.Lock()
 
 
 def run_pytest(folder: Path, tests: list[str], output: Path) -> None:
