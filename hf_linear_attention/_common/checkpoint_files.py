@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from hf_linear_attention._common.config_fields import CHECKS
+from hf_linear_attention._common.config_fields import check_fields
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.reading import AGAIN, read_json, reading, require_file, require_permission, short
 
@@ -43,9 +43,7 @@ def check_checkpoint(folder: Path) -> None:
             require_file(path)
     for name in OBJECTS:
         if (folder / name).is_file():
-            content = read_json(folder / name)
-            if name in CHECKS:
-                CHECKS[name](folder / name, content)
+            check_fields(folder / name, read_json(folder / name))
     if (folder / "modules.json").is_file():
         read_modules(folder)
     for name in TEXT_FILES:
