@@ -57,7 +57,8 @@ CONVERSION = {
     "config": ["nowhere.yaml", ""],
     "stray": ["word"],
 }  # fmt: skip
-OTHERS = [
+SAID = {"attention": "", "stray": ""}
+OF_MECHANISMS = [
     ("window_size", "hybrid", 10**12),
     ("num_sinks", "hybrid", "-1"),
     ("redraw_interval", "performer", "-1"),
@@ -65,20 +66,15 @@ OTHERS = [
 ]
 
 
-SAID = {"attention": "", "stray": ""}
-
-
-@pytest.mark.parametrize(("name", "value"), _cases(CONVERSION))
-def test_conversion(llama, tmp_path, name, value):
+@pytest.mark.parametrize(
+    ("name", "value", "attention"),
+    [*((*case.values, None) for case in _cases(CONVERSION)), *((n, value, a) for n, a, value in OF_MECHANISMS)],
+    ids=lambda value: str(value)[:20],
+)
+def test_conversion(llama, tmp_path, name, value, attention):
     words = ["--model_name_or_path", llama, "--output_dir", tmp_path / "out"]
+    words += ["--attention", attention] if attention else []
     assert_refused(convert(*words, f"--{name}={value}"), SAID.get(name, name))
-    assert_nothing_written(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "attention", "value"), OTHERS)
-def test_options_of_mechanisms(llama, tmp_path, name, attention, value):
-    words = ["--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--attention", attention]
-    assert_refused(convert(*words, f"--{name}={value}"), name)
     assert_nothing_written(tmp_path)
 
 
