@@ -236,16 +236,12 @@ def source_metadata(source: Path) -> dict[str, Any]:
     except yaml.YAMLError:  # the card of another author may be broken
         return {}
     kept = {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
-    return {key: value for key, value in kept.items() if _is_plain(value)}
+    # YAML also knows sets, dates and bytes, which no report can hold.
+    return {key: value for key, value in kept.items() if all(isinstance(part, str) for part in _listed(value))}
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a report can hold this; YAML also knows sets, dates and bytes."""
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _read_report(folder: Path) -> dict[str, Any]:
