@@ -9,7 +9,7 @@ import struct
 
 import pytest
 import torch
-from faults import assert_nothing_written, assert_refused, change_json, convert, copy_of, finetune, read_by
+from faults import assert_nothing_written, assert_refused, change_json, convert, copy_of, read_by, train
 from safetensors.torch import load_file, save_file
 
 
@@ -188,8 +188,7 @@ def test_what_is_missing_may_be_allowed(llama, files, tmp_path):
     WEIGHTS["one missing"](source / "model.safetensors")
     words = ["--model_name_or_path", source, "--allow_missing"]
     assert convert(*words, "--output_dir", tmp_path / "out", "--num_features", 8)[0] == 0
-    train = ["--task", "causal_lm", "--train_file", files / "good.jsonl", "--max_train_steps", 1]
-    code, _, err = finetune(*words, *train, "--output_dir", tmp_path / "trained")
+    code, _, err = train(source, files, tmp_path / "trained", allow_missing=True)
     assert code == 0
     assert "LOAD REPORT" not in err  # one line of our own says it
 
@@ -254,11 +253,8 @@ def test_a_vocabulary_larger_than_that_of_the_model(llama, files, tmp_path, plac
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {f"word{number}": 64 + number for number in range(40)}
     (source / "tokenizer.json").write_text(json.dumps(content))
-    words = [source] if place == "model" else [llama, "--tokenizer_name", source]
-    result = finetune(
-        "--task", "causal_lm", "--model_name_or_path", *words, "--train_file", files / "good.jsonl",
-        "--output_dir", tmp_path / "out", "--max_train_steps", 1,
-    )  # fmt: skip
+    tokenizer = {"tokenizer_name": source} if place == "tokenizer" else {}
+    result = train(llama if tokenizer else source, files, tmp_path / "out", **tokenizer)
     assert_refused(result, str(source), "104", "64")
     assert_nothing_written(tmp_path, "source")
 

@@ -8,7 +8,7 @@ import struct
 import zlib
 
 import pytest
-from faults import assert_nothing_written, assert_refused, convert, finetune
+from faults import assert_nothing_written, assert_refused, convert, train
 
 
 ROW = json.dumps({"text": "the quick words of a row that is long enough", "label": 1}) + "\n"
@@ -47,11 +47,6 @@ def bad_files(tmp_path):
     (tmp_path / "data").mkdir()
 
 
-def _words(model, tmp_path, **options):
-    words = {"task": "causal_lm", "model_name_or_path": model, "output_dir": tmp_path / "out", "max_train_steps": 1}
-    return [word for name, value in (words | options).items() for word in (f"--{name}", value)]
-
-
 def _result(role, path, files, tmp_path, request):
     """Of the command that reads a file in this role."""
     if role == "calibration_file":
@@ -59,11 +54,9 @@ def _result(role, path, files, tmp_path, request):
     elif role == "preset":
         words = ("--preset", "default", "--train_file", path, "--validation_file", files / "good.txt")
     elif role == "labels":
-        model = request.getfixturevalue("bert")
-        return finetune(*_words(model, tmp_path, task="sequence_classification", train_file=path))
+        return train(request.getfixturevalue("bert"), path, tmp_path / "out", task="sequence_classification")
     else:
-        given = {"train_file": files / "good.jsonl"} | {role: path}
-        return finetune(*_words(request.getfixturevalue("linear_llama"), tmp_path, **given))
+        return train(request.getfixturevalue("linear_llama"), files, tmp_path / "out", **{role: path})
     llama = request.getfixturevalue("llama")
     return convert("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
 
@@ -116,7 +109,7 @@ def test_what_is_not_a_data_file(request, files, tmp_path, kind, role):
     + [(role, "/nowhere/model") for role in ("teacher_name_or_path", "tokenizer_name")],
 )
 def test_models_that_do_not_exist(linear_llama, files, tmp_path, role, value):
-    result = finetune(*_words(linear_llama, tmp_path, **({"train_file": files / "good.txt"} | {role: value})))
+    result = train(linear_llama, files, tmp_path / "out", **{role: value})
     assert_refused(result, value[:40])
     assert_nothing_written(tmp_path, "data")
 
@@ -124,7 +117,7 @@ def test_models_that_do_not_exist(linear_llama, files, tmp_path, role, value):
 def test_the_files_of_a_folder_are_checked_together(linear_llama, tmp_path):
     (tmp_path / "data" / "train.tsv").write_bytes(BAD["more.tsv"])
     (tmp_path / "data" / "test.tsv").write_bytes(b"body\na b c\n")
-    result = finetune(*_words(linear_llama, tmp_path, dataset_name=tmp_path / "data"))
+    result = train(linear_llama, None, tmp_path / "out", dataset_name=tmp_path / "data")
     assert_refused(result, "2 problems", "train.tsv", "line 3", "test.tsv", "body")
     assert_nothing_written(tmp_path, "data")
 
@@ -157,7 +150,7 @@ def test_pictures(vit, tmp_path, content, place):
         (folder / "train" / label / "1.png").write_bytes(content)
     rows = [{"image": f"train/{label}/1.png", "label": label} for label in ("bright", "dark")]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train_file": folder / "rows.jsonl"} if place == "rows" else {"dataset_name": folder}
-    result = finetune(*_words(vit, tmp_path, task="image_classification", **data))
+    data = (folder / "rows.jsonl", None) if place == "rows" else (None, folder)
+    result = train(vit, data[0], tmp_path / "out", task="image_classification", dataset_name=data[1])
     assert_refused(result, "image")
     assert_nothing_written(tmp_path, "data")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checkpoints import save_twin
-from faults import assert_nothing_written, assert_refused, convert, finetune
+from faults import assert_nothing_written, assert_refused, convert, finetune, train
 
 
 HUGE = 10**15
@@ -37,8 +37,7 @@ def _cases(table):
 def test_training(linear_llama, files, tmp_path, name, value):
     words = {"task": "causal_lm", "model_name_or_path": linear_llama, "train_file": files / "good.txt"}
     words |= {"output_dir": tmp_path / "out", "max_train_steps": 1, name: value}
-    options = [word for key, entry in words.items() for word in (f"--{key}={entry}",)]
-    assert_refused(finetune(*options), name)
+    assert_refused(finetune(*(f"--{option}={given}" for option, given in words.items())), name)
     assert_nothing_written(tmp_path)
 
 
@@ -135,8 +134,7 @@ ASKED = {
 def test_what_does_not_fit_together(linear_llama, llama, others, files, tmp_path, words, said):
     model = llama if said == "trainable mechanism" else linear_llama
     words = [others.get(word, word) for word in words]
-    given = ["--task", "causal_lm", "--model_name_or_path", model, "--train_file", files / "good.jsonl"]
-    assert_refused(finetune(*given, "--output_dir", tmp_path / "out", "--max_train_steps", 1, *words), said)
+    assert_refused(train(model, files, tmp_path / "out", lambda *given: finetune(*given, *words)), said)
     assert_nothing_written(tmp_path)
 
 
