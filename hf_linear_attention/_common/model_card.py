@@ -55,6 +55,7 @@ def _prose(text: str) -> Markdown:
 
 
 ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATE.parent),
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
@@ -90,7 +91,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     dataset, auto_class = str(facts.get("dataset") or ""), _auto_class(config)
     is_sentence_model = is_without_head(config) and (folder / "modules.json").is_file()
     metadata = _metadata(config, report, facts, base_model, title, is_sentence_model)
-    text = ENVIRONMENT.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    text = ENVIRONMENT.get_template(TEMPLATE.name).render(
         metadata=Markdown(_front_matter(metadata)),
         title=title,
         name=Markdown(json.dumps(title, ensure_ascii=False)[1:-1]),  # in code, where nothing is markup
