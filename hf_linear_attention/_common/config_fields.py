@@ -85,6 +85,12 @@ CONFIG: list[Row] = [
         # A list has one number per stage.
         lambda value: isinstance(value, list) or (_is_number(value) and 1 <= value <= MAX_LAYERS),
     ),
+    (
+        "max_position_embeddings|n_positions",
+        "a whole number of at least 1",
+        lambda value: _is_number(value) and value >= 1,
+    ),
+    ("output_(attentions|hidden_states)", "true or false", lambda value: isinstance(value, bool)),
     ("sliding_window", "a whole number, or a list of them", lambda value: all(type(n) is int for n in _listed(value))),
     (
         r"\w*(_dropout|dropout_prob)",

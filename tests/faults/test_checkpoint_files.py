@@ -24,7 +24,7 @@ FIELDS = {
     "vocab_size": [63],
     "intermediate_size": [5],
     "head_dim": [-3, 5],
-    "max_position_embeddings": ["many"],
+    "max_position_embeddings": ["many", 0],
     "rope_parameters": [3, {"rope_type": "unknown", "rope_theta": 1e4}, {"rope_type": "linear", "factor": "x"}],
     "hidden_act": ["nosuch", None],
     "model_type": [None, "nosuch", "../../x"],
@@ -39,6 +39,7 @@ FIELDS = {
     "auto_map": [3, {"AutoModelForCausalLM": 3}],
     "is_encoder_decoder": [True],
     "sliding_window": ["x"],
+    "output_attentions": [3],
 }
 # Of a converted model.
 SETTINGS = [
