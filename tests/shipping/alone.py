@@ -17,6 +17,7 @@ import pickle
 import sys
 import traceback
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 
 
 PACKAGE = "hf_linear_attention"
@@ -181,8 +182,8 @@ def main() -> None:
         groups = json.load(file)
     found = {}
     for group, jobs in groups.items():
-        with multiprocessing.get_context("fork").Pool(1) as process:
-            found[group] = process.apply(results, (group, jobs))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+            found[group] = process.submit(results, group, jobs).result()
     print(json.dumps(found))
 
 

@@ -124,13 +124,12 @@ def results(converted, trainer_checkpoint, versions, tmp_path_factory) -> dict[s
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels_cpu, "library", lambda: None)
-        blocked = {**_jobs(root / "blocked", converted, trainer_checkpoint), **_families(root / "families")}
+        blocked = _jobs(root / "blocked", converted, trainer_checkpoint)
     served = _jobs(root / "installed", {name: converted[name] for name in ON_THE_HUB}, trainer_checkpoint)
     groups = {
         "blocked": {"together": forwards, **blocked},
         "installed": {"together": backwards, **served},
         "newer": {"newer": _newer(root / "newer", list(versions)[4])},
-        "graphs": {"graphs": _graphs(root)},
     }
     for name in ON_THE_HUB:  # the cache of a hub on which they are `org/<name>`
         repository = root / "hub" / f"models--org--{name}"
@@ -138,6 +137,16 @@ def results(converted, trainer_checkpoint, versions, tmp_path_factory) -> dict[s
         (repository / "refs" / "main").write_text(REVISION)
         shutil.copytree(converted[name], repository / "snapshots" / REVISION)
     return _run_alone(groups, root)
+
+
+@pytest.fixture(scope="module")
+def slow_results(tmp_path_factory) -> dict[str, dict]:
+    """The same of the families and of graphs, which the tests with the oldest versions leave out."""
+    root = tmp_path_factory.mktemp("slow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_cpu, "library", lambda: None)
+        families = _families(root / "families")
+    return _run_alone({"families": families, "graphs": {"graphs": _graphs(root)}}, root)
 
 
 def _run_alone(groups: dict[str, dict], root: Path) -> dict[str, dict]:
@@ -291,9 +300,9 @@ def test_it_loads_and_computes_the_same(results, name):
     assert set(found.values()) == {"equal"}, found
 
 
-def test_every_family_converts_and_loads_with_and_without_the_package(results):
+def test_every_family_converts_and_loads_with_and_without_the_package(slow_results):
     """The configs of real families as they are on the hub."""
-    assert {name: results["blocked"][name] for name in FAMILIES} == dict.fromkeys(FAMILIES, "equal")
+    assert {name: slow_results["families"][name] for name in FAMILIES} == dict.fromkeys(FAMILIES, "equal")
 
 
 def test_a_trainer_checkpoint_does_too(results):
@@ -328,8 +337,8 @@ def test_a_package_that_is_too_old_leaves_the_work_to_the_checkpoint(results):
     assert f"{hf_linear_attention.__version__} reads versions up to 1" in said[0]
 
 
-def test_it_is_compiled_exported_pickled_and_copied(results):
-    assert results["graphs"]["graphs"] == "equal"
+def test_it_is_compiled_exported_pickled_and_copied(slow_results):
+    assert slow_results["graphs"]["graphs"] == "equal"
 
 
 def test_another_mechanism_is_refused_with_what_to_do(results):
