@@ -89,17 +89,16 @@ def test_stray_words(llama, files, tmp_path, words, command):
 BOMB = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
     b"%c: &%c [%s]\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n)] * 9)) for n in range(9)
 )
+# What `tests/_common/test_command_line.py` does not have: files that would take a parser endless time, or run code.
 YAML = {
-    "empty list": b"[]", "text": b"hello", "number": b"3", "not UTF-8": b"seed: \xff", "tabs": b"\tseed: 1", "cut":
-    b"seed: [1", "unknown": b"nosuch: 1", "nested": b"seed: {a: 1}", "bomb": BOMB + b"seed: *j\n", "deep": b"seed: " +
-    b"[" * 5000, "NUL": b"seed: 1\0", "infinite": b"&a seed: *a", "self": b"seed: &a [*a]", "twice":
-    b"seed: 1\nseed: 2\n",
+    "bomb": BOMB + b"seed: *j\n", "deep": b"seed: " + b"[" * 5000, "infinite": b"&a seed: *a",
+    "twice": b"seed: 1\nseed: 2\n",
     "tag": b"seed: !!python/object/apply:os.system ['x']", "date": b"seed: 2020-01-01", "binary": bytes(range(256)),
-    "number as name": b"3: 4", "null name": b"~: 4", "large": b"# comment\n" * 2_000_000,
+    "null name": b"~: 4", "large": b"# comment\n" * 2_000_000,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "command"), [(kind, convert) for kind in YAML] + [("cut", finetune)])
+@pytest.mark.parametrize(("kind", "command"), [(kind, convert) for kind in YAML] + [("twice", finetune)])
 def test_recipes(llama, files, tmp_path, kind, command):
     path = tmp_path / "options.yaml"
     path.write_bytes(YAML[kind])
