@@ -8,7 +8,7 @@ WORKERS ?= 2
 PAPERS := untrained copy_task
 # Where the timed ones write: `make bench BENCH_DIR=benchmarks/results` replaces those in the results' page.
 BENCH_DIR ?= outputs/benchmarks
-SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_embeddings speed_conversion shared_prefix long_prompts
+SPEED := speed_break_even speed_kernels speed_delta speed_decoding speed_models speed_conversion shared_prefix long_prompts
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

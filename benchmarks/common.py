@@ -192,7 +192,7 @@ def save(arguments: argparse.Namespace, name: str, tables: Sequence[Table], **fi
     command = f"python -m benchmarks.{package}{name} {options}".strip()
     result = {"benchmark": name, "command": command, "environment": environment(), "arguments": given}
     result |= {"tables": list(tables), **figures}
-    name += "".join(f"_{key}" for key in ("long", "compiled") if given.get(key))
+    name += "_long" * bool(given.get("long"))
     name += "_torch" * (os.environ.get(BACKEND_VARIABLE) == "torch")
     folder = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)

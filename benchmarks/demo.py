@@ -133,11 +133,6 @@ def summary(report: dict[str, Any], seconds: float) -> str:
         "bytes per sequence": ["grow", *(f"{size:,}" for size in (report["state_bytes"], window["state_bytes"]))],
     }
     curves = quality["speed"]["model"]
-    speed = {"length in tokens": [f"{point['length']:,}" for point in curves["reading"]]}
-    speed |= {
-        f"{name}, times the original's speed": [f"{point['softmax_seconds'] / point['seconds']:.2f}" for point in curve]
-        for name, curve in curves.items()
-    }
     pays = [f"{name} {pays_from(curve)}" for name, curve in curves.items()]
     return f"""
 The Llama was trained for {TRAINED_LENGTH} tokens and converted. {word}: {reason}.
@@ -146,7 +141,6 @@ What it cost: one command and {seconds:.0f} seconds, the measurements included.
 What was kept: {quality["agreement"]:.0%} of the original's choices of the next token, and
 {table(kept)}
 From which length it pays, here: {"; ".join(pays)}. Larger models gain more: docs/figures.md.
-{table(speed)}
 """
 
 

@@ -9,7 +9,6 @@ taken for itself at its peak: pages of the files that it maps count as the syste
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,52 +17,25 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.common import ROOT, Table, parse, save, table
 
 
-SHARD_BYTES = 5 * 10**8
+SHARD_SIZE = "500MB"
 LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='auto')"
 IMPORT, UNVERIFIED = "import alone", "conversion, no verification"
 IMPORTS = "import torch, transformers; from transformers import AutoModelForCausalLM; import hf_linear_attention"
 
 
 def write_checkpoint(folder: Path, num_bytes: float, hidden: int) -> None:
-    """A Llama of about this size with random weights, made and written shard by shard."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=11 * hidden // 4,
-        num_attention_heads=hidden // 64,
-        num_hidden_layers=1,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    layer = {name: shape for name, shape in shapes.items() if ".layers.0." in name}
-    others = {name: shape for name, shape in shapes.items() if name not in layer and name != "lm_head.weight"}
-    config.num_hidden_layers = max(1, round(num_bytes / 2 / sum(map(torch.Size.numel, layer.values()))))
-    shapes = others | {
-        name.replace(".0.", f".{number}.", 1): shape
-        for number in range(config.num_hidden_layers)
-        for name, shape in layer.items()
-    }
-    config.save_pretrained(folder)
-    weight_map: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    for number, (name, shape) in enumerate(shapes.items(), 1):
-        shard[name] = torch.randn(shape, dtype=torch.bfloat16).mul_(0.02) if len(shape) == 2 else torch.ones(shape)
-        if number == len(shapes) or sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
-            file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-            save_file(shard, folder / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(shard, file))
-            shard = {}
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    """A Llama of about this size with random weights, in shards."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 4096, "hidden_size": hidden, "intermediate_size": 11 * hidden // 4}
+    layer_bytes = 2 * (4 * hidden**2 + 3 * hidden * sizes["intermediate_size"])
+    layers = max(1, round(num_bytes / layer_bytes))
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=hidden // 64, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size=SHARD_SIZE)
 
 
 def measure_process(command: list[str]) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Time and memory of the causal kernel against N, beside what users would take instead (one thread, CPU time).
 
     python -m benchmarks.speed_kernels
-    python -m benchmarks.speed_kernels --threads 2 --lengths 4096 --rounds 15
 
 B = 1, 12 heads of 64, float32 (and bfloat16), elu1 included. `C` is the kernel that the installation built, `torch`
 the same without it, `sdpa` torch's fused causal softmax, `performer-pytorch` its own causal kernel for CPUs (if
@@ -9,18 +8,14 @@ installed), `exp`, `decay` and `hybrid` the other forms of the same kernel, `def
 preset. All take turns in every round; ratios are medians over rounds. Also the share of the rate of a 1024^2 matrix
 product in the same run that the kernel's floor of 4 F D per token and head (forward) or 14 F D (with backward) reaches,
 and the peak of new memory in units of a `[B, H, N, D]` tensor, in a process of its own. About three minutes.
-
-`--threads` measures only how much faster several threads are than one, by the clock, so on an idle machine.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -161,23 +156,6 @@ def half_row(length: int, rounds: int) -> list[Any]:
     return [length, statistics.median(times[OURS]) * 1e3, faster.get(SDPA), faster["float32"]]
 
 
-def speedups_of_threads(threads: int, lengths: list[int], rounds: int) -> list[list[Any]]:
-    """Seconds by the clock of one thread over those of `threads`, for a batch of 1 and of 8."""
-    call, rows = mechanism_call(mechanism="linear", feature_map="elu1"), []
-
-    def run(count: int, tensors: list[torch.Tensor], with_backward: bool) -> None:
-        torch.set_num_threads(count)
-        attend(call, tensors, with_backward)
-
-    for length, batch, mode in itertools.product(lengths, (1, 8), MODES):
-        tensors = [x.expand(batch, -1, -1, -1).clone() for x in inputs(length)]
-        functions = {str(n): functools.partial(run, n, tensors, mode != "forward") for n in (1, threads)}
-        one, many = times_in_turns(functions, rounds, time.perf_counter).values()
-        rows.append([length, batch, mode, median_ratio(one, many)])
-    torch.set_num_threads(1)
-    return rows
-
-
 def peak_tensors(name: str, length: int, mode: str) -> float:
     """New memory of one call at its peak, outputs included, in tensors `[B, H, N, D]`."""
     call, tensors, with_backward = calls()[name], inputs(length), mode != "forward"
@@ -189,14 +167,10 @@ def main(argv: list[str] | None = None) -> None:
     """Time the kernels, and measure their memory."""
     quick = {"lengths": [64, 128], "peak_lengths": [256], "rounds": 1}
     lengths = [128, 256, 512, 1024, 4096, 16384, 65536]
-    defaults = {"lengths": lengths, "peak_lengths": [16384, 65536], "rounds": 5, "threads": 0, "case": ""}
+    defaults = {"lengths": lengths, "peak_lengths": [16384, 65536], "rounds": 5, "case": ""}
     arguments = parse(__doc__, argv, quick, **defaults)
     if arguments.case:
         write(json.dumps(peak_tensors(*json.loads(arguments.case))))
-        return
-    if arguments.threads:
-        rows = speedups_of_threads(arguments.threads, arguments.lengths, arguments.rounds)
-        save(arguments, "speed_kernels_threads", [table(["N", "batch", "", f"1 thread / {arguments.threads}"], rows)])
         return
     methods, tables = calls(), []
     for mode in MODES:

@@ -7,8 +7,6 @@ in every round, ratios as medians over rounds; and the peak of the memory that o
 gradients. About five minutes.
 
 `--long` measures only prefills of 8,192 and 32,768 tokens, once each (six minutes or more, half of it softmax).
-`--compiled` measures only torch.compile (fullgraph) of Llama 125M: the CPU seconds of compilers and first call, which
-other processes spend too, and of later calls: prefill, and a step behind a prompt in a static cache.
 """
 
 from __future__ import annotations
@@ -16,19 +14,17 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import common
 from benchmarks.common import medians, parse, save, table, times_as_fast, times_in_turns
 from hf_linear_attention import convert
 from hf_linear_attention.default_settings import DEFAULTS
-from hf_linear_attention.training.presets import load_preset
 
 
 SOFTMAX = "softmax"
@@ -91,7 +87,6 @@ TRAINING = {("MiniLM", 512): LINEAR, ("MiniLM", 2048): LINEAR} | {
     ("Llama 125M", 512): HYBRID,
     ("Llama 125M", 1024): HYBRID,
 }
-COMPILED = [(512, True), (512, False), (2048, False)]  # tokens, and whether a step behind them is measured
 LONGEST_WARMED = 2048  # longer calls take seconds, in which a first call is like any other
 
 
@@ -145,50 +140,6 @@ def measure(call_of: Any, name: str, length: int, settings: dict[str, dict[str, 
     return {"model": name, "tokens": length, "peak": peaks, **speed}
 
 
-def compiled_step(model: Any, forward: Any, context: int) -> Callable[[], Any]:
-    """A step behind `context` tokens, with room for 64 of them in a static cache."""
-    cache, token = StaticCache(config=model.config, max_cache_len=context + 64), torch.zeros(1, 1, dtype=torch.long)
-    with torch.inference_mode():
-        model(torch.randint(0, 256, (1, context)), past_key_values=cache, logits_to_keep=1)
-    return torch.inference_mode()(lambda: forward(token, past_key_values=cache))
-
-
-def compiled_prefill(model: Any, forward: Any, length: int) -> Callable[[], Any]:
-    """A prompt with a static cache, as `generate` reads it; without one, a graph has to allow for packed documents."""
-    cache, tokens = StaticCache(config=model.config, max_cache_len=length), torch.randint(0, 256, (1, length))
-
-    def prefill() -> Any:
-        cache.reset()
-        return forward(tokens, past_key_values=cache, logits_to_keep=1)
-
-    with torch.inference_mode():
-        model(tokens, past_key_values=cache, logits_to_keep=1)  # which makes its tensors
-    return torch.inference_mode()(prefill)
-
-
-def measure_compiled(name: str, length: int, is_step: bool, rounds: int) -> list[Any]:
-    """Softmax and the settings of the preset `default`, each compiled without caches in one process of its compiler."""
-    compilers: Any = torch._inductor.config
-    compilers.compile_threads, compilers.force_disable_caches = 1, True
-    settings = {key: value for key, value in load_preset("default").settings["causal"].items() if key != "state_bytes"}
-    models, calls, eager, seconds = variants(name, {"default": settings}), {}, {}, {}
-    for key, model in models.items():
-        torch._dynamo.reset()
-        forward = torch.compile(model, fullgraph=True, dynamic=False)
-        for found, used in ((eager, model), (calls, forward)):
-            found[key] = (compiled_step if is_step else compiled_prefill)(model, used, length)
-        start = sum(os.times()[:4])
-        calls[key]()
-        seconds[key] = sum(os.times()[:4]) - start
-    times = times_in_turns({**calls, **{f"{key}, eager": call for key, call in eager.items()}}, rounds)
-    call, faster = (
-        f"a step at {length}" if is_step else f"prefill of {length}",
-        times_as_fast(times, SOFTMAX)["default"],
-    )
-    slower = seconds["default"] / seconds[SOFTMAX]
-    return [f"{name}, {call}", *medians(times, 1e-3).values(), faster, *seconds.values(), slower]
-
-
 def speed_table(title: str, results: list[dict[str, Any]]) -> Any:
     """Tokens a second, with the speed over softmax's and the MB at the peak in brackets."""
     keys = list(dict.fromkeys(key for result in results for key in result["peak"]))
@@ -204,16 +155,9 @@ def speed_table(title: str, results: list[dict[str, Any]]) -> Any:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Time the models, or with `--long` or `--compiled` only what these say."""
-    arguments = parse(__doc__, argv, {"rounds": 1}, rounds=2, long=False, compiled=False)
+    """Time the models, or with `--long` only the long prefills."""
+    arguments = parse(__doc__, argv, {"rounds": 1}, rounds=2, long=False)
     rounds = arguments.rounds
-    if arguments.compiled:
-        name, cases = ("Llama 15M", COMPILED[:1]) if arguments.quick else ("Llama 125M", COMPILED)
-        keys = [SOFTMAX, "default"]
-        header = ["compiled, CPU ms", *keys, *(f"{key}, eager" for key in keys), f"{SOFTMAX} / default"]
-        header += [*(f"first call of {key}, s" for key in keys), f"default / {SOFTMAX}"]
-        save(arguments, "speed_models", [table(header, [measure_compiled(name, *case, rounds) for case in cases])])
-        return
     reading, training = (LONG_READING, {}) if arguments.long else (READING, TRAINING)
     if arguments.quick and arguments.long:
         reading = {("Llama 15M", 64): LINEAR | HYBRID}

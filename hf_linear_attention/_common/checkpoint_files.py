@@ -6,22 +6,15 @@ values of the weights (`loaded_weights.py`).
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attention._common.config_fields import CHECKS
-from hf_linear_attention._common.errors import UsageError, one_line
-from hf_linear_attention._common.reading import (
-    AGAIN,
-    MAX_JSON_BYTES,
-    read_json,
-    require_file,
-    require_permission,
-    short,
-)
+from safetensors import safe_open
+
+from hf_linear_attention._common.config_fields import check_fields
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.reading import AGAIN, read_json, reading, require_file, require_permission, short
 
 
 # What transformers, tokenizers and sentence-transformers read besides the weights; modules.json alone holds a list.
@@ -50,9 +43,7 @@ def check_checkpoint(folder: Path) -> None:
             require_file(path)
     for name in OBJECTS:
         if (folder / name).is_file():
-            content = read_json(folder / name)
-            if name in CHECKS:
-                CHECKS[name](folder / name, content)
+            check_fields(folder / name, read_json(folder / name))
     if (folder / "modules.json").is_file():
         read_modules(folder)
     for name in TEXT_FILES:
@@ -122,23 +113,8 @@ def check_safetensors(path: Path) -> None:
     Raises:
         UsageError: if it does not.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begin = file.read(8)
-        length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
-        if length > min(size - 8, MAX_JSON_BYTES):
-            kind = "a pickle or another format" if begin[:2] in (b"PK", b"\x80\x02", b"\x80\x04") else "damaged"
-            raise UsageError(f"{path} is {kind}, not a complete safetensors file ({size:,} bytes); get it again")
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected = 8 + length + max(ends, default=0)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise UsageError(
-                f"{path} is damaged: its header cannot be read ({one_line(error)}); get it again"
-            ) from error
-    if expected != size:
-        raise UsageError(f"{path} is damaged: it has {size:,} of {expected:,} bytes; get it again")
+    with reading(path, "get it again"), safe_open(path, framework="numpy"):
+        pass
 
 
 def _require_utf8(path: Path) -> None:

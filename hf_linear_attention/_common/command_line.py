@@ -246,18 +246,14 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
             f"this needs the library `{error.name}`, which is not installed; install the libraries for training and "
             'data files with `pip install "hf-linear-attention[train]"`'
         )
-    # what only this process may have met
+    # Others are what only this process may have met.
     is_expected = isinstance(error, (UsageError, RunError, OSError))
     if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
         error = RunError(f"not enough memory ({one_line(error)[:200]}); choose smaller batches, lengths or models")
-    message = one_line(error)
-    hint = (
-        ""
-        if isinstance(error, (UsageError, RunError, OSError))
-        else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
-    )
+    is_ours = isinstance(error, (UsageError, RunError, OSError))
+    hint = "" if is_ours else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
     word = "error" if isinstance(error, UsageError) else "failed"
-    return _say(f"{name}: {word}: {message}{hint}", getattr(error, "exit_code", 1), speaks or not is_expected)
+    return _say(f"{name}: {word}: {one_line(error)}{hint}", getattr(error, "exit_code", 1), speaks or not is_expected)
 
 
 def _say(line: str, code: int, speaks: bool) -> int:

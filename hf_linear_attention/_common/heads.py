@@ -11,85 +11,68 @@ from typing import Any, Literal
 Inputs = Literal["text", "images", "sound"]
 
 
+# What a task is trained on, if that is not TEXT.jsonl; a name for the file of a user.
+DATA = {
+    "token_classification": "WORDS.jsonl",
+    "question_answering": "QUESTIONS.jsonl",
+    "seq2seq_lm": "PAIRS.jsonl",
+    "image_classification": "IMAGES.jsonl",
+    "image_embedding": "IMAGES.jsonl",
+    "speech_seq2seq": "RECORDINGS.jsonl",
+    "ctc": "RECORDINGS.jsonl",
+}
+SHORT_NAMES = {"sequence_classification": "classifier", "image_classification": "image_classifier"}
+
+
 @dataclass(frozen=True)
 class Head:
-    """The Auto class, the pipeline tag and the fine-tuning task of a model head.
-
-    `recipe` is the YAML file in training/configs that trains such a model after conversion, or None if there is none,
-    and `data` a name for the file that it is trained on. `inputs` are what the recipe reads.
-    """
+    """The Auto class, the pipeline tag and the fine-tuning task of a model head; `inputs` are what the task reads."""
 
     auto_class: str
     pipeline_tag: str
     task: str | None = None
-    recipe: str | None = None
-    data: str = "TEXT.jsonl"
     inputs: Inputs = "text"
 
+    @property
+    def recipe(self) -> str | None:
+        """The YAML file in training/configs that trains such a model after conversion, or None if there is none."""
+        return None if self.task is None else f"distil_{SHORT_NAMES.get(self.task, self.task)}.yaml"
 
-CAUSAL = Head("AutoModelForCausalLM", "text-generation", "causal_lm", "distil_causal_lm.yaml")
-SPEECH = Head(
-    "AutoModelForSpeechSeq2Seq",
-    "automatic-speech-recognition",
-    "speech_seq2seq",
-    "distil_speech_seq2seq.yaml",
-    "RECORDINGS.jsonl",
-    "sound",
-)
+    @property
+    def data(self) -> str:
+        """A name for the file that such a model is trained on."""
+        return DATA.get(self.task or "", "TEXT.jsonl")
+
+
+CAUSAL = Head("AutoModelForCausalLM", "text-generation", "causal_lm")
+SPEECH = Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition", "speech_seq2seq", "sound")
+CLASSIFIER = Head("AutoModelForSequenceClassification", "text-classification", "sequence_classification")
+TAGGER = Head("AutoModelForTokenClassification", "token-classification", "token_classification")
+IMAGES = Head("AutoModelForImageClassification", "image-classification", "image_classification", "images")
 
 # The keys are endings of class names; the first match wins.
 HEADS = {
     "ForCausalLM": CAUSAL,
     "LMHeadModel": CAUSAL,
-    "ForMaskedLM": Head("AutoModelForMaskedLM", "fill-mask", "masked_lm", "distil_masked_lm.yaml"),
-    "ForSequenceClassification": Head(
-        "AutoModelForSequenceClassification", "text-classification", "sequence_classification", "distil_classifier.yaml"
-    ),
-    "ForTokenClassification": Head(
-        "AutoModelForTokenClassification",
-        "token-classification",
-        "token_classification",
-        "distil_token_classification.yaml",
-        "WORDS.jsonl",
-    ),
-    "ForQuestionAnswering": Head(
-        "AutoModelForQuestionAnswering",
-        "question-answering",
-        "question_answering",
-        "distil_question_answering.yaml",
-        "QUESTIONS.jsonl",
-    ),
+    "ForMaskedLM": Head("AutoModelForMaskedLM", "fill-mask", "masked_lm"),
+    "ForSequenceClassification": CLASSIFIER,
+    "ForTokenClassification": TAGGER,
+    "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", "question-answering", "question_answering"),
     "ForMultipleChoice": Head("AutoModelForMultipleChoice", "multiple-choice"),
-    "ForImageClassification": Head(
-        "AutoModelForImageClassification",
-        "image-classification",
-        "image_classification",
-        "distil_image_classifier.yaml",
-        "IMAGES.jsonl",
-        "images",
-    ),
+    "ForImageClassification": IMAGES,
     "ForMaskedImageModeling": Head("AutoModelForMaskedImageModeling", "image-feature-extraction"),
     "WhisperForConditionalGeneration": SPEECH,
     "Speech2TextForConditionalGeneration": SPEECH,
     "MoonshineForConditionalGeneration": SPEECH,
-    "ForConditionalGeneration": Head(
-        "AutoModelForSeq2SeqLM", "text2text-generation", "seq2seq_lm", "distil_seq2seq_lm.yaml", "PAIRS.jsonl"
-    ),
-    "MTModel": Head("AutoModelForSeq2SeqLM", "translation", "seq2seq_lm", "distil_seq2seq_lm.yaml", "PAIRS.jsonl"),
-    "ForCTC": replace(SPEECH, auto_class="AutoModelForCTC", task="ctc", recipe="distil_ctc.yaml"),
+    "ForConditionalGeneration": Head("AutoModelForSeq2SeqLM", "text2text-generation", "seq2seq_lm"),
+    "MTModel": Head("AutoModelForSeq2SeqLM", "translation", "seq2seq_lm"),
+    "ForCTC": Head("AutoModelForCTC", "automatic-speech-recognition", "ctc", "sound"),
     "ForNextSentencePrediction": Head("AutoModelForNextSentencePrediction", "text-classification"),
     "ForPreTraining": Head("AutoModelForPreTraining", "fill-mask"),
 }
 BASES: dict[Inputs, Head] = {
-    "text": Head("AutoModel", "feature-extraction", "embedding", "distil_embedding.yaml"),
-    "images": Head(
-        "AutoModel",
-        "image-feature-extraction",
-        "image_embedding",
-        "distil_image_embedding.yaml",
-        "IMAGES.jsonl",
-        "images",
-    ),
+    "text": Head("AutoModel", "feature-extraction", "embedding"),
+    "images": Head("AutoModel", "image-feature-extraction", "image_embedding", "images"),
     "sound": Head("AutoModel", "feature-extraction", inputs="sound"),
 }
 
@@ -115,7 +98,7 @@ def head_of(class_name: str, inputs: Inputs = "text", is_encoder_decoder: bool =
     is_unknown = found is BASES[inputs] and (is_encoder_decoder or re.search("For[A-Z]", class_name) is not None)
     is_mistaken = found.task == "seq2seq_lm" and not is_encoder_decoder
     if found.inputs != inputs or is_unknown or is_mistaken:
-        return replace(found, task=None, recipe=None)
+        return replace(found, task=None)
     return found
 
 

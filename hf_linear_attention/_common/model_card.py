@@ -6,7 +6,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,19 +33,6 @@ LAST_CHOICE = ("AutoModelForPreTraining", "AutoModelWithLMHead")
 # The metadata of the source's card that also holds for the result.
 KEPT = ("license", "license_name", "license_link", "language")
 
-# The `type` of a metric on the Hub, by what its name says; the first that fits.
-METRIC_TYPES = (
-    (r"perplexity", "perplexity"),
-    (r"\bkl\b", "kl_divergence"),
-    (r"greedy agreement", "agreement_length"),
-    (r"\bagree|\bsame (top|nearest)", "accuracy"),
-    (r"(recall|ndcg)(?: of retrieval)? at (\d+)", r"\1_at_\2"),
-    (r"cosine", "cosine_similarity"),
-    (r"spearman", "spearmanr"),
-    (r"repeated", "repetition"),
-    (r"\bnats\b|\bloss\b", "loss"),
-)
-
 
 class Markdown(str):
     """A text that is Markdown already; any other text that the template gets is escaped where it is written."""
@@ -68,6 +55,7 @@ def _prose(text: str) -> Markdown:
 
 
 ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATE.parent),
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
@@ -96,12 +84,14 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     folder = Path(output_dir)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     report = _read_report(folder)
-    base_model, title = _base_model(report, facts), name or folder.name
+    # A trained model was trained from a converted checkpoint, whose report names the original model.
+    base_model = report.get("base_model_name") or report.get("base_model", facts["base_model"])
+    title = name or folder.name
     conversion = facts.get("conversion") or report.get("figures") or {}
     dataset, auto_class = str(facts.get("dataset") or ""), _auto_class(config)
     is_sentence_model = is_without_head(config) and (folder / "modules.json").is_file()
-    metadata = _metadata(config, report, facts, title, is_sentence_model)
-    text = ENVIRONMENT.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    metadata = _metadata(config, report, facts, base_model, title, is_sentence_model)
+    text = ENVIRONMENT.get_template(TEMPLATE.name).render(
         metadata=Markdown(_front_matter(metadata)),
         title=title,
         name=Markdown(json.dumps(title, ensure_ascii=False)[1:-1]),  # in code, where nothing is markup
@@ -143,18 +133,18 @@ def _other_weights(facts: Mapping[str, Any], conversion: Mapping[str, Any]) -> s
     return "The other weights were trained as well (see Training), and began as those of the base model."
 
 
-def _base_model(report: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    # A trained model was trained from a converted checkpoint, whose report names the original model.
-    return report.get("base_model_name") or report.get("base_model", facts["base_model"])
-
-
 def _metadata(
-    config: Mapping[str, Any], report: Mapping[str, Any], facts: Mapping[str, Any], title: str, is_sentence_model: bool
+    config: Mapping[str, Any],
+    report: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    base_model: str,
+    title: str,
+    is_sentence_model: bool,
 ) -> dict[str, Any]:
     """The front matter, which the Hub reads."""
     from huggingface_hub import ModelCardData  # `--help` does without it
 
-    base_model, dataset = _base_model(report, facts), str(facts.get("dataset") or "")
+    dataset = str(facts.get("dataset") or "")
     task = "sentence-similarity" if is_sentence_model else head_of_config(config).pipeline_tag
     held_out = (report.get("quality") or {}).get("validation_file", "held-out data")
     results = _results(str(task), held_out, facts.get("metrics") or {})
@@ -162,7 +152,7 @@ def _metadata(
         **(report.get("card_metadata") or source_metadata(Path(facts["base_model"]))),
         "library_name": "transformers",
         **({"base_model": base_model, "base_model_relation": "finetune"} if is_hub_name(base_model) else {}),
-        "datasets": [dataset] if _is_hub_dataset(dataset) else None,
+        "datasets": [dataset] if is_hub_name(dataset) and not Path(dataset).suffix else None,
         "pipeline_tag": task,
         "tags": _tags(facts.get("settings"), is_sentence_model),
         **({"model_name": title, "eval_results": results} if results else {}),
@@ -188,10 +178,6 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
-def _is_hub_dataset(name: str) -> bool:
-    return is_hub_name(name) and not Path(name).suffix
-
-
 def without_path(text: str) -> str:
     """The last part of an absolute path, which tells a reader elsewhere nothing; other texts unchanged."""
     return Path(text).name if os.path.isabs(text) or text.startswith("~") else text
@@ -208,28 +194,11 @@ def _results(task: str, data: str, metrics: Mapping[str, Any]) -> list[EvalResul
     """The figures in the form in which the Hub shows them beside a model."""
     from huggingface_hub import EvalResult
 
+    numbers = {name: value for name, value in metrics.items() if type(value) in (int, float)}
     return [
-        EvalResult(
-            task_type=task,
-            dataset_type=data,
-            dataset_name=data,
-            metric_type=metric_type(name),
-            metric_value=value,
-            metric_name=name,
-        )
-        for name, value in metrics.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        EvalResult(task, data, data, "_".join(re.findall(r"\w+", name.lower())), value, metric_name=name)
+        for name, value in numbers.items()
     ]
-
-
-def metric_type(name: str) -> str:
-    """A short standard name for the kind of a metric, of which there are many in a card: `loss`, `accuracy`."""
-    short = name.removeprefix("eval_")
-    words = short.lower().replace("_", " ")
-    for pattern, kind in METRIC_TYPES:
-        if found := re.search(pattern, words):
-            return found.expand(kind)
-    return short if re.fullmatch(r"\w+", short) else "score"
 
 
 def training_history(source: str) -> list[dict[str, Any]]:
@@ -268,16 +237,12 @@ def source_metadata(source: Path) -> dict[str, Any]:
     except yaml.YAMLError:  # the card of another author may be broken
         return {}
     kept = {key: metadata[key] for key in KEPT if key in metadata} if isinstance(metadata, dict) else {}
-    return {key: value for key, value in kept.items() if _is_plain(value)}
+    # YAML also knows sets, dates and bytes, which no report can hold.
+    return {key: value for key, value in kept.items() if all(isinstance(part, str) for part in _listed(value))}
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a report can hold this; YAML also knows sets, dates and bytes."""
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _read_report(folder: Path) -> dict[str, Any]:
@@ -320,16 +285,14 @@ def _tags(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, is_s
 
 
 def _rows(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    return list(_flatten(facts, prefix))
-
-
-def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    """`{"a": {"b": 1.23456}}` -> `("a.b", "1.235")`; unknown values (None) are left out."""
+    """`{"a": {"b": 1.23456}}` -> `[("a.b", "1.235")]`; unknown values (None) are left out."""
+    rows: list[tuple[str, str]] = []
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
+            rows += _rows(value, f"{prefix}{name}.")
         elif value is not None:
-            yield f"{prefix}{name}", format_value(value)
+            rows.append((f"{prefix}{name}", format_value(value)))
+    return rows
 
 
 def format_value(value: Any) -> str:

@@ -39,12 +39,11 @@ class OnResume(enum.Flag):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The allowed numbers: at least `least` or above `above`, and below `below`; `such_as` is an example."""
+    """The allowed numbers: at least `least` or above `above`, and below `below`."""
 
     least: float | None = None
     above: float | None = None
     below: float | None = None
-    such_as: float | None = None
 
     def hold(self, value: float) -> bool:
         """Whether `value` is allowed; NaN and infinity are not."""
@@ -57,12 +56,11 @@ class Bounds:
         return all(checks)
 
     def __str__(self) -> str:
-        example = "" if self.such_as is None else f", such as {self.such_as}"
         if self.below is None:
-            return (f"{self.least} or more" if self.above is None else f"a number above {self.above}") + example
+            return f"{self.least} or more" if self.above is None else f"a number above {self.above}"
         if self.above is None:
-            return f"a number from {self.least} to below {self.below}{example}"
-        return f"a number between {self.above} and {self.below}{example}"
+            return f"a number from {self.least} to below {self.below}"
+        return f"a number between {self.above} and {self.below}"
 
 
 COUNT = Bounds(least=1)
@@ -181,7 +179,8 @@ def without_needs(facts: Mapping[str, Facts], values: Mapping[str, Any], given: 
         known = [other for other in fact.needs if other in facts]  # of a shared option, another command has others
         if known and not any(facts[other].is_on(values[other]) for other in known):
             got = f"`--{name}`" if values[name] is True else f"`--{name} {values[name]}`"
-            yield f"{got} needs {_listed(known)}; give that as well, or leave out `--{name}`"
+            needed = " or ".join(f"`--{other}`" for other in known)
+            yield f"{got} needs {needed}; give that as well, or leave out `--{name}`"
 
 
 def without_task(facts: Mapping[str, Facts], given: Collection[str], task: str) -> Iterator[str]:
@@ -190,10 +189,6 @@ def without_task(facts: Mapping[str, Facts], given: Collection[str], task: str) 
         tasks = facts[name].tasks if name in facts else ()
         if tasks and task not in tasks:
             yield f"`--{name}` has no effect for `--task {task}`; leave it out, or use {' or '.join(tasks)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " or ".join(f"`--{name}`" for name in names)
 
 
 Kind = tuple[Any, tuple[str, ...] | None]

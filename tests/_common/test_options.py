@@ -42,7 +42,6 @@ KNOWN = facts_of(Arguments)
         (POSITIVE, (1e-9,), (0, -1, float("nan")), "a number above 0"),
         (BELOW_ONE, (0, 0.5), (1, -0.1, float("nan")), "a number from 0 to below 1"),
         (PROBABILITY, (0.5,), (0, 1), "a number between 0 and 1"),
-        (Bounds(above=0, below=1, such_as=0.9), (0.9,), (0,), "a number between 0 and 1, such as 0.9"),
     ],
 )
 def test_bounds(bounds: Bounds, allowed, refused, text: str) -> None:

@@ -31,7 +31,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models", "speed_embeddings"),
+        *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models"),
         *("speed_conversion", "shared_prefix", "long_prompts"),
         "papers.copy_task",
     ],
@@ -46,10 +46,8 @@ def test_a_quick_run(name, tmp_path, capsys):
 
 
 @pytest.mark.benchmarks
-def test_options_of_the_speed_benchmarks(tmp_path):
-    assert len(rows(run("speed_models", tmp_path / "long", "--long"))) == 1
-    threads = run("speed_kernels", tmp_path / "threads", "--threads", 2, "--lengths", 64)["tables"][0]["rows"]
-    assert [row[1:3] for row in threads] == [[b, mode] for b in (1, 8) for mode in ("forward", "forward and backward")]
+def test_long_prefills(tmp_path):
+    assert len(rows(run("speed_models", tmp_path, "--long"))) == 1
 
 
 @pytest.mark.benchmarks

@@ -80,17 +80,6 @@ def test_an_encoder_of_any_batch_and_length(name, tmp_path):
         assert (session(*inputs)[0] - expected).abs().max() <= 1e-4
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["linear", "hybrid"])
-def test_an_encoder_of_any_length_by_the_exporter_of_onnx_alone(name, tmp_path):
-    model, dims = encoder(name), {0: "batch", 1: "length"}
-    dynamic = {"input_ids": dims, "attention_mask": dims}
-    session = onnx_session(model, padded(*EXAMPLE), tmp_path / "encoder.onnx", dynamic_shapes=dynamic)
-    for shape in OTHERS:
-        inputs = padded(*shape)
-        assert (session(*inputs)[0] - model(*inputs)).abs().max() <= 1e-4
-
-
 class StaticStep(nn.Module):
     """The next token from a static cache, whose tensors become buffers that the exported program changes in place."""
 
@@ -151,26 +140,15 @@ def test_the_decode_step_in_onnxruntime(name, tmp_path):
         assert (logits - expected[:, step : step + 1]).abs().max() <= 1e-4
 
 
-class PackedLogits(nn.Module):
+class CausalLogits(nn.Module):
     """A forward without a cache: `position_ids` may restart, and nothing in a graph tells whether they do."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, position_ids):
+    def forward(self, input_ids, position_ids=None):
         return self.model(input_ids, position_ids=position_ids, use_cache=False).logits
-
-
-class CausalLogits(nn.Module):
-    """A forward pass of a decoder over whole sequences without padding."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids):
-        return self.model(input_ids, use_cache=False).logits
 
 
 # What a decoder gets by default: a learned decay, partial rotary positions, sinks no farther than `trained_length`.
@@ -184,7 +162,7 @@ FREE_DECODERS = {
 def test_packed_sequences_of_any_length(tmp_path):
     """Nothing in the graph says which tokens begin a sequence: that is in `position_ids`."""
     family, settings = FREE_DECODERS["default"]
-    model = PackedLogits(convert(stock_model(family, num_hidden_layers=1), **settings)).eval()
+    model = CausalLogits(convert(stock_model(family, num_hidden_layers=1), **settings)).eval()
     shapes = {"input_ids": FREE, "position_ids": {0: Dim.AUTO, 1: Dim.AUTO}}
     program = export(model, (IDS, torch.arange(12).expand(2, -1)), dynamic_shapes=shapes, strict=False)
     exported, session = program.module(), onnx_session(program, (), tmp_path / "packed.onnx")
@@ -215,18 +193,6 @@ def test_a_mechanism_without_a_loop_asks_for_one_length():
     model = CausalLogits(convert(stock_model("llama", num_hidden_layers=1), mechanism="gated_delta")).eval()
     with pytest.raises(NotImplementedError, match="give a fixed length"):
         export(model, (IDS,), dynamic_shapes={"input_ids": FREE}, strict=False)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_decoder_without_a_cache_in_onnxruntime(name, tmp_path):
-    family, settings = DECODERS[name]
-    model = PackedLogits(convert(stock_model(family), **settings))
-    together = torch.arange(12).expand(2, -1)
-    packed = torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
-    session = onnx_session(model, (IDS, together), tmp_path / "decoder.onnx")
-    for positions in (together, packed):
-        assert (session(IDS, positions)[0] - model(IDS, positions)).abs().max() <= 1e-4
 
 
 def onnx_session(model, example, path, **options):

@@ -7,17 +7,15 @@ import shutil
 import sys
 
 import pytest
-from faults import assert_nothing_written, assert_refused, convert, copy_of, finetune, without_privileges
+from faults import assert_nothing_written, assert_refused, convert, copy_of, finetune, train, without_privileges
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="capabilities are those of Linux")
 NOBODY = 65534
 
 
-def _train(model, data, out, *words):
-    given = {"task": "causal_lm", "model_name_or_path": model, "train_file": data, "output_dir": out}
-    options = [word for name, value in given.items() for word in (f"--{name}", value)]
-    return without_privileges(finetune, *options, "--max_train_steps", 1, *words)
+def _train(model, data, out, **options):
+    return train(model, data, out, lambda *words: without_privileges(finetune, *words), **options)
 
 
 def _convert(model, out, *words):
@@ -48,8 +46,7 @@ def test_a_place_where_nothing_may_be_written(llama, linear_llama, files, tmp_pa
     assert_nothing_written(place)
 
 
-@pytest.mark.parametrize("kind", ["read-only", "other user"])
-@pytest.mark.parametrize("part", [".", "deep"])
+@pytest.mark.parametrize(("kind", "part"), [("read-only", "."), ("other user", "deep")])
 def test_a_result_of_somebody_else_is_not_replaced(llama, tmp_path, kind, part):
     out = copy_of(llama, tmp_path / "out")
     (out / "deep").mkdir()
@@ -63,7 +60,7 @@ def test_a_result_of_somebody_else_is_not_replaced(llama, tmp_path, kind, part):
 
 @pytest.mark.parametrize(
     ("part", "command"),
-    [(".", "convert"), ("config.json", "train"), ("model.safetensors", "convert"), ("tokenizer.json", "train")],
+    [(".", "convert"), ("config.json", "train"), ("model.safetensors", "convert")],
 )
 def test_a_source_that_may_not_be_read(llama, linear_llama, files, tmp_path, part, command):
     source = copy_of(llama if command == "convert" else linear_llama, tmp_path / "source")
@@ -82,7 +79,7 @@ def test_a_file_that_may_not_be_read(linear_llama, files, tmp_path, option, is_f
     path = folder / ("options.yaml" if option == "config" else "rows.jsonl")
     shutil.copy(files / "good.jsonl", path)
     (folder if is_folder else path).chmod(0)
-    result = _train(linear_llama, files / "good.jsonl", tmp_path / "out", f"--{option}", path)
+    result = _train(linear_llama, files / "good.jsonl", tmp_path / "out", **{option: path})
     folder.chmod(0o700)
     assert_refused(result, str(path))
     assert_nothing_written(tmp_path, "data")

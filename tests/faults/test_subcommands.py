@@ -7,17 +7,21 @@ from faults import assert_nothing_written, assert_refused, change_json, command,
 
 
 MODEL = "--model_name_or_path"
-REPORTS = {
-    "empty": b"", "deep": b"[" * 100_000, "number": b'{"base_model": 3}', "gone": b'{"base_model": "/nowhere/x"}',
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("content", REPORTS.values(), ids=REPORTS.keys())
-def test_evaluate_with_a_damaged_report(linear_llama, files, tmp_path, content):
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("conversion_report.json", b'{"base_model": 3}', "conversion_report.json"),
+        ("conversion_report.json", b'{"base_model": "/nowhere/x"}', "/nowhere/x"),
+        ("config.json", b"[1]", "config.json"),
+    ],
+)
+def test_evaluate_with_a_damaged_file(linear_llama, files, tmp_path, name, content, said):
     model = copy_of(linear_llama, tmp_path / "model")
-    (model / "conversion_report.json").write_bytes(content)
+    (model / name).write_bytes(content)
     result = command("evaluate", "--model_name_or_path", model, "--validation_file", files / "good.txt")
-    assert_refused(result, "/nowhere/x" if b"nowhere" in content else "conversion_report.json")
+    assert_refused(result, said)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def test_evaluate_with_another_model(request, files, model, teacher, said):
     assert_refused(command("evaluate", *words), said)
 
 
-@pytest.mark.parametrize("name", ["~nosuchuser/x", "LOOP", "b" * 90 + "/" + "c" * 5000])
+@pytest.mark.parametrize("name", ["LOOP", "b" * 90 + "/" + "c" * 5000])
 @pytest.mark.parametrize("words", [("doctor",), ("compare", "--model_name_or_path"), ("convert", "--dry_run", MODEL)])
 def test_models_that_no_folder_can_be(tmp_path, words, name):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -53,8 +57,8 @@ def test_numbers_in_place_of_texts(llama, tmp_path):
     assert_refused(command("compare", *source, "--train_file", tmp_path / "five.jsonl"), told)
 
 
-@pytest.mark.parametrize("tokens", [10**9, 10**20])
-def test_positions_beyond_every_memory(bert, tmp_path, tokens, monkeypatch):
+def test_positions_beyond_every_memory(bert, tmp_path, monkeypatch):
+    tokens = 10**9
     monkeypatch.setattr("hf_linear_attention.conversion.pipeline.memory_of_machine", lambda: 2**30)
     words = ("--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--max_position_embeddings", tokens)
     result = command("convert", *words)
@@ -63,17 +67,12 @@ def test_positions_beyond_every_memory(bert, tmp_path, tokens, monkeypatch):
     assert_nothing_written(tmp_path)
 
 
-DAMAGE = {
-    ("config.json", b"[]"), ("config.json", b"[" * 100_000), ("config.json", b"x"), ("model.safetensors", b"x"),
-    ("model.safetensors", b""), ("model.safetensors", None), ("modeling_linear_attention.py", None),
-    ("modeling_linear_attention.py", b""), ("modeling_linear_attention.py", b"class ("), ("tokenizer.json", b"x"),
-    ("conversion_report.json", b""), ("conversion_report.json", b"[]"),
-    ("conversion_report.json", b'{"quality": {"positions": 3}}'),
+@pytest.mark.parametrize(("name", "content"), [
+    ("config.json", b"[]"), ("model.safetensors", b"x"), ("model.safetensors", None), ("tokenizer.json", b"x"),
+    ("modeling_linear_attention.py", None), ("modeling_linear_attention.py", b"class ("),
+    ("conversion_report.json", b""), ("conversion_report.json", b'{"quality": {"positions": 3}}'),
     ("conversion_report.json", b'{"quality": {"positions": {"length": "x"}}}'),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "content"), sorted(DAMAGE, key=str), ids=lambda value: str(value)[:20])
+])  # fmt: skip
 def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
     monkeypatch.setattr("hf_linear_attention.conversion.findings.environment_findings", list)
     model = copy_of(linear_llama, tmp_path / "model")
@@ -84,7 +83,7 @@ def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
     assert name in "".join(line for line in out.splitlines() if line.startswith("broken")) or name.startswith("model.")
 
 
-@pytest.mark.parametrize("value", [["x"], ["os"], 3, None])
+@pytest.mark.parametrize("value", [["x"], 3, None])
 def test_serve_a_damaged_folder(linear_llama, tmp_path, value):
     model = copy_of(linear_llama, tmp_path / "model")
     if value is None:
@@ -94,16 +93,11 @@ def test_serve_a_damaged_folder(linear_llama, tmp_path, value):
     assert_refused(command("serve", model), str(model))
 
 
-PLACES = {"a file": "file", "below a file": "file/x", "too long": "x" * 300, "NUL": "a\0b", "source": "source/out"}
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-def test_compare_where_nothing_can_be_written(llama, tmp_path, place):
+def test_compare_where_nothing_can_be_written(llama, tmp_path):
     source = copy_of(llama, tmp_path / "source")
-    (tmp_path / "file").write_text("mine")
-    result = command("compare", "--model_name_or_path", source, "--output_dir", f"{tmp_path}/{place}")
+    result = command("compare", "--model_name_or_path", source, "--output_dir", source / "out")
     assert_refused(result, "--output_dir")
-    assert_nothing_written(tmp_path, "file", "source")
+    assert_nothing_written(tmp_path, "source")
 
 
 @pytest.mark.parametrize(

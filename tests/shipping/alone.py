@@ -1,32 +1,31 @@
 """Run as a script by the tests: loads checkpoints where only torch and transformers can be imported.
 
-    python alone.py JOBS.json [PACKAGE THAT IS INSTALLED ALL THE SAME]
+    python alone.py JOBS.json
 
-Every job names a checkpoint, an Auto class and a file of inputs and expected outputs; the script prints one JSON
-object `{job: result}`. A result is "equal", or says what went wrong.
+The file holds groups of jobs, `{group: {job: what to do}}`. Each group runs in a fork of this process, which has loaded
+no model; the groups `installed` and `newer` can import this package. The script prints
+`{group: {job: result}}`; the result of most jobs is "equal", or says what went wrong.
 """
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import multiprocessing
+import pickle
 import sys
 import traceback
+import warnings
+from concurrent.futures import ProcessPoolExecutor
 
 
-BLOCKED = {
-    "hf_linear_attention",
-    "conversion",
-    "training",
-    "accelerate",
-    "peft",
-    "datasets",
-    "evaluate",
-    "sentence_transformers",
-}
-
-
-MISSING = BLOCKED - set(sys.argv[2:])
 PACKAGE = "hf_linear_attention"
+BLOCKED = {
+    *(PACKAGE, "conversion", "training", "accelerate", "peft"),
+    *("datasets", "evaluate", "sentence_transformers"),
+}
+MISSING = set(BLOCKED)
 
 
 class Without:
@@ -46,6 +45,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 
 def load(job, **options):
@@ -53,6 +53,7 @@ def load(job, **options):
 
 
 def check(job) -> str:
+    """Whether a checkpoint computes what the process of the tests did, also saved again to `resave`."""
     saved = torch.load(job["inputs"], weights_only=True)
     if job.get("resave"):
         load(job, trust_remote_code=True).save_pretrained(job["resave"])
@@ -77,7 +78,7 @@ def check(job) -> str:
     return "equal"
 
 
-def refuses_without_the_flag(job) -> str:
+def untrusted(job) -> str:
     try:
         load(job, trust_remote_code=False)
     except ValueError as error:
@@ -85,7 +86,7 @@ def refuses_without_the_flag(job) -> str:
     return "loaded without being trusted"
 
 
-def refusal(job) -> str:
+def foreign(job) -> str:
     """What a checkpoint says to the config of another mechanism."""
     try:
         load(job, trust_remote_code=True)
@@ -94,26 +95,98 @@ def refusal(job) -> str:
     return "loaded"
 
 
-def result(job) -> str:
-    if job.get("untrusted"):
-        return refuses_without_the_flag(job)
-    if job.get("foreign"):
-        return refusal(job)
-    return check(job)
+def together(job) -> dict[str, tuple[float, str]]:
+    """All checkpoints in one process: how far each is from what it has computed, and where its class is from."""
+    models = {
+        folder: load({"checkpoint": folder, "auto_class": auto_class}, trust_remote_code=True).eval()
+        for folder, auto_class in job["checkpoints"].items()
+    }
+    found = {}
+    for folder, model in [*models.items(), *models.items()]:
+        given = load_file(f"{folder}/expected.safetensors")
+        expected = given.pop("logits")
+        with torch.no_grad():
+            difference = (model(**given).logits - expected)[given["attention_mask"].bool()].abs().max().item()
+            if job["checkpoints"][folder] == "AutoModelForCausalLM":
+                model.generate(**given, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        difference = max(difference, found.get(folder, [0])[0])
+        found[folder] = difference, type(model).__module__.partition(".")[0]
+    return found
+
+
+def newer(job) -> tuple[str, list[str]]:
+    """Where the class of a checkpoint is from whose settings the package cannot read, and what was said."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = load(job, trust_remote_code=True)
+    said = [str(warning.message) for warning in found if "settings of version" in str(warning.message)]
+    return type(model).__module__.partition(".")[0], said
+
+
+@torch.no_grad()
+def graphs(job) -> str:
+    """Whether a checkpoint compiles to the same graphs again, and is exported, pickled and copied."""
+    from torch._dynamo.utils import counters
+    from transformers.utils import output_capturing
+
+    model = load(job, trust_remote_code=True).eval()
+    ids = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = model(ids).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def run():
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        parts = [ids[:, :-2], ids[:, -2:-1], ids[:, -1:]]
+        return torch.cat([compiled(part, past_key_values=cache, use_cache=True).logits for part in parts], dim=1)
+
+    for _ in range(2):  # the second cache is another object
+        torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    number = counters["stats"]["unique_graphs"]
+    # Graphs of any model depend on this table of transformers, which grows with every class of models.
+    classes = dict(output_capturing._CAN_RECORD_REGISTRY)
+    load({**job, "checkpoint": job["other"]}, trust_remote_code=True)(ids)
+    output_capturing._CAN_RECORD_REGISTRY.clear()
+    output_capturing._CAN_RECORD_REGISTRY.update(classes)
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == number, (number, counters["stats"])
+    exported = torch.export.export(model, (ids,), {"use_cache": False})
+    torch.testing.assert_close(exported.module()(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
+        assert torch.equal(again(ids).logits, expected)
+    assert type(model).__module__.startswith("transformers_modules")
+    return "equal"
+
+
+KINDS = {kind.__name__: kind for kind in (check, untrusted, foreign, together, newer, graphs)}
+
+
+def results(group, jobs):
+    """The results of a group of jobs; what this process may import is changed for good."""
+    if group in ("installed", "newer"):
+        MISSING.discard(PACKAGE)
+    found = {}
+    for name, job in jobs.items():
+        try:
+            found[name] = KINDS[job.get("kind", "check")](job)
+        except Exception:  # one broken job must not hide the others; the test shows the text
+            found[name] = traceback.format_exc()
+    found["imported"] = sorted(BLOCKED & {name.partition(".")[0] for name in sys.modules})
+    return found
 
 
 def main() -> None:
-    results = {}
     with open(sys.argv[1], encoding="utf-8") as file:
-        jobs = json.load(file)
-    for name, job in jobs.items():
-        try:
-            results[name] = result(job)
-        except Exception:  # one broken job must not hide the others; the test shows the text
-            results[name] = traceback.format_exc()
-    results["imported"] = sorted(BLOCKED & {name.partition(".")[0] for name in sys.modules})
-    print(json.dumps(results))
+        groups = json.load(file)
+    found = {}
+    for group, jobs in groups.items():
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+            found[group] = process.submit(results, group, jobs).result()
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()

@@ -12,7 +12,6 @@ import pytest
 import transformers
 from checkpoints import convert_folder, save_twin
 from matrix import stock_config
-from shipping_cases import CONVERTED
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from hf_linear_attention import convert, convert_config
@@ -82,38 +81,24 @@ def test_the_code_of_a_mechanism_stands_alone(name):
         assert set(classes) <= bases | {"LinearAttention"}  # the features of `linformer_linear`
 
 
-def test_the_config_needs_no_models(converted):
+def test_the_config_needs_no_models():
     """Only for type checkers does the file of the configs import that of the models."""
-    tree = ast.parse((converted["hybrid"] / CODE_FILES[0]).read_text(encoding="utf-8"))
+    tree = ast.parse(code_of("hybrid", is_decoder=True)[CODE_FILES[0]])
     tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_conversion(converted, resaved, name):
-    check(converted[name])
-    # By its own code, and some by the package where it is installed, over the checkpoint of another mechanism.
-    assert resaved[name]
-    for folder in resaved[name]:
-        check(folder)
-
-
-def test_the_package(converted, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(converted["hybrid"])
+def test_models_configs_and_merged_adapters(llama, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = convert(llama, mechanism="hybrid")
     model.save_pretrained(tmp_path / "model")
     model.config.save_pretrained(tmp_path / "config")
-    for folder in (tmp_path / "model", tmp_path / "config"):
-        check(folder)
-
-
-def test_merged_adapters(converted, tmp_path):
-    peft = pytest.importorskip("peft")
-    model = transformers.AutoModelForCausalLM.from_pretrained(converted["hybrid"])
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
     adapted.save_pretrained(tmp_path / "adapter")
     assert not list((tmp_path / "adapter").glob("*.py"))
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
-    check(tmp_path / "merged")
+    for name in ("model", "config", "merged"):
+        check(tmp_path / name)
 
 
 def test_sentence_transformers_of_the_real_minilm(tmp_path):

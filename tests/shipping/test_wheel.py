@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,13 +15,23 @@ from checkpoints import save_twin
 
 
 ROOT = Path(__file__).resolve().parents[2]
+# Runs commands one after the other and prints, for each, its exit code and both outputs.
+RUN = """
+import contextlib, io, json, runpy, sys
 # The finder of an editable installation would find the checkout first.
-COMMAND = """
-import runpy, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
-sys.modules.update(dict.fromkeys(sys.argv[1].split(",")) if sys.argv[1] else {})  # None: there is no such module
-sys.argv[:] = sys.argv[2:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+sys.modules.update(dict.fromkeys(["accelerate", "datasets", "evaluate"]))  # None: there is no such module
+results = []
+for words in json.loads(sys.argv[1]):
+    sys.argv[:] = words
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        except SystemExit as error:
+            code = error.code
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
 """
 
 
@@ -50,35 +61,43 @@ def wheel(tmp_path_factory) -> Path:
     return root / "installed"
 
 
-def command(wheel: Path, folder: Path, *words: str, missing: str = ""):
-    environment = {**os.environ, "PYTHONPATH": str(wheel)}
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND, missing, *words], cwd=folder, env=environment, capture_output=True, text=True
-    )
-
-
-def test_without_the_extra_for_training_it_converts_and_says_what_training_needs(wheel, tmp_path):
-    save_twin(tmp_path / "source", "llama")
-    convert = ("hf_linear_attention.conversion.convert_checkpoint", "--model_name_or_path", str(tmp_path / "source"))
-    missing = "accelerate,datasets,evaluate"
-    done = command(wheel, tmp_path, *convert, "--output_dir", str(tmp_path / "out"), missing=missing)
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "load.py").write_text(
+@pytest.fixture(scope="module")
+def results(wheel, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of commands without the extra for training, in a folder that is not the checkout."""
+    folder = tmp_path_factory.mktemp("anywhere")
+    save_twin(folder / "source", "llama")
+    (folder / "text.txt").write_text("some text\n" * 50)
+    (folder / "load.py").write_text(
         "import hf_linear_attention, transformers\n"
         "print(type(transformers.AutoModelForCausalLM.from_pretrained('out')).__name__)\n"
     )
-    done = command(wheel, tmp_path, "load", missing=missing)
-    assert done.stdout == "LinearLlamaForCausalLM\n", done.stderr
-    (tmp_path / "text.txt").write_text("some text\n" * 50)
-    heal = ("--task", "causal_lm", "--train_file", "text.txt", "--output_dir", str(tmp_path / "healed"))
-    for words in (
-        ("hf_linear_attention.training.finetune", "--model_name_or_path", str(tmp_path / "out"), *heal),
-        (*convert, "--output_dir", "two", "--preset", "default", "--train_file", "text.txt", "--tokens", "1k"),
-    ):
-        done = command(wheel, tmp_path, *words, missing=missing)
-        assert done.returncode == 2, done.stderr
-        assert len(done.stderr.splitlines()) == 1
-        assert 'pip install "hf-linear-attention[train]"' in done.stderr.splitlines()[-1]
+    convert = "hf_linear_attention.conversion.convert_checkpoint --model_name_or_path=source"
+    heal = "hf_linear_attention.training.finetune"
+    commands = {
+        "convert": f"{convert} --output_dir=out",
+        "load": "load",
+        "heal": f"{heal} --model_name_or_path=out --task=causal_lm --train_file=text.txt --output_dir=healed",
+        "preset": f"{convert} --output_dir=two --preset=default --train_file=text.txt --tokens=1k",
+        "help of convert": f"{convert} --help",
+        "help of finetune": f"{heal} --help",
+    }
+    words = json.dumps([command.split() for command in commands.values()])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(wheel), str(folder)])}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, json.loads(done.stdout)))
+
+
+def test_without_the_extra_for_training_it_converts_and_says_what_training_needs(results):
+    assert results["convert"][0] == 0, results["convert"]
+    assert results["load"][1] == "LinearLlamaForCausalLM\n", results["load"]
+    for name in ("heal", "preset"):
+        code, _, err = results[name]
+        assert code == 2, err
+        assert len(err.splitlines()) == 1
+        assert 'pip install "hf-linear-attention[train]"' in err
 
 
 def test_it_adds_one_name(wheel):
@@ -97,8 +116,8 @@ def test_every_file_of_the_packages_is_there(wheel):
         assert expected <= {path.relative_to(found) for path in found.rglob("*")}
 
 
-def test_both_commands_run_from_any_folder(wheel, tmp_path):
-    """That of conversion in the first test, too."""
-    done = command(wheel, tmp_path, "hf_linear_attention.training.finetune", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "usage: " in done.stdout
+def test_both_commands_run_from_any_folder(results):
+    for name in ("help of convert", "help of finetune"):
+        code, out, err = results[name]
+        assert code == 0, err
+        assert "usage: " in out

@@ -73,15 +73,23 @@ def command(*words: object) -> Result:
     return _run(commands.main, words)
 
 
+def words_of(**options: object) -> list[object]:
+    """The words of a command line with these options, without those that are None."""
+    return [word for name, value in options.items() if value is not None for word in (f"--{name}", value)]
+
+
+def train(model: Path, data: Path | None, out: Path, run: Any = finetune, **options: object) -> Result:
+    """The result of one step of training on a file, or on `good.jsonl` of the fixture `files`; options win."""
+    data = data / "good.jsonl" if data is not None and (data / "good.jsonl").is_file() else data
+    given = {"task": "causal_lm", "model_name_or_path": model, "train_file": data, "output_dir": out}
+    return run(*words_of(**(given | {"max_train_steps": 1} | options)))
+
+
 def read_by(command: str, source: Path, other: Path, files: Path, out: Path) -> Result:
     """The result of a command that reads the model in `source`: `convert`, `train`, or `teacher` (of `other`)."""
     if command == "convert":
         return convert("--model_name_or_path", source, "--output_dir", out, "--num_features", 8)
-    model = [other, "--teacher_name_or_path", source] if command == "teacher" else [source]
-    return finetune(
-        "--task", "causal_lm", "--model_name_or_path", *model, "--train_file", files / "good.jsonl",
-        "--output_dir", out, "--max_train_steps", 1,
-    )  # fmt: skip
+    return train(source, files, out) if command == "train" else train(other, files, out, teacher_name_or_path=source)
 
 
 def without_privileges(command: Any, *words: object) -> Result:
