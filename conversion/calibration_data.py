@@ -20,7 +20,7 @@ from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
 from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.companions import load_image_processor, load_source_tokenizer
+from hf_linear_attention.conversion.output_folder import load_image_processor, load_source_tokenizer
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.verification import TEXTS, built_in_text

@@ -22,7 +22,7 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
 from hf_linear_attention.conversion.calibration_data import BuiltInTexts, data_recipe, real_inputs, texts_of
-from hf_linear_attention.conversion.compare import COMPARISON
+from hf_linear_attention.conversion.commands import COMPARISON
 from hf_linear_attention.conversion.layer_speed import model_speed
 from hf_linear_attention.conversion.options import parse_tokens, request_of
 from hf_linear_attention.conversion.page import Section, memory_chart, rendered, speed_chart, speed_conditions

@@ -111,7 +111,7 @@ def _answers(request: Request) -> Iterator[str]:
     yield "\n".join([*chosen, text])
     name, folder = request.arguments.push_to_hub, conversion.output_dir
     if name is not None and folder is not None:
-        from hf_linear_attention.conversion.hub import push
+        from hf_linear_attention.conversion.output_folder import push
 
         yield f"\nPushed to {push(folder, name)}"
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The preset whose settings a conversion without `--attention` and `--preset` has.
 DEFAULT = "default"
+# The file with the options of a conversion, beside its weights.
+RECIPE = "recipe.yaml"
 # The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features")
 # Options of earlier versions, and what replaces them.
@@ -71,6 +73,7 @@ class MeasuringArguments:
         ".jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as in STS-B",
         None,
         needs=("validation_file",),
+        tasks=("embedding",),
         is_path=True,
         group="measuring",
     )

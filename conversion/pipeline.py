@@ -26,7 +26,9 @@ from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.survey import NoRotaryError, RotaryError
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
-from hf_linear_attention.conversion.companions import (
+from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
+from hf_linear_attention.conversion.output_folder import (
+    check_hub_name,
     check_output,
     check_shipped,
     copy_sentence_files,
@@ -35,8 +37,6 @@ from hf_linear_attention.conversion.companions import (
     save_tokenizer,
     share_permissions,
 )
-from hf_linear_attention.conversion.hub import check_hub_name
-from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (

@@ -22,7 +22,7 @@ from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention._common.model_card import REPORT, format_value, write_model_card
 from hf_linear_attention._common.options import OnResume, option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
-from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments, Request
+from hf_linear_attention.conversion.options import CONVERSION_FACTS, RECIPE, ConversionArguments, Request
 from hf_linear_attention.conversion.plan import Plan, growing_bytes, state_bytes
 from hf_linear_attention.conversion.preset_plan import Training
 from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, describe_heads, describe_ranking
@@ -456,7 +456,6 @@ def _named_figures(quality: Mapping[str, Any]) -> set[tuple[str, ...]]:
 # It holds every option that decides the weights: what was given, and the settings of the attention that follow from the
 # model and the preset. Consent (`--trust_remote_code`), the place of the result and what only measures are left out.
 
-RECIPE = "recipe.yaml"
 # The options about these decide no weight.
 LEFT_OUT = ("measuring",)
 NOT_OF_A_RECIPE = ("output_dir", "no_verify", "list_architectures", "state_bytes")

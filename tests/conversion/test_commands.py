@@ -14,12 +14,12 @@ from checkpoints import save_twin
 from hf_linear_attention import __version__
 from hf_linear_attention._common.command_line import typed_as, typed_name
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import commands, evaluate_model
+from hf_linear_attention.conversion import commands
 from hf_linear_attention.conversion.commands import COMMANDS, main
 from hf_linear_attention.training import recipe_parser
 
 
-THERE = [name for name, command in COMMANDS.items() if importlib.util.find_spec(command.module)]
+THERE = [name for name, command in COMMANDS.items() if importlib.util.find_spec(command.place.partition(":")[0])]
 
 
 def test_without_a_command_it_explains_itself(capsys):
@@ -96,7 +96,7 @@ def test_a_config_of_the_package_needs_no_path(tmp_path, monkeypatch):
 
 
 def test_evaluate_takes_the_original_from_the_report(linear_llama, llama):
-    arguments = evaluate_model.parse(
+    arguments = commands.evaluation_arguments(
         ["--model_name_or_path", str(linear_llama), "--validation_file", "v.txt", "--max-eval-tokens", "99"]
     )
     assert (arguments.teacher_name_or_path, arguments.max_eval_tokens) == (str(llama), 99)

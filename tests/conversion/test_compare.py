@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Bert
 from hf_linear_attention import convert
 from hf_linear_attention.conversion import comparison as comparisons
 from hf_linear_attention.conversion import layer_speed
-from hf_linear_attention.conversion.compare import main
+from hf_linear_attention.conversion.commands import compare as main
 from hf_linear_attention.conversion.comparison import (
     comparison_page,
     distance,

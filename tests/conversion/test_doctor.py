@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import findings
-from hf_linear_attention.conversion.doctor import main
+from hf_linear_attention.conversion.commands import doctor as main
 from hf_linear_attention.conversion.findings import (
     BROKEN,
     LIBRARIES,

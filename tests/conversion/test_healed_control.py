@@ -12,7 +12,7 @@ import processes
 import pytest
 from checkpoints import files, run
 
-from hf_linear_attention.conversion import figures
+from hf_linear_attention.conversion import quality
 from hf_linear_attention.training.presets import Preset, Stage, fit_to, load_preset
 
 
@@ -76,12 +76,12 @@ def test_killed_in_the_training_of_the_control_it_goes_on_there(whole, words, tm
     before = (work / "control" / "converted" / "model.safetensors").stat().st_mtime_ns
     assert (work / "trained" / "model.safetensors").is_file()
     made = []
-    save = figures.save_window
-    figures.save_window = lambda *arguments: made.append(arguments) or save(*arguments)
+    save = quality.save_window
+    quality.save_window = lambda *arguments: made.append(arguments) or save(*arguments)
     try:
         code, _, err = run(*command)
     finally:
-        figures.save_window = save
+        quality.save_window = save
     assert code == 0, err
     assert not made, before
     assert "stage 1 of 2" not in err  # the student is finished

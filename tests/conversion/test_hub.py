@@ -154,7 +154,7 @@ def test_what_the_hub_refuses_leaves_the_folder(llama, tmp_path, hub):
 )
 def test_what_cannot_be_pushed_is_said_before_the_work(llama, tmp_path, monkeypatch, name, is_offline, token, said):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
-    monkeypatch.setattr("hf_linear_attention.conversion.hub.get_token", lambda: token)
+    monkeypatch.setattr("hf_linear_attention.conversion.output_folder.get_token", lambda: token)
     code, _, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--push_to_hub", name)
     assert code == 2
     assert said in err

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfi
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import observe_attention
-from hf_linear_attention.conversion.figures import model_state_bytes
+from hf_linear_attention.conversion.quality import model_state_bytes
 from hf_linear_attention.conversion.softmax_choice import (
     rank_heads,
     rank_layers,

@@ -67,8 +67,7 @@ def pages() -> dict[str, str]:
         for file in sorted((ROOT / folder).glob("*.py")):
             name = file.relative_to(ROOT).as_posix()
             head = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-            command = "hf-linear-attention evaluate" if file.stem == "evaluate_model" else f"python {name}"
-            found[name] = head.replace("%(prog)s", command)
+            found[name] = head.replace("%(prog)s", f"python {name}")
     return found | {OVERVIEW: overview()}
 
 
