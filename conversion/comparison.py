@@ -21,16 +21,22 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_data import BuiltInTexts, data_recipe, real_inputs, texts_of
+from hf_linear_attention.conversion.calibration_data import data_recipe, real_inputs, texts_of
 from hf_linear_attention.conversion.commands import COMPARISON
 from hf_linear_attention.conversion.layer_speed import model_speed
 from hf_linear_attention.conversion.options import parse_tokens, request_of
-from hf_linear_attention.conversion.page import Section, memory_chart, rendered, speed_chart, speed_conditions
-from hf_linear_attention.conversion.page_plots import bytes_text
+from hf_linear_attention.conversion.page import (
+    Section,
+    bytes_text,
+    memory_chart,
+    rendered,
+    speed_chart,
+    speed_conditions,
+)
 from hf_linear_attention.conversion.pipeline import Conversion, calibrated, load_converted, prepare
 from hf_linear_attention.conversion.plan import stock_config
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verification import LOGITS, TEXTS, divergence
+from hf_linear_attention.conversion.verification import LOGITS, MOST_TOKENS, TEXTS, divergence
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets import load_preset, preset_names, stages_of
 
@@ -176,9 +182,12 @@ def _batches(conversion: Conversion, comparison: Comparison) -> list[dict[str, t
         return []
     path = None if comparison.held_out is None else str(comparison.held_out)
     inputs = real_inputs(conversion.source, conversion.plan, path)
-    if inputs is None:
-        return []
-    return [inputs.joined()] if isinstance(inputs, BuiltInTexts) else inputs.batches(HELD_OUT_TOKENS)
+    if inputs is None or path is not None:
+        return [] if inputs is None else inputs.batches(HELD_OUT_TOKENS)
+    ids = [batch["input_ids"] for batch in inputs.batches(HELD_OUT_TOKENS)]  # the built-in sentences, as one text
+    text = torch.cat(ids, dim=1)[:, : min(MOST_TOKENS, max_length_of(conversion.plan.config) or MOST_TOKENS)]
+    decoder = {"decoder_input_ids": text} if conversion.plan.config.is_encoder_decoder else {}
+    return [{"input_ids": text, **decoder}]
 
 
 @torch.no_grad()

@@ -130,12 +130,12 @@ def _preview(conversion: Conversion) -> list[str]:
     """What would be done, in lines."""
     from hf_linear_attention.conversion.preset_plan import describe_stages
     from hf_linear_attention.conversion.report import describe
-    from hf_linear_attention.conversion.softmax_choice import count_of, is_automatic
+    from hf_linear_attention.conversion.softmax_choice import count_of
 
     arguments = conversion.request.arguments
     lines = [describe(conversion.plan, conversion.source)]
-    if is_automatic(arguments):
-        lines.append(f"  softmax     in {count_of(arguments)} of these layers, chosen on text")
+    if (count := count_of(arguments.softmax_layers)) is not None:
+        lines.append(f"  softmax     in {count} of these layers, chosen on text")
     if conversion.training is not None:
         lines += describe_stages(conversion.training)
     return [*lines, "Nothing was written (--dry_run)."]

@@ -20,15 +20,7 @@ import jinja2
 from hf_linear_attention._common.model_card import HISTORY, PAGE, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.layer_speed import first_faster
-from hf_linear_attention.conversion.page_plots import (
-    Chart,
-    Line,
-    bytes_text,
-    grouped,
-    line_chart,
-    style_of,
-)
-from hf_linear_attention.conversion.report import COLUMNS, EARLIER, comparison, data_notes, quality_rows
+from hf_linear_attention.conversion.report import CHECKED, COLUMNS, EARLIER, comparison, data_notes, quality_rows
 from hf_linear_attention.training.tasks import UNITS
 
 
@@ -50,9 +42,13 @@ MORE = 4  # the next training is proposed with so many times the tokens of the l
 
 # Lines in a fixed order of styles: a model has the same colour in every plot.
 LINES = ("teacher", "student", "same_bytes", "window_alone", "healed")
-MARGIN = 0.01  # nats per token above the highest line that is drawn whole
 CONTEXTS = [2.0**power for power in range(6, 18)]
 BOTH_LOGARITHMIC = "(both scales are logarithmic)"
+# Plots are 420 units wide, so that a text of 12 units can still be read on a phone.
+WIDTH, HEIGHT = 420.0, 240.0
+LEFT, RIGHT, TOP, BOTTOM = 60.0, 14.0, 14.0, 46.0
+# The styles of lines in the style sheet of the template; the first is that of the original.
+STYLES = 6
 
 Report = Mapping[str, Any]
 Runs = Sequence[Mapping[str, Any]]
@@ -184,15 +180,12 @@ def headline(report: Report, runs: Runs = ()) -> str:
         metrics = {name.removeprefix("eval_").replace("_", " "): value for name, value in runs[-1]["metrics"].items()}
         figures = [f"{name} {format_value(value)}" for name, value in metrics.items()]
         return f"Trained: {', '.join(figures[:MOST_FIGURES])}" if figures else "Trained, and not measured"
-    if "top1_agreement" in outputs:
-        kept = f"{percent(outputs['top1_agreement'])} of token choices kept on short samples"
-    elif "mean_embedding_cosine" in outputs:
-        kept = f"embeddings have a cosine of {outputs['mean_embedding_cosine']:.3f} to the original's on short samples"
-    elif "hidden_state_error" in outputs:
-        kept = f"hidden states differ from the original's by {percent(outputs['hidden_state_error'])} on short samples"
-    else:
+    name = next(
+        (name for name in ("top1_agreement", "mean_embedding_cosine", "hidden_state_error") if name in outputs), ""
+    )
+    if not name:
         return "Converted, and not measured"
-    return f"Converted, not trained: {kept}"
+    return f"Converted, not trained: {CHECKED[name].format(outputs[name])} on short samples"
 
 
 def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
@@ -337,44 +330,18 @@ def position_section(quality: Mapping[str, Any]) -> Section | None:
     buckets = positions.get("buckets", ())
     if table is None or len(buckets) < 2:
         return None
-    highest_drawn = _highest_drawn(buckets)
-    charts = [
-        _bucket_chart(
-            buckets,
-            "Nats per token by position",
-            "Nats per token over the position in the text, on a logarithmic scale; lower is better.",
-            "position of the token",
-            highest_drawn,
-            [(positions["trained_length"], f"trained length {positions['trained_length']:,}")],
-        )
-    ]
+    chart = _bucket_chart(
+        buckets,
+        "Nats per token by position",
+        "Nats per token over the position in the text, on a logarithmic scale; lower is better.",
+        "position of the token",
+        [(positions["trained_length"], f"trained length {positions['trained_length']:,}")],
+    )
     texts = ["Lower is better. To the right of the dotted line, texts are longer than the original was trained for."]
     highest = max((part.get("teacher") or 0.0 for part in buckets), default=0.0)
-    if highest > highest_drawn:
-        texts.append(f"The original rises to {highest:.1f}, above the plots.")
-    if all(part.get("student") is not None for part in buckets):
-        charts.append(_difference_chart(buckets))
-        texts.append(
-            "The second plot has the differences to this model, enlarged: where a line is above 0, it is worse."
-        )
-    return Section("How far it reads", texts, charts, notes=table["notes"])
-
-
-def _difference_chart(buckets: Sequence[Mapping[str, Any]]) -> Chart:
-    """The same lines as differences to this model, which is 0: beside the whole scale they lie on each other."""
-    parts = [
-        {**part, **{name: part[name] - part["student"] for name in LINES if part.get(name) is not None}}
-        for part in buckets
-    ]
-    inside = [part["teacher"] for part in parts[:-1] if part.get("teacher") is not None]
-    rivals = [part[name] for part in parts for name in LINES[1:] if part.get(name) is not None]
-    return _bucket_chart(
-        parts,
-        "Difference to this model, in nats per token",
-        "Nats per token of the others minus those of this model, by position; above 0 this model is better.",
-        "position of the token",
-        max(rivals + sorted(inside)[: len(inside) // 2 + 1]) + MARGIN,
-    )
+    if highest > _highest_drawn(buckets):
+        texts.append(f"The original rises to {highest:.1f}, above the plot.")
+    return Section("How far it reads", texts, [chart], tables=[table], notes=table["notes"])
 
 
 def recall_section(quality: Mapping[str, Any]) -> Section | None:
@@ -387,7 +354,6 @@ def recall_section(quality: Mapping[str, Any]) -> Section | None:
         "Recall by distance",
         "Nats per token of rare words that the text had before, over the distance to them; lower is better.",
         "tokens back",
-        _highest_drawn(buckets),
     )
     text = (
         "Nats per token where the text repeats a rare sequence of words. The lower they are, the better the model "
@@ -401,7 +367,6 @@ def _bucket_chart(
     title: str,
     description: str,
     label: str,
-    most_y: float,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Chart:
     """A chart with a point in the middle of each bucket, for every model that the buckets know."""
@@ -415,7 +380,7 @@ def _bucket_chart(
         for name in LINES
     ]
     names = {x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in zip(middles, buckets, strict=True)}
-    labels = (label, "nats per token")
+    labels, most_y = (label, "nats per token"), _highest_drawn(buckets)
     return line_chart(title, description, lines, labels, x_log=2, most_y=most_y, marks=marks, names=names)
 
 
@@ -463,39 +428,25 @@ def head_sections(report: Report, quality: Mapping[str, Any]) -> list[Section]:
     if before == after:  # measured again without a training
         before = None
     measured = [(when, heads) for when, heads in (("as converted", before), ("as it is now", after)) if heads]
-    errors = [
-        head_table(f"Error of the heads, {when}", _rows_of_heads(heads, "error"), "{:.2f}".format)
-        for when, heads in measured
-    ]
-    half_lives = [
-        head_table(f"Half-life in tokens, {when}", _rows_of_heads(heads, "half_life"), _tokens_text)
-        for when, heads in measured
-    ]
+    if not measured:
+        return []
+    about_errors = (
+        "How far the output of each head is from that of softmax attention on the same queries, keys and values: "
+        f"0 is exact, and 1 is as wrong as an output of zeros. Measured on {measured[0][1]['inputs']}."
+    )
+    about_half_lives = "After how many tokens the weight of a key has halved, for each head of keys and values."
     found = []
-    if tables := [table for table in errors if table is not None]:
-        text = (
-            "How far the output of each head is from that of softmax attention on the same queries, keys and values: "
-            f"0 is exact, and 1 is as wrong as an output of zeros. Measured on {measured[0][1]['inputs']}."
-        )
-        found.append(Section("Which heads are hard", [text], tables=tables))
-    if tables := [table for table in half_lives if table is not None]:
-        text = "After how many tokens the weight of a key has halved, for each head of keys and values."
-        found.append(Section("What the heads forget", [text], tables=tables))
+    for title, about, name, label, text in (
+        ("Which heads are hard", about_errors, "error", "Error of the heads", "{:.2f}".format),
+        ("What the heads forget", about_half_lives, "half_life", "Half-life in tokens", _tokens_text),
+    ):
+        tables = []
+        for when, heads in measured:
+            rows = [[str(layer["layer"]), *map(text, layer[name])] for layer in heads["layers"] if layer.get(name)]
+            header = ["layer", *(f"head {head}" for head in range(max(map(len, rows), default=1) - 1))]
+            tables += [{"title": f"{label}, {when}", "header": header, "rows": rows}] if rows else []
+        found += [Section(title, [about], tables=tables)] if tables else []
     return found
-
-
-def head_table(
-    title: str, values: Sequence[tuple[int, Sequence[float]]], text: Callable[[float], str]
-) -> dict[str, Any] | None:
-    """A table of `values`, one (layer, [value of each head]) per row; None if there are none."""
-    columns = max((len(row) for _, row in values), default=0)
-    header = ["layer", *(f"head {head}" for head in range(columns))]
-    rows = [[str(layer), *map(text, row)] for layer, row in values]
-    return {"title": title, "header": header, "rows": rows} if rows else None
-
-
-def _rows_of_heads(heads: Mapping[str, Any], name: str) -> list[tuple[int, list[float]]]:
-    return [(layer["layer"], layer[name]) for layer in heads.get("layers", ()) if layer.get(name)]
 
 
 def _tokens_text(value: float) -> str:
@@ -516,7 +467,7 @@ def loss_section(runs: Runs, quality: Mapping[str, Any]) -> Section | None:
         title = f"Loss of stage {number}, {run['training'].get('stage') or f'run {number}'}"
         unit = loss.get("unit", "tokens")
         if len(points) > 1:
-            lines = [Line("each step that was logged", points, 0), Line("mean of a few", smoothed(points), 1)]
+            lines = [Line("each step that was logged", points, 1)]
             figures.append(line_chart(title, f"{title}, over {unit}.", lines, (unit, "loss (log scale)"), y_log=10))
         evaluated += [(start + x, float(y)) for x, y in loss.get("evaluated", ())]
         start += points[-1][0] if points else 0
@@ -532,13 +483,6 @@ def loss_section(runs: Runs, quality: Mapping[str, Any]) -> Section | None:
         "little left to learn, the curve shows nothing else, and the figures on held-out text are what counts."
     )
     return Section("Training", [text], figures) if figures else None
-
-
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The means of neighbours, as many as a fifth of the points; the noise of single steps is smaller in them."""
-    width = max(1, len(points) // 5)
-    groups = [points[start : start + width] for start in range(len(points) - width + 1)]
-    return [(sum(x for x, _ in group) / width, sum(y for _, y in group) / width) for group in groups]
 
 
 def cost_section(report: Report) -> Section | None:
@@ -671,10 +615,9 @@ def _earlier_section(record: Mapping[str, Any]) -> Section | None:
     section, table = quality_section(record), comparison(record)
     if section is None:
         return None
+    tables, notes = ([], []) if table is None else ([table], table["notes"])
     title = f"Measured earlier, on {record['validation_file']}"
-    if table is None:
-        return replace(section, title=title)
-    return replace(section, title=title, tables=[*section.tables, table], notes=[*section.notes, *table["notes"]])
+    return replace(section, title=title, tables=[*section.tables, *tables], notes=[*section.notes, *notes])
 
 
 def command_section(report: Report) -> Section | None:
@@ -690,3 +633,146 @@ def command_section(report: Report) -> Section | None:
     code = " \\\n    ".join([COMMAND, *map(" ".join, lines)])
     note = "Folders of files on the author's disk are left out; put your own in front of the names."
     return Section("How to repeat it", notes=[note], code=code)
+
+
+# ---- The geometry of the plots: every number is a coordinate, which the template only writes down
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: its `points` in the units of the data."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    style: int = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines in an SVG: `ticks` are (coordinate, text), `lines` (name, style, points), `marks` (x, text, anchor)."""
+
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    lines: list[tuple[str, int, list[tuple[float, float]]]]
+    marks: list[tuple[float, str, str]]
+    table: dict[str, Any]
+    width: float = WIDTH
+    height: float = HEIGHT
+    left: float = LEFT
+    right: float = WIDTH - RIGHT
+    top: float = TOP
+    bottom: float = HEIGHT - BOTTOM
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The scale of one axis: the smallest and the largest value, linear or logarithmic (`log` is the base of ticks)."""
+
+    least: float
+    most: float
+    log: int | None = None
+    format: Callable[[float], str] = field(default=lambda value: f"{value:,.4g}")
+
+    def place(self, value: float) -> float:
+        """From 0 at the smallest value to 1 at the largest."""
+        least, most, value = (math.log(x) if self.log else x for x in (self.least, self.most, value))
+        return (value - least) / (most - least) if most > least else 0.5
+
+    @property
+    def ticks(self) -> list[float]:
+        """At most seven round values: powers of the base, or of 1, 2 or 5 times a power of ten."""
+        if self.log:
+            first, last = (math.log(x, self.log) for x in (self.least, self.most))
+            powers = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1)
+            if len(powers) > 2 or self.log != 10:
+                return [float(self.log) ** power for power in powers[:: math.ceil(len(powers) / 6) or 1]]
+            steps = [times * 10.0**power for power in range(math.floor(first), math.ceil(last)) for times in (1, 2, 5)]
+            steps = [step for step in steps if self.least <= step <= self.most]
+            if len(steps) > 1:
+                return steps
+        if self.most <= self.least:
+            return [self.least]
+        rough = (self.most - self.least) / 4
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
+        first = math.ceil(self.least / step - 1e-9)
+        return [step * number for number in range(first, math.floor(self.most / step + 1e-9) + 1)]
+
+
+def style_of(number: int) -> int:
+    """The style of the line with this number, from 1 on, beside the original."""
+    return (number - 1) % (STYLES - 1) + 1
+
+
+def grouped(value: float) -> str:
+    """A number of tokens."""
+    return f"{value:,.0f}"
+
+
+def bytes_text(value: float) -> str:
+    """A number of bytes in the unit that needs the fewest digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def line_chart(
+    title: str,
+    description: str,
+    lines: Sequence[Line],
+    labels: tuple[str, str],
+    *,
+    x_log: int | None = None,
+    y_log: int | None = None,
+    most_y: float = math.inf,
+    marks: Sequence[tuple[float, str]] = (),
+    formats: tuple[Callable[[float], str], Callable[[float], str]] = (grouped, "{:,.4g}".format),
+    names: Mapping[float, str] | None = None,
+) -> Chart:
+    """A chart of those lines that have points; at least one has.
+
+    Args:
+        labels: of the x and the y axis.
+        x_log: the base of a logarithmic scale; None for a linear one.
+        most_y: values above this leave the plot at its top; the table has them.
+        marks: vertical lines with a text, at values of x, which may widen the axis.
+        formats: what writes the values of x and y.
+        names: of values of x, for the table.
+    """
+    lines = [line for line in lines if line.points]
+    xs = [x for line in lines for x, _ in line.points] + [x for x, _ in marks]
+    ys = [min(y, most_y) for line in lines for _, y in line.points]
+    margin = 0.0 if y_log else 0.08 * (max(ys) - min(ys))
+    x_axis = Axis(min(xs), max(xs), x_log, formats[0])
+    y_axis = Axis(min(ys) - margin, max(ys) + margin, y_log, formats[1])
+
+    def x_of(value: float) -> float:
+        return round(LEFT + x_axis.place(value) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y_of(value: float) -> float:
+        return round(HEIGHT - BOTTOM - y_axis.place(value) * (HEIGHT - BOTTOM - TOP), 1)
+
+    return Chart(
+        title,
+        description,
+        *labels,
+        [(x_of(tick), x_axis.format(tick)) for tick in x_axis.ticks],
+        [(y_of(tick), y_axis.format(tick)) for tick in y_axis.ticks],
+        [(line.name, line.style, [(x_of(x), y_of(y)) for x, y in line.points]) for line in lines],
+        [(x_of(x), text, "end" if x_axis.place(x) > 0.5 else "start") for x, text in marks],
+        _table(labels[0], lines, lambda x: (names or {}).get(x) or x_axis.format(x), y_axis.format),
+    )
+
+
+def _table(
+    label: str, lines: Sequence[Line], x_text: Callable[[float], str], y_text: Callable[[float], str]
+) -> dict[str, Any]:
+    values = [dict(line.points) for line in lines]
+    xs = sorted({x for column in values for x in column})
+    rows = [[x_text(x), *(y_text(column[x]) if x in column else "" for column in values)] for x in xs]
+    return {"header": [label, *(line.name for line in lines)], "rows": rows}

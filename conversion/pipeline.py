@@ -53,11 +53,9 @@ from hf_linear_attention.conversion.softmax_choice import (
     check_softmax_heads,
     check_softmax_layers,
     choose_heads,
-    chooses_heads,
-    is_automatic,
+    count_of,
     listed_heads,
     listed_layers,
-    num_heads_to_keep,
     plan_with_heads,
     plan_without,
     rank,
@@ -125,9 +123,9 @@ def prepare(request: Request) -> Conversion:
     check_options(arguments, plan)
     check_softmax_layers(arguments, plan)
     check_softmax_heads(arguments, plan, source)
-    if arguments.softmax_layers is not None and not is_automatic(arguments):
+    if arguments.softmax_layers is not None and count_of(arguments.softmax_layers) is None:
         plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
-    if arguments.softmax_heads is not None and not chooses_heads(arguments):
+    if arguments.softmax_heads is not None and count_of(arguments.softmax_heads) is None:
         plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
     _check_samples(arguments, plan)
     _check_memory(plan)
@@ -226,7 +224,8 @@ def _plan(request: Request, source: Source) -> Plan:
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
-    ranks = is_automatic(arguments) or (chooses_heads(arguments) and ranking_file(arguments) is not None)
+    chooses_heads = count_of(arguments.softmax_heads) is not None
+    ranks = count_of(arguments.softmax_layers) is not None or (chooses_heads and ranking_file(arguments) is not None)
     if not needs_calibration(plan) and not ranks:
         return None
     path = ranking_file(arguments) if ranks else arguments.calibration_file
@@ -246,11 +245,11 @@ def run(conversion: Conversion) -> dict[str, Any]:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
-        if is_automatic(arguments) and conversion.training is None:
+        if count_of(arguments.softmax_layers) is not None and conversion.training is None:
             model, plan, measured[CHOICE] = _with_softmax_layers(conversion, model)
-        if chooses_heads(arguments):
+        if (count := count_of(arguments.softmax_heads)) is not None:
             text = conversion.inputs if ranking_file(arguments) else None
-            measured[KEPT_HEADS] = choose_heads(model, text, num_heads_to_keep(arguments), arguments.seed or 0)
+            measured[KEPT_HEADS] = choose_heads(model, text, count, arguments.seed or 0)
             plan = plan_with_heads(plan, conversion.source, arguments, measured[KEPT_HEADS]["heads"])
         with saving(folder):
             model.save_pretrained(folder)
@@ -379,7 +378,8 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
     Raises:
         UsageError: if nothing reads it.
     """
-    is_read = needs_calibration(plan) or is_automatic(arguments) or chooses_heads(arguments)
+    choices = (arguments.softmax_layers, arguments.softmax_heads)
+    is_read = needs_calibration(plan) or any(count_of(choice) is not None for choice in choices)
     if arguments.calibration_file is not None and not is_read:
         has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"
         raise UsageError(

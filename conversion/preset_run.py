@@ -31,7 +31,7 @@ from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import MEASURED_TASKS, heal_control, measure, record
 from hf_linear_attention.conversion.report import describe_quality, describe_result, write_recipe
-from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, is_automatic, plan_without
+from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, count_of, plan_without
 from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
@@ -148,9 +148,8 @@ def _train(conversion: Conversion, training: Training) -> None:
     from hf_linear_attention.training.run import run_stages
 
     def run_and_tidy(recipe: Recipe, known: dict[str, float]) -> dict[str, float]:
-        if (
-            is_automatic(conversion.request.arguments) and recipe.output_dir == training.work / TRAINED
-        ):  # the last stage
+        chooses = count_of(conversion.request.arguments.softmax_layers) is not None
+        if chooses and recipe.output_dir == training.work / TRAINED:  # the last stage
             _choose_softmax_layers(conversion, training, Path(recipe.model.model_name_or_path))
             known = {}  # they were those of the model before the choice
         figures = run_stage(recipe, known)

@@ -86,8 +86,6 @@ CHECKED = {
 # The entry of `quality` with earlier evaluations, and what says whether two evaluations read the same text.
 EARLIER = "earlier"
 SAME_TEXT = ("validation_file", "max_tokens", "max_length", "targets")
-# Figures of embeddings that come from files of their own, and what is measured without a text.
-OF_OTHER_FILES = ("pairs_file", "spearman", "retrieval", "recall_at", "ndcg_at", "heads", "speed")
 
 
 # ---- What a conversion writes and prints
@@ -205,20 +203,14 @@ def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
             "The new attention is untrained, and training/finetune.py has no task for "
             f"{plan.stock_class.__name__}. Train it with a loop of your own, such as transformers' Trainer."
         ]
-    given = f"--model_name_or_path {output_dir} --teacher_name_or_path {source.loadable}"
     length = "" if plan.extension is None else f" --max_length {plan.extension.tokens}"
-    data = f"--train_file {plan.head.data} --output_dir {output_dir}-healed{length}"
-    sentence = "The new attention is untrained. Train it with the original as teacher:"
-    if typed_name("").startswith(PROGRAM):
-        recipe = Path(str(plan.head.recipe)).stem
-        return [sentence, f"  {PROGRAM} finetune --config {recipe} {given} \\\n    {data}"]
-    training = Path(__file__).resolve().parents[1] / "training"
+    script = Path(__file__).resolve().parents[1] / "training" / "finetune.py"
+    command = f"{PROGRAM} finetune" if typed_name("").startswith(PROGRAM) else f"python {script}"
     return [
-        sentence,
-        f"  accelerate launch --config_file {training / 'launch' / 'one.yaml'} {training / 'finetune.py'} \\\n"
-        f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
-        f"    {given} \\\n"
-        f"    {data}",
+        "The new attention is untrained. Train it with the original as teacher:",
+        f"  {command} --config {Path(str(plan.head.recipe)).stem} \\\n"
+        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
+        f"    --train_file {plan.head.data} --output_dir {output_dir}-healed{length}",
     ]
 
 
@@ -362,8 +354,6 @@ def _notes(quality: Mapping[str, Any]) -> list[str]:
         f"Recall is measured on tokens that end a sequence of four which the context already had, and which the "
         f"training text{counted} has 20 times at most."
     )
-    if recall.get("validation_file"):  # of an earlier evaluation
-        notes.append(f"Recall was measured on {recall['validation_file']}.")
     return notes
 
 
@@ -398,30 +388,19 @@ def with_earlier(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> di
     """The figures `now`, and those of `before` that `now` lacks, where both are `quality` in conversion_report.json.
 
     On the same text they are put together. An evaluation of another text stays as a whole under `earlier` if it has
-    figures that are not there now, but for those that do not depend on the text, and for recall, which names its text.
+    figures that are not there now.
     """
     result = dict(now)
-    records = [] if not before else [before, *before.get(EARLIER, ())]
+    records = [before, *before.get(EARLIER, ())] if before else []
     others = []
     for record in records:
         record = {name: value for name, value in record.items() if name != EARLIER}
         if all(record.get(name) == now.get(name) for name in SAME_TEXT):
             result = _filled(result, record)
         else:
-            result = _filled(result, _of_any_text(record))
             others.append(record)
     left = [record for record in others if _named_figures(record) - _named_figures(result)]
     return {**result, EARLIER: left} if left else result
-
-
-def _of_any_text(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that do not depend on the held-out text, and recall with the name of its text."""
-    kept = {name: value for name, value in record.items() if name.startswith(OF_OTHER_FILES)}
-    recall = record.get("recall") or {}
-    if recall.get("buckets"):
-        kept["recall"] = {"validation_file": record["validation_file"], **recall}
-        kept["train_file"] = record.get("train_file")
-    return {**kept, "dims": record["dims"]} if "dims" in record else kept
 
 
 def _filled(now: Any, before: Any) -> Any:

@@ -168,12 +168,9 @@ def test_the_command_that_heals_it_names_no_relative_path(llama, tmp_path, monke
     monkeypatch.chdir(llama.parent)
     code, out, _ = run("--model_name_or_path", llama.name, "--output_dir", tmp_path / "out", "--no_verify")
     assert code == 0
-    words = out[out.index("accelerate launch") :].replace("\\\n", " ").split()
+    words = out[out.index("  python ") :].replace("\\\n", " ").split()
     assert words[words.index("--teacher_name_or_path") + 1] == str(llama)
-    launch, script = words[words.index("--config_file") + 1 :][:2]
-    assert Path(launch).is_file()
-    assert Path(script).is_file()
-    assert Path(words[words.index("--config") + 1]).is_file()
+    assert Path(words[1]).is_file()
 
 
 def test_a_missing_head_is_said_in_our_own_words(tmp_path):

@@ -60,18 +60,18 @@ def test_the_layer_that_is_worst_for_the_whole_comes_first(teacher, spoilt: int)
     student.model.layers[spoilt].self_attn.linear_attention.window_size = 1
     student.model.layers[spoilt].self_attn.linear_attention.num_sinks = 0
     first, second = rank_layers(student, teacher, batches())
-    assert first.layer == spoilt
-    assert first.divergence == pytest.approx(0, abs=1e-6)
-    assert first.gain > 100 * abs(second.gain)
-    assert second.gain == pytest.approx(0, abs=1e-6)
+    assert first["layer"] == spoilt
+    assert first["divergence"] == pytest.approx(0, abs=1e-6)
+    assert first["gain"] > 100 * abs(second["gain"])
+    assert second["gain"] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_figures_are_those_of_models_converted_that_way(teacher) -> None:
     """Padding is in none; an independent form converts the other layer alone."""
     student = convert(teacher, mechanism="linear", feature_map="elu1")
-    ranking = {entry.layer: entry for entry in rank_layers(student, teacher, batches())}
+    ranking = {entry["layer"]: entry for entry in rank_layers(student, teacher, batches())}
     for own in rank_layers(student, None, batches()):  # its own softmax attention is the teacher
-        assert own.divergence == pytest.approx(ranking[own.layer].divergence, rel=1e-4)  # float32
+        assert own["divergence"] == pytest.approx(ranking[own["layer"]].divergence, rel=1e-4)  # float32
     for layer in (0, 1):
         other = convert(teacher, mechanism="linear", feature_map="elu1", layers=[1 - layer])
         total, tokens = 0.0, 0
@@ -81,7 +81,7 @@ def test_the_figures_are_those_of_models_converted_that_way(teacher) -> None:
                 p, q = (m(**batch).logits[mask].double().log_softmax(-1) for m in (teacher, other))
                 total += (p.exp() * (p - q)).sum().item()
                 tokens += int(mask.sum())
-        assert ranking[layer].divergence == pytest.approx(total / tokens, rel=1e-4)
+        assert ranking[layer]["divergence"] == pytest.approx(total / tokens, rel=1e-4)
 
 
 def test_an_encoder_without_logits_is_ranked_by_its_hidden_states() -> None:
@@ -89,8 +89,8 @@ def test_an_encoder_without_logits_is_ranked_by_its_hidden_states() -> None:
     teacher = BertModel(BertConfig(**SIZES)).eval()
     student = convert(teacher, mechanism="linear", feature_map="elu1")
     ranking = rank_layers(student, teacher, batches())
-    assert {entry.layer for entry in ranking} == {0, 1}
-    assert ranking[0].gain >= ranking[1].gain > 0
+    assert {entry["layer"] for entry in ranking} == {0, 1}
+    assert ranking[0]["gain"] >= ranking[1]["gain"] > 0
 
 
 def test_softmax_given_back(teacher) -> None:
@@ -201,8 +201,8 @@ def test_the_score_is_the_rise_of_the_loss_in_a_model_with_one_linear_head():
     mask[1, 12:] = 0
     text = [{"input_ids": ids[:2, :20], "attention_mask": mask}]
     ranking = rank_heads(model, ids, text)
-    assert sorted([entry.layer, entry.head] for entry in ranking) == EVERY
-    assert [entry.score for entry in ranking] == sorted((entry.score for entry in ranking), reverse=True)
+    assert sorted([entry["layer"], entry["head"]] for entry in ranking) == EVERY
+    assert [entry["score"] for entry in ranking] == sorted((entry["score"] for entry in ranking), reverse=True)
 
     def losses(any_model):
         with torch.no_grad():
@@ -214,12 +214,12 @@ def test_the_score_is_the_rise_of_the_loss_in_a_model_with_one_linear_head():
 
     stock = losses(stock_model("llama"))
     for entry in ranking:
-        kept = [pair for pair in EVERY if pair != [entry.layer, entry.head]]
+        kept = [pair for pair in EVERY if pair != [entry["layer"], entry["head"]]]
         ablated = convert(stock_model("llama"), mechanism="linear", feature_map="elu1", softmax_heads=kept)
         found = losses(ablated)
         # float32, differences of losses around 4 nats
-        assert entry.retrieval == pytest.approx(found[0] - stock[0], abs=2e-5)
-        assert entry.text == pytest.approx(found[1] - stock[1], abs=2e-5)
+        assert entry["retrieval"] == pytest.approx(found[0] - stock[0], abs=2e-5)
+        assert entry["text"] == pytest.approx(found[1] - stock[1], abs=2e-5)
     # The model has not changed.
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not any(module.linear_attention.num_growing for module in linear_attention_modules(model).values())
