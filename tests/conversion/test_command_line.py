@@ -13,7 +13,6 @@ import yaml
 from checkpoints import run, save_twin
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline
 from hf_linear_attention.conversion.options import ConversionArguments, mechanism_arguments, parse
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -29,16 +28,12 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--lay", "all"], ["`--lay` is not an option", "did you mean `layers`?"]),
         (["--attention", "flash"], ["'flash'", "linear", "linformer", "performer"]),
         (["--num_features", "many"], ["`--num_features many`", "a whole number"]),
-        (["--num_features", "0"], ["`num_features` = 0", "at least 1"]),
         (["--dtype", "int8"], ["`--dtype int8`", "bfloat16"]),
         (["--layers", "4-2"], ["'4-2'", "backwards"]),
         (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
         (["--attention", "performer", "--feature_map", "exp"], ["`feature_map` is not an option", "`performer`"]),
         (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
-        (["--spectrum"], ["`--spectrum` is not an option any more", "report.html has the error of every head"]),
         (["--dry_run", "--verbose"], ["`--verbose` is not an option any more", "in conversion_report.json"]),
-        (["--position_init", "tiled"], ["`--position_init` is not an option any more", "again and again"]),
-        (["--model_class", "BertModel"], ["`--model_class` is not an option any more", "`save_pretrained`"]),
         (["--projection_size", "3", "--max_length", "3"], ["`projection_size`", "`max_length`"]),
     ],
 )
@@ -85,19 +80,6 @@ def test_what_the_hub_answers_is_said(tmp_path, monkeypatch, error, said):
     assert f"is not a folder, and {said}: Nothing at that url\n" in err
 
 
-def test_an_architecture_without_the_interface_is_refused(tmp_path):
-    from transformers import DebertaV2Config, DebertaV2Model
-
-    config = DebertaV2Config(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
-    code, _, err = run("--model_name_or_path", tmp_path / "deberta", "--output_dir", tmp_path / "out")
-    assert code == 2
-    assert "so nothing can be converted" in err
-    assert not (tmp_path / "out").exists()
-
-
 def test_every_mechanism_option_is_a_flag_and_only_given_ones_are_settings(tmp_path):
     names = {name for mechanism in MECHANISMS.values() for name in mechanism.options}
     flags = set(mechanism_arguments().__dataclass_fields__) | set(ConversionArguments.__dataclass_fields__)
@@ -111,17 +93,6 @@ def test_every_mechanism_option_is_a_flag_and_only_given_ones_are_settings(tmp_p
     linformer = [*words, "--seed", "5", "--attention", "linformer", "--projection"]
     assert parse([*linformer, "random"]).settings["seed"] == 5
     assert "seed" not in parse([*linformer, "mean-pool"]).settings
-
-
-def test_an_option_of_every_layer_takes_one_number_or_a_list(tmp_path):
-    words = ["--model_name_or_path", "x", "--output_dir", "y", "--attention", "linformer"]
-    assert parse([*words, "--projection_size", "128"]).settings["projection_size"] == 128
-    assert parse([*words, "--projection_size", "128,96,64"]).settings["projection_size"] == [128, 96, 64]
-    path = tmp_path / "defaults.yaml"
-    path.write_text(yaml.safe_dump({"projection_size": [8, 4]}))
-    assert parse([*words, "--config", str(path)]).settings["projection_size"] == [8, 4]
-    with pytest.raises(UsageError, match="`--projection_size 1,x`: give a whole number"):
-        parse([*words, "--projection_size", "1,x"])
 
 
 def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
@@ -149,25 +120,16 @@ def test_a_failure_on_the_way_is_one_line_and_exit_code_1(llama, tmp_path, monke
         run(*words)
 
 
-def test_the_summary_is_short_and_its_python_runs(llama, tmp_path):
+def test_the_python_of_the_summary_runs(llama, tmp_path):
     out_dir = tmp_path / "out"
     code, out, err = run("--model_name_or_path", llama, "--output_dir", out_dir, "--num_features", 16)
     assert code == 0
-    assert len(out.splitlines()) <= 25
     # Nothing of transformers' report about "newly initialized" weights, nor its bars.
     assert err.splitlines() == [f"loading {llama}", "verifying"]
     start = out.index("  from transformers")
-    code_lines = [line.strip() for line in out[start:].splitlines()[:2]]
     scope: dict = {}
-    exec("\n".join(code_lines), scope)
+    exec("\n".join(line.strip() for line in out[start:].splitlines()[:2]), scope)
     assert type(scope["model"]).__name__ == "LinearLlamaForCausalLM"
-    assert f"--model_name_or_path {out_dir} --teacher_name_or_path {llama}" in out
-
-
-def test_the_command_that_heals_it_names_no_relative_path(llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(llama.parent)
-    code, out, _ = run("--model_name_or_path", llama.name, "--output_dir", tmp_path / "out", "--no_verify")
-    assert code == 0
     words = out[out.index("  python ") :].replace("\\\n", " ").split()
     assert words[words.index("--teacher_name_or_path") + 1] == str(llama)
     assert Path(words[1]).is_file()
