@@ -24,7 +24,6 @@ from hf_linear_attention.conversion.comparison import (
     distance,
     preset_for,
     recommendation,
-    speed_text,
     table_of,
 )
 from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
@@ -149,13 +148,6 @@ def test_pickles_and_code_are_read_only_when_allowed(flag, llama, tmp_path):
     assert answer(*words, flag)[0] == 0
 
 
-def test_a_text_that_is_too_short_is_refused(llama, tmp_path):
-    (tmp_path / "short.txt").write_text("Too short.")
-    code, _, err = answer("--model_name_or_path", llama, "--train_file", tmp_path / "short.txt")
-    assert code == 2
-    assert "contains 10 characters" in err
-
-
 def test_the_distance_is_the_mean_over_real_tokens_in_float64(llama):
     teacher = AutoModelForCausalLM.from_pretrained(llama).eval()
     student = convert(teacher, mechanism="linear", feature_map="exp", num_features=8)
@@ -249,16 +241,6 @@ def test_the_recommendation_is_one_sentence_about_the_nearest():
     assert content["recommendation"].startswith("Take `linear`: without training it is nearest to the original (cosine")
     assert content["recommendation"].endswith("it is faster than softmax here from 256 tokens.")
     assert "nothing to recommend" in recommendation({**content, "mechanisms": [{"refused": "x"}]})
-
-
-def test_speed_in_words():
-    faster = row("a", 1, None, 256)
-    assert speed_text(faster, 512) == "256 tokens"
-    assert speed_text({**faster, "faster_from": 1024}, 512) == "never within its 512 positions (1,024 tokens)"
-    assert speed_text({**faster, "faster_from": None}, 512) == "never within its 512 positions"
-    assert speed_text({**faster, "faster_from": None}, 9999) == "not up to 1,024 tokens"
-    assert speed_text({**faster, "faster_from": None}, None) == "not up to 1,024 tokens"
-    assert speed_text({**faster, "curve": []}, 512) == "-"
 
 
 def test_the_page_of_a_comparison_is_inert_and_has_every_row():

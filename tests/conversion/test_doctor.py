@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import convert_folder
 from safetensors.torch import load_file, save_file
 
 from hf_linear_attention._common.errors import UsageError
@@ -149,13 +148,6 @@ def test_what_is_no_converted_model_is_a_usage_error(llama, tmp_path):
     assert "name the folder" in err
 
 
-def test_an_encoder_with_other_files(bert, tmp_path):
-    convert_folder(bert, tmp_path / "out", "--attention", "nystrom", "--num_landmarks", 4)
-    findings = list(folder_findings(tmp_path / "out"))
-    assert [finding.kind for finding in findings if finding.kind == BROKEN] == []
-    assert "nystrom" in findings[0].text
-
-
 def test_versions_that_are_too_old_too_new_or_missing(monkeypatch):
     monkeypatch.setattr(findings, "LIBRARIES", {
         "torch": ("", "999", "999.1", None), "transformers": ("", "1", "1", "2"), "absent-a": ("", "1", "1", None),
@@ -190,12 +182,3 @@ def test_without_kernels_it_says_what_to_do(monkeypatch):
     assert finding.kind == NOTE
     assert reason in finding.text
     assert "no C compiler (cc" in finding.text
-
-
-def test_a_kernel_that_fails_is_broken(monkeypatch):
-    def fail(*arguments):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(findings, "layer_times", fail)
-    finding = {finding.topic: finding for finding in environment_findings()}["speed"]
-    assert (finding.kind, "no such instruction" in finding.text) == (BROKEN, True)

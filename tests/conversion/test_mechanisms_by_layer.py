@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import run, save_twin
+from checkpoints import run
 from matrix import sample_inputs
 from transformers import AutoModelForCausalLM
 
@@ -88,33 +88,6 @@ def test_report_card_and_terminal_have_the_sizes_per_layer_and_in_all(healed):
     assert report["quality"]["control"]["state_bytes"] <= sum(sizes)
 
 
-def test_only_the_layers_with_constants_are_calibrated(llama, text, tmp_path):
-    words = ("--model_name_or_path", llama, "--attention", "0:window,1-:performer", "--features", "favor++")
-    code, _, err = run(*words, "--output_dir", tmp_path / "out", "--calibration_file", text)
-    assert code == 0, err
-    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
-    assert report["calibration"]["tokens"] > 0
-    assert [entry["mechanism"] for entry in report["layers"]] == ["window", "performer", "performer"]
-    code, _, err = run("--model_name_or_path", llama, *TWO, "--dry_run", "--calibration_file", text)
-    assert code == 2
-    assert "`hybrid` and `linear` with these settings have nothing to calibrate" in err
-
-
-@pytest.mark.parametrize("how", ["1", "auto:1"])
-def test_softmax_layers_are_taken_from_their_entry(llama, text, tmp_path, how):
-    words = ("--model_name_or_path", llama, *SIZED, "--output_dir", tmp_path / "out", "--softmax_layers", how)
-    code, _, err = run(*words, *(("--calibration_file", text) if how != "1" else ()))
-    assert code == 0, err
-    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
-    softmax = [1] if how == "1" else report["softmax_layers"]["layers"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert report["figures"]["layers converted"] == "2 of 3"
-    expected = {0: "hybrid", 1: "linear", 2: "linear"}
-    for layer in range(3):
-        settings = model.config.settings_of(layer)
-        assert (settings and settings["mechanism"]) == (None if layer in softmax else expected[layer])
-
-
 def test_the_sizes_of_a_preset_are_divided_for_its_own_layers(llama, text):
     """Heads are small here, so that the preset divides the bytes of its own sizes, of one layer as of three."""
     words = ("--model_name_or_path", llama, "--dry_run", "--preset", "default", "--train_file", text)
@@ -124,15 +97,6 @@ def test_the_sizes_of_a_preset_are_divided_for_its_own_layers(llama, text):
     ]
     assert sizes[0].groups() == sizes[1].groups()
     assert "window (window_size=64, num_sinks=4" in some  # the defaults of `window`
-
-
-def test_a_model_without_rotary_positions_gets_none_in_any_layer(text, tmp_path):
-    save_twin(tmp_path / "gpt2", "gpt2")
-    words = ("--model_name_or_path", tmp_path / "gpt2", "--dry_run", "--preset", "default", "--train_file", text)
-    code, out, err = run(*words, "--attention", "0-1:hybrid,2:linear")
-    assert code == 0, err
-    assert out.count("rope=before_map") == 2
-    assert "The model is converted with `rope` = `before_map`" in err
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import re
-import tomllib
 from html.parser import HTMLParser
 
 import pytest
 from page_reports import CONFIG, REPORT, RUNS
 
 from hf_linear_attention.conversion.page import (
-    TEMPLATE_FILE,
     Axis,
     Line,
-    bytes_text,
     headline,
     line_chart,
     page_of,
@@ -213,14 +210,6 @@ def test_a_section_without_data_is_left_out(names, missing):
     assert set(TITLES) - set(titles(page(without(*names)))) == missing
 
 
-def test_a_report_of_an_earlier_version_makes_a_page():
-    layers = [{"layer": 0, "state_bytes": 9, "num_heads": 2}]
-    assert titles(page({"base_model": "gpt2", "layers": layers, "num_layers": 1}, [], CONFIG)) == ["Speed and memory"]
-    shown = page({"base_model": "gpt2"}, [], CONFIG)
-    assert titles(shown) == []
-    assert "gpt2 with linear attention" in shown.text
-
-
 def test_the_first_different_token_is_marked_and_what_is_the_same_is_not():
     text = page_of(REPORT, RUNS, CONFIG, "m")
     assert '<span class="same"> there was a</span><mark> girl</mark> who' in text
@@ -231,25 +220,6 @@ def test_heads_that_were_not_trained_are_shown_once():
     quality = {**REPORT["quality"], "heads": REPORT["checks"]["heads"]}
     assert page().text.count("Error of the heads, ") == 2
     assert page({**REPORT, "quality": quality}).text.count("Error of the heads, ") == 1
-
-
-def test_the_template_is_part_of_an_installation():
-    project = tomllib.loads((TEMPLATE_FILE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    kinds = project["tool"]["setuptools"]["package-data"]["hf_linear_attention.conversion"]
-    assert any(TEMPLATE_FILE.match(kind) for kind in kinds)
-
-
-def test_neighbours_say_whether_they_are_the_same():
-    quality = {
-        "validation_file": "v", "max_tokens": 1, "cosine": 0.9, "same_neighbour": 0.5,
-        "neighbours": [
-            {"text": "A", "original": "B", "student": "B"},
-            {"text": "C", "original": "D", "student": "E"},
-        ],
-    }  # fmt: skip
-    shown = page({**REPORT, "quality": quality}, [])
-    assert shown.text.count("nearest, this model (the same)") == 1
-    assert shown.text.count("nearest, this model (another)") == 1
 
 
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}"
@@ -344,11 +314,6 @@ def test_a_value_above_the_plot_is_in_the_table():
     chart = line_chart("t", "d", [Line("a", [(1, 0), (2, 1)]), Line("b", [(1, 0), (2, 50)])], ("x", "y"), most_y=2)
     assert chart.lines[1][2][1][1] < 0
     assert chart.table["rows"] == [["1", "0", "0"], ["2", "1", "50"]]
-
-
-@pytest.mark.parametrize(("value", "text"), [(12, "12 B"), (139_075, "139 kB"), (1.5e9, "1.5 GB")])
-def test_bytes(value, text):
-    assert bytes_text(value) == text
 
 
 def test_a_published_command_has_no_folder_of_the_author():

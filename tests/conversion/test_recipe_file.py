@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_linear_attention
 from hf_linear_attention import convert, convert_and_heal
 from hf_linear_attention._common.errors import TerminatedError, UsageError
-from hf_linear_attention.conversion.options import request_of
 from hf_linear_attention.conversion.report import RECIPE
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
@@ -129,14 +128,6 @@ def test_five_lines_of_python(llama, text, tmp_path):
     assert same_weights(tmp_path / "kept", tmp_path / "out")
     again = convert_and_heal(str(llama), yaml.safe_load((tmp_path / "kept" / RECIPE).read_text()))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-
-
-def test_values_by_layer_and_lists_in_python():
-    given = {"window_size": {"0-1": 64, 2: 16}, "layers": [0, 2], "projection_size": (8, 6), "decay": None}
-    found = request_of({"model_name_or_path": "x", **given}).given
-    assert found == {"window_size": {"0-1": 64, "2": 16}, "layers": [0, 2], "projection_size": [8, 6]}
-    with pytest.raises(UsageError, match=r"softmax_heads .* has lists in it"):
-        request_of({"model_name_or_path": "x", "softmax_heads": [[0, 1]]})
 
 
 @pytest.mark.parametrize("named", [False, True])

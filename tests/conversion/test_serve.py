@@ -12,7 +12,6 @@ import torch
 from checkpoints import convert_folder, save_twin
 from transformers import AutoModelForCausalLM
 
-from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention.transformers_internals import server_namespace
 from hf_linear_attention.conversion import serve
 from hf_linear_attention.conversion.commands import main
@@ -247,11 +246,6 @@ def test_what_the_server_would_not_understand(words, said, capsys):
     assert main(["serve", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
-
-
-def test_a_softmax_model_is_left_to_transformers(llama):
-    with pytest.raises(UsageError, match="is no converted model"):
-        serve.register_model(str(llama))
 
 
 def test_without_the_libraries_it_says_what_to_install(linear_llama, monkeypatch, capsys):

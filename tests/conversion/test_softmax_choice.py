@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import run
 from matrix import stock_model
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import observe_attention
@@ -71,7 +71,7 @@ def test_the_figures_are_those_of_models_converted_that_way(teacher) -> None:
     student = convert(teacher, mechanism="linear", feature_map="elu1")
     ranking = {entry["layer"]: entry for entry in rank_layers(student, teacher, batches())}
     for own in rank_layers(student, None, batches()):  # its own softmax attention is the teacher
-        assert own["divergence"] == pytest.approx(ranking[own["layer"]].divergence, rel=1e-4)  # float32
+        assert own["divergence"] == pytest.approx(ranking[own["layer"]]["divergence"], rel=1e-4)  # float32
     for layer in (0, 1):
         other = convert(teacher, mechanism="linear", feature_map="elu1", layers=[1 - layer])
         total, tokens = 0.0, 0
@@ -82,15 +82,6 @@ def test_the_figures_are_those_of_models_converted_that_way(teacher) -> None:
                 total += (p.exp() * (p - q)).sum().item()
                 tokens += int(mask.sum())
         assert ranking[layer]["divergence"] == pytest.approx(total / tokens, rel=1e-4)
-
-
-def test_an_encoder_without_logits_is_ranked_by_its_hidden_states() -> None:
-    torch.manual_seed(1)
-    teacher = BertModel(BertConfig(**SIZES)).eval()
-    student = convert(teacher, mechanism="linear", feature_map="elu1")
-    ranking = rank_layers(student, teacher, batches())
-    assert {entry["layer"] for entry in ranking} == {0, 1}
-    assert ranking[0]["gain"] >= ranking[1]["gain"] > 0
 
 
 def test_softmax_given_back(teacher) -> None:
@@ -106,13 +97,6 @@ def test_softmax_given_back(teacher) -> None:
     assert not any("layers.0.self_attn.linear_attention" in name for name in model.state_dict())
     with pytest.raises(ValueError, match=r"layers \[0\], which are not converted; choose from \[1\]"):
         with_softmax_layers(model, [0])
-
-
-def test_listed_layers_stay_softmax(llama, tmp_path):
-    out = tmp_path / "out"
-    assert run("--model_name_or_path", llama, "--output_dir", out, "--softmax_layers", "1")[0] == 0
-    assert converted_layers(out) == [0, 2]
-    assert report_of(out)["figures"]["layers converted"] == "2 of 3"
 
 
 def test_the_untrained_student_is_ranked(llama, text, tmp_path):
@@ -182,12 +166,6 @@ def test_listed_heads_are_kept_and_their_bytes_are_reported(llama, tmp_path):
     assert model_state_bytes(model, 10) == model_state_bytes(plain) + 10 * 2 * group
     cache = model(torch.randint(5, 60, (1, 10)), use_cache=True).past_key_values
     assert sum(layer.state_bytes() for layer in cache.layers) == model_state_bytes(model, 10)
-
-
-def test_special_tokens_may_be_lists_and_are_not_drawn():
-    model = stock_model("llama")
-    model.config.update({"bos_token_id": 1, "eos_token_id": [3, 7], "pad_token_id": -1})  # as Llama 3.1 and LLaMA 1
-    assert set(repeated_tokens(model).flatten().tolist()) <= set(range(model.config.vocab_size)) - {1, 3, 7}
 
 
 def test_the_score_is_the_rise_of_the_loss_in_a_model_with_one_linear_head():
