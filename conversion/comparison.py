@@ -28,7 +28,7 @@ from hf_linear_attention.conversion.options import parse_tokens, request_of
 from hf_linear_attention.conversion.page import (
     Section,
     bytes_text,
-    memory_chart,
+    memory_text,
     rendered,
     speed_chart,
     speed_conditions,
@@ -365,8 +365,8 @@ def comparison_page(content: Mapping[str, Any]) -> str:
     if (chart := speed_chart({row["mechanism"]: row["curve"] for row in rows}, content["max_length"])) is not None:
         parts.append(Section("Speed here", figures=[chart]))
     if kept := [row for row in rows if row["state_bytes"]]:
-        states = {row["mechanism"]: (row["state_bytes"], 0) if row["state_bytes"] else None for row in rows}
-        parts.append(Section("Memory", figures=[memory_chart(kept[0]["cache_bytes_per_token"], states)]))
+        texts = [f"{row['mechanism']}: {memory_text(row['cache_bytes_per_token'], row['state_bytes'])}" for row in kept]
+        parts.append(Section("Memory", texts))
     footer = [f"All figures are in {COMPARISON}; this page loads nothing and runs no script."]
     title, _, reason = content["recommendation"].replace("`", "").partition(": ")
     lead = [f"{reason[:1].upper()}{reason[1:]}", *([] if rows else notes)]

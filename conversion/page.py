@@ -42,8 +42,6 @@ MORE = 4  # the next training is proposed with so many times the tokens of the l
 
 # Lines in a fixed order of styles: a model has the same colour in every plot.
 LINES = ("teacher", "student", "same_bytes", "window_alone", "healed")
-CONTEXTS = [2.0**power for power in range(6, 18)]
-BOTH_LOGARITHMIC = "(both scales are logarithmic)"
 # Plots are 420 units wide, so that a text of 12 units can still be read on a phone.
 WIDTH, HEIGHT = 420.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 60.0, 14.0, 14.0, 46.0
@@ -506,11 +504,7 @@ def cost_section(report: Report) -> Section | None:
         for name in ("state_bytes", "cache_bytes_per_token", "growing_bytes_per_token")
     )
     if cache:  # which reports of an earlier version lack
-        figures.append(memory_chart(cache, {"this model: its state": (state, growing)}, reads))
-        texts.append(
-            "The memory is that of the context of one sequence while the model writes, in the converted layers. It is "
-            "computed from the sizes of the tensors."
-        )
+        texts.append(memory_text(cache, state, growing))
     return Section("Speed and memory", texts, figures) if texts else None
 
 
@@ -542,53 +536,33 @@ def speed_chart(
     if not lengths:
         return None
     lines.append(Line("equally fast", [(min(lengths), 1.0), (max(lengths), 1.0)], 0))
+    is_inside = reads is not None and min(lengths) <= reads <= max(lengths)
     return line_chart(
         "Speed over length",
         f"How many times as fast as with softmax attention {subject} is, over the length of the input.",
         lines,
-        ("tokens", f"times as fast as softmax {BOTH_LOGARITHMIC}"),
+        ("tokens", "times as fast as softmax (both scales are logarithmic)"),
         x_log=2,
         y_log=10,
-        marks=_length_of_the_original(reads, min(lengths), max(lengths)),
+        marks=[(float(reads), f"the original reads {reads:,}")] if reads and is_inside else [],
         formats=(grouped, "{:.3g}".format),
     )
 
 
-def memory_chart(
-    cache: int,
-    states: Mapping[str, tuple[int, int] | None],
-    reads: int | None = None,
-    marks: Sequence[tuple[float, str]] = (),
-) -> Chart:
-    """Bytes of context over the length.
+def memory_text(cache: int, state: int, growing: int = 0) -> str:
+    """The bytes of a context, from the sizes of the tensors, in words.
 
     Args:
         cache: the bytes per token of keys and values in the original.
-        states: by name the bytes of a state, and those that it grows by with each token; None has no line.
-        reads: the longest input of the original.
-        marks: more vertical lines.
+        state: the bytes of the state.
+        growing: those that it grows by with each token.
     """
-    lines = [Line("original: keys and values", [(length, cache * length) for length in CONTEXTS], 0)]
-    for number, (name, sizes) in enumerate(states.items(), 1):
-        if sizes is not None:
-            state, growing = sizes
-            lines.append(Line(name, [(length, state + growing * length) for length in CONTEXTS], style_of(number)))
-    return line_chart(
-        "Memory over length",
-        "Bytes of context for one sequence over its length: the key-value cache of the original, and the state of "
-        "linear attention.",
-        lines,
-        ("tokens of context", f"bytes {BOTH_LOGARITHMIC}"),
-        x_log=2,
-        y_log=10,
-        marks=[*_length_of_the_original(reads, CONTEXTS[0], CONTEXTS[-1]), *marks],
-        formats=(grouped, bytes_text),
+    more = f", and {growing:,} bytes per token of heads with softmax" if growing else ""
+    equal = f": as much after {state / (cache - growing):,.0f} tokens" if cache > growing else ""
+    return (
+        f"While the model writes, the context of one sequence takes {bytes_text(state)} in the converted layers at any "
+        f"length{more}; the keys and values of the original take {cache:,} bytes per token{equal}."
     )
-
-
-def _length_of_the_original(reads: int | None, least: float, most: float) -> list[tuple[float, str]]:
-    """A mark at the longest input of the original, if it lies inside a plot."""
-    return [(float(reads), f"the original reads {reads:,}")] if reads and least <= reads <= most else []
 
 
 def dropped_section(report: Report) -> Section | None:

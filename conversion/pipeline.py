@@ -70,6 +70,8 @@ from hf_linear_attention.position_extension import Extension
 
 logger = logging.getLogger(__name__)
 
+CALIBRATION_TOKENS = 4096  # for FAVOR++; the fitting itself is `hf_linear_attention.calibrate`
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -162,22 +164,20 @@ def writing(conversion: Conversion) -> Iterator[None]:
 def _check_memory(plan: Plan) -> None:
     """Refuse sizes that this machine cannot hold, before anything of these sizes is allocated."""
     needs = {"new weights": 4 * plan.weights["new"], "state per sequence": plan.state_bytes or 0}
+    sizes = {
+        f"`{name}` = {value:,}"
+        for entry in entries_of(plan.settings)
+        for name, value in entry.items()
+        if type(value) is int and value > 1
+    }
     if plan.extension is not None:
         tables = plan.extension.tables
-        needed = sum(4 * tables[t.target].new_rows * t.shape[1] for t in plan.mapped if t.target in tables)
-        if needed > (memory := memory_of_machine()):
-            raise UsageError(
-                f"`--max_position_embeddings {plan.extension.tokens}` needs {needed:,} bytes, and this machine has "
-                f"{memory:,}; choose fewer positions"
-            )
+        new = sum(tables[t.target].new_rows * t.shape[1] for t in plan.mapped if t.target in tables)
+        needs["learned positions"] = 4 * new
+        sizes.add(f"`--max_position_embeddings {plan.extension.tokens}`")
+    memory = memory_of_machine()
     for what, needed in needs.items():
-        if needed > (memory := memory_of_machine()):
-            sizes = {
-                f"`{name}` = {value:,}"
-                for entry in entries_of(plan.settings)
-                for name, value in entry.items()
-                if type(value) is int and value > 1
-            }
+        if needed > memory:
             raise UsageError(
                 f"{needed:,} bytes of {what} are needed with {', '.join(sorted(sizes))}, and this machine has "
                 f"{memory:,}; choose smaller sizes"
@@ -246,7 +246,9 @@ def run(conversion: Conversion) -> dict[str, Any]:
         model = load_converted(conversion, folder)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
         if count_of(arguments.softmax_layers) is not None and conversion.training is None:
-            model, plan, measured[CHOICE] = _with_softmax_layers(conversion, model)
+            measured[CHOICE] = rank(model, conversion.inputs, arguments)
+            plan = plan_without(plan, conversion.source, arguments, measured[CHOICE]["layers"])
+            model = with_softmax_layers(model, measured[CHOICE]["layers"])
         if (count := count_of(arguments.softmax_heads)) is not None:
             text = conversion.inputs if ranking_file(arguments) else None
             measured[KEPT_HEADS] = choose_heads(model, text, count, arguments.seed or 0)
@@ -285,25 +287,29 @@ def run(conversion: Conversion) -> dict[str, Any]:
     return report
 
 
-def _with_softmax_layers(
-    conversion: Conversion, model: PreTrainedModel
-) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
-    """The model with softmax in the layers that gain most from it, its plan, and the choice for the report."""
-    arguments = conversion.request.arguments
-    if conversion.inputs is None:
-        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
-    choice = rank(model, conversion.inputs, arguments)
-    plan = plan_without(conversion.plan, conversion.source, arguments, choice["layers"])
-    return with_softmax_layers(model, choice["layers"]), plan, choice
-
-
 def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any] | None:
-    """The entry `calibration` of the report, None if there is nothing to calibrate.
+    """Calibrate a model in place; returns the entry `calibration` of the report, None if there is nothing to calibrate.
+
+    Without inputs to calibrate on, the model keeps its initial constants and a warning is logged.
 
     Raises:
         UsageError: if the attention of this model cannot be observed, or the file has no inputs.
     """
-    return calibrate_on(model, conversion.inputs) if needs_calibration(conversion.plan) else None
+    inputs = conversion.inputs
+    if not needs_calibration(conversion.plan):
+        return None
+    if inputs is None:
+        logger.warning(
+            "not calibrated, because there are no texts or images to calibrate on; give `--calibration_file`. "
+            "Without calibration the features are those of FAVOR+"
+        )
+        return {"inputs": None, "tokens": 0}
+    logger.info("calibrating on %s", inputs.name)
+    try:
+        tokens = calibrate(model, progress(inputs.batches(CALIBRATION_TOKENS), "calibrating"))
+    except NotImplementedError as error:
+        raise UsageError(f"{conversion.plan.mechanisms} with these settings needs calibration, but {error}") from error
+    return {"inputs": inputs.name, "tokens": tokens}
 
 
 def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTrainedModel:
@@ -361,11 +367,6 @@ def _extend_tables(
         place.copy_(extension.weight(target, source.read(name), place))
 
 
-# ---- Calibration of mechanisms (FAVOR++); the fitting itself is `hf_linear_attention.calibrate`
-
-CALIBRATION_TOKENS = 4096
-
-
 def needs_calibration(plan: Plan) -> bool:
     """Whether a mechanism of the layers to convert has constants to fit."""
     entries = entries_of(plan.settings)
@@ -386,27 +387,3 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
             f"`--calibration_file` is given, but {plan.mechanisms} with these settings {has} nothing to calibrate; "
             "leave it out"
         )
-
-
-def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None) -> dict[str, Any]:
-    """Calibrate a model in place; returns the entry of the report, `inputs` and `tokens`.
-
-    Args:
-        inputs: what to calibrate on; if None, the model keeps its initial constants and a warning is logged.
-
-    Raises:
-        UsageError: if the attention of this model cannot be observed.
-    """
-    if inputs is None:
-        logger.warning(
-            "not calibrated, because there are no texts or images to calibrate on; give `--calibration_file`. "
-            "Without calibration the features are those of FAVOR+"
-        )
-        return {"inputs": None, "tokens": 0}
-    logger.info("calibrating on %s", inputs.name)
-    try:
-        tokens = calibrate(model, progress(inputs.batches(CALIBRATION_TOKENS), "calibrating"))
-    except NotImplementedError as error:
-        names = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(model.config.linear_attention)))
-        raise UsageError(f"{names} with these settings needs calibration, but {error}") from error
-    return {"inputs": inputs.name, "tokens": tokens}

@@ -133,13 +133,6 @@ def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
     return json.loads(json.dumps({**options, **paths, **decided}))
 
 
-def _choose_softmax_layers(conversion: Conversion, training: Training, folder: Path) -> None:
-    if conversion.inputs is None:
-        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
-    teacher = str(training.given["teacher_name_or_path"])
-    choose_in(folder, conversion.plan, conversion.source, conversion.request.arguments, conversion.inputs, teacher)
-
-
 def _train(conversion: Conversion, training: Training) -> None:
     """Run all stages that are not finished yet."""
     import datasets  # most conversions do without this library, and without the following import
@@ -147,10 +140,14 @@ def _train(conversion: Conversion, training: Training) -> None:
     from hf_linear_attention.training.run import run as run_stage
     from hf_linear_attention.training.run import run_stages
 
+    arguments = conversion.request.arguments
+
     def run_and_tidy(recipe: Recipe, known: dict[str, float]) -> dict[str, float]:
-        chooses = count_of(conversion.request.arguments.softmax_layers) is not None
-        if chooses and recipe.output_dir == training.work / TRAINED:  # the last stage
-            _choose_softmax_layers(conversion, training, Path(recipe.model.model_name_or_path))
+        if (
+            count_of(arguments.softmax_layers) is not None and recipe.output_dir == training.work / TRAINED
+        ):  # the last stage
+            folder, teacher = Path(recipe.model.model_name_or_path), str(training.given["teacher_name_or_path"])
+            choose_in(folder, conversion.plan, conversion.source, arguments, conversion.inputs, teacher)
             known = {}  # they were those of the model before the choice
         figures = run_stage(recipe, known)
         for checkpoint in list_checkpoints(recipe.output_dir):  # each is several times as large as the model
@@ -161,7 +158,7 @@ def _train(conversion: Conversion, training: Training) -> None:
     with to_stderr("hf_linear_attention.training"):
         run_stages(training.preset, training.given, run_and_tidy)
         if training.heals_control:
-            heal_control(conversion.source, training, conversion.request.arguments, run_and_tidy)
+            heal_control(conversion.source, training, arguments, run_and_tidy)
 
 
 def _finish(conversion: Conversion, training: Training) -> None:

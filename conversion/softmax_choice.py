@@ -149,9 +149,14 @@ def _for_layers(settings: Any, layers: list[int]) -> Any:
 
 
 def rank(
-    model: PreTrainedModel, inputs: RealInputs, arguments: ConversionArguments, teacher: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    inputs: RealInputs | None,
+    arguments: ConversionArguments,
+    teacher: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """The choice for the report: `layers`, `ranking` (the largest gain first), `inputs` and `tokens`."""
+    if inputs is None:
+        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
     logger.info("ranking the layers on %s", inputs.name)
     batches = inputs.batches(RANKING_TOKENS)
     models: list[Any] = [part for part in (model, teacher) if part is not None]
@@ -169,7 +174,7 @@ def rank(
 
 
 def choose_in(
-    folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs, teacher: str
+    folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs | None, teacher: str
 ) -> None:
     """Restore softmax in the layers of the model in `folder` that gain most from it, unless that was done before."""
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
