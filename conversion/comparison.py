@@ -35,6 +35,7 @@ from hf_linear_attention.conversion.page import (
 )
 from hf_linear_attention.conversion.pipeline import Conversion, calibrated, load_converted, prepare
 from hf_linear_attention.conversion.plan import stock_config
+from hf_linear_attention.conversion.report import aligned
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS, MOST_TOKENS, TEXTS, divergence
 from hf_linear_attention.training.losses.outputs import mean_pooled
@@ -330,11 +331,9 @@ def recommendation(content: Mapping[str, Any]) -> str:
 
 def describe_comparison(content: Mapping[str, Any]) -> str:
     """The comparison for the terminal."""
-    table = table_of(content)
-    cells = [table["header"], *table["rows"]]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
-    return "\n".join([*_notes(content), "", *lines, "", *_refusals(content), content["recommendation"]])
+    return "\n".join(
+        [*_notes(content), "", *aligned(table_of(content)), "", *_refusals(content), content["recommendation"]]
+    )
 
 
 def _notes(content: Mapping[str, Any]) -> list[str]:

@@ -20,13 +20,20 @@ import jinja2
 from hf_linear_attention._common.model_card import HISTORY, PAGE, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.layer_speed import first_faster
-from hf_linear_attention.conversion.report import CHECKED, COLUMNS, EARLIER, comparison, data_notes, quality_rows
+from hf_linear_attention.conversion.report import (
+    CHECKED,
+    COLUMNS,
+    EARLIER,
+    LABELS,
+    comparison,
+    data_notes,
+    quality_rows,
+)
 from hf_linear_attention.training.tasks import UNITS
 
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
 COMMAND = "hf-linear-attention convert"
-OPTIONS_A_LINE = 2
 MOST_FIGURES = 3  # of a training, in the headline
 
 GOOD, USABLE, NOT_YET = "Good", "Usable", "Not yet"
@@ -40,6 +47,11 @@ WINDOW = "a window of the same bytes, which needs no training"
 FEWEST_ERRORS = 2  # a difference of fewer standard errors counts as none
 MORE = 4  # the next training is proposed with so many times the tokens of the last one
 
+# The figures at the top of the page.
+TILES = (
+    "student", "teacher", "same_bytes", "agreement", "kl", "cosine", "same_neighbour", "spearman", "spearman_teacher",
+    "ndcg_at_10", "ndcg_at_10_teacher",
+)  # fmt: skip
 # Lines in a fixed order of styles: a model has the same colour in every plot.
 LINES = ("teacher", "student", "same_bytes", "window_alone", "healed")
 # Plots are 420 units wide, so that a text of 12 units can still be read on a phone.
@@ -118,12 +130,6 @@ def rendered(
     return "".join(f"{line}\n" for line in text.splitlines() if line.strip())
 
 
-def percent(share: float) -> str:
-    """A share in words: whole numbers, or one digit more near 0 and 100."""
-    value = 100 * share
-    return f"{value:.1f} %" if value > 99 or 0 < value < 1 else f"{value:.0f} %"
-
-
 # ---- The headline, and the sentences below it
 
 
@@ -187,7 +193,7 @@ def headline(report: Report, runs: Runs = ()) -> str:
 
 
 def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
-    """What was converted and trained, the figures behind the verdict, the lengths, and what to do next."""
+    """What was converted and trained, the lengths, and what to do next."""
     mechanisms = " and ".join(dict.fromkeys(entry["mechanism"] for entry in entries_of(config["linear_attention"])))
     base = Path(str(report["base_model"]))
     about = f"{base.name if base.is_absolute() else report['base_model']} with linear attention ({mechanisms})"
@@ -201,24 +207,8 @@ def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
         objectives = {name for name in options if name.endswith("_weight")}
         about += f", trained on {' and '.join(amounts)}" if amounts else ", trained" if runs else ", not trained yet"
         about += " to imitate its original" if objectives - {"task_loss_weight"} else ""
-    more = (_figures_of_the_verdict(report.get("quality") or {}), _lengths(report), next_step(report, runs))
+    more = (_lengths(report), next_step(report, runs))
     return [f"{about}.", *(sentence for sentence in more if sentence is not None)]
-
-
-def _figures_of_the_verdict(quality: Mapping[str, Any]) -> str | None:
-    if quality.get("agreement") is not None:
-        lost = quality["student"] - quality["teacher"]
-        return (
-            f"It predicts held-out text with {quality['student']:.3f} nats per token, the original with "
-            f"{quality['teacher']:.3f} ({lost:+.3f}; lower is better), and its likeliest next token is the original's "
-            f"in {percent(quality['agreement'])} of the places."
-        )
-    if quality.get("cosine") is not None:
-        return (
-            f"Its embeddings of held-out texts have a cosine of {quality['cosine']:.3f} to the original's, and "
-            f"{percent(quality['same_neighbour'])} of the texts keep their nearest neighbour."
-        )
-    return None
 
 
 def _lengths(report: Report) -> str | None:
@@ -278,21 +268,12 @@ def next_step(report: Report, runs: Runs) -> str | None:
 def _tiles(report: Report) -> list[tuple[str, str]]:
     """The most important figures as (label, value)."""
     quality, weights = report.get("quality") or {}, report.get("weights") or {}
-    of_quality = (
-        ("nats per token, this model", "student", "{:.3f}"),
-        ("nats per token, the original", "teacher", "{:.3f}"),
-        ("nats per token, a window of the same bytes", "same_bytes", "{:.3f}"),
-        ("KL to the original, nats per token", "kl", "{:.3g}"),
-        ("Spearman's correlation, this model", "spearman", "{:.3f}"),
-        ("Spearman's correlation, the original", "spearman_teacher", "{:.3f}"),
-        ("nDCG@10 of retrieval, this model", "ndcg_at_10", "{:.3f}"),
-        ("nDCG@10 of retrieval, the original", "ndcg_at_10_teacher", "{:.3f}"),
-    )
-    tiles = [(label, text.format(quality[name])) for label, name, text in of_quality if quality.get(name) is not None]
+    labels = {**LABELS, "same_bytes": "nats per token, a window of the same bytes"}
+    tiles = [(labels[name], format_value(quality[name])) for name in TILES if quality.get(name) is not None]
     if report.get("state_bytes"):
         tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))
     if weights.get("new"):
-        tiles.append(("of its weights are new", percent(weights["new"] / weights["total"])))
+        tiles.append(("of its weights are new", f"{weights['new'] / weights['total']:.2%}"))
     return tiles
 
 
@@ -599,12 +580,7 @@ def command_section(report: Report) -> Section | None:
     words = report.get("command")
     if not words:
         return None
-    lines: list[list[str]] = [[]]
-    for word in map(shlex.quote, words):
-        if word.startswith("--") and sum(part.startswith("--") for part in lines[-1]) >= OPTIONS_A_LINE:
-            lines.append([])
-        lines[-1].append(word)
-    code = " \\\n    ".join([COMMAND, *map(" ".join, lines)])
+    code = f"{COMMAND} {shlex.join(words)}".replace(" --", " \\\n    --")
     note = "Folders of files on the author's disk are left out; put your own in front of the names."
     return Section("How to repeat it", notes=[note], code=code)
 

@@ -97,9 +97,11 @@ INPUTS: dict[str, Inputs] = {
 class Plan:
     """The whole conversion.
 
-    `tied` tensors are shared with a mapped tensor and are not stored. `extension` is that of the learned positions.
+    `model` is the converted model on the meta device. `tied` tensors are shared with a mapped tensor and are not
+    stored. `extension` is that of the learned positions.
     """
 
+    model: PreTrainedModel
     config: PreTrainedConfig
     stock_class: type[PreTrainedModel]
     num_layers: int
@@ -243,6 +245,7 @@ def make_plan(
     if any(entry["cross_attention"] for entry in entries_of(config.linear_attention)):
         names += attention_modules(model, cross=True)
     return Plan(
+        model=model,
         config=config,
         stock_class=stock_class,
         num_layers=len(names),

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import facts_of, without_needs
 from hf_linear_attention.configuration_linear_attention import entries_of
@@ -185,7 +182,7 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     given = {name: value for name, value in options.items() if value is not None}
     preset = load_preset(str(arguments.preset))
     check_stages(preset, given)
-    preset = fit_to(preset, _empty(plan))
+    preset = fit_to(preset, plan.model)
     if plan.extension is not None and plan.head.task == "embedding":
         preset = with_long_texts(preset, plan.extension)
     if unit_of(str(plan.head.task)) == "tokens":
@@ -209,11 +206,6 @@ def with_long_texts(preset: Preset, extension: Extension) -> Preset:
 
     stages = [longer(stage) for stage in stages_of(preset, "embedding")]
     return replace(preset, stages={**preset.stages, "embedding": stages})
-
-
-def _empty(plan: Plan) -> PreTrainedModel:
-    with torch.device("meta"):
-        return plan.linear_class(plan.config)
 
 
 def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:

@@ -374,14 +374,18 @@ def describe_quality(quality: Mapping[str, Any]) -> str:
     if notes := data_notes(quality):
         lines += ["", *(f"  {note}" for note in notes)]
     if (table := comparison(quality)) is not None:
-        cells = [table["header"], *table["rows"]]
-        first, *widths = (max(map(len, column)) for column in zip(*cells))
-        aligned = [
-            "  ".join([f"  {row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))])
-            for row in cells
-        ]
-        lines += ["", *aligned, "", *(f"  {note}" for note in table["notes"])]
+        lines += ["", *(f"  {line}" for line in aligned(table)), "", *(f"  {note}" for note in table["notes"])]
     return "\n".join(lines)
+
+
+def aligned(table: Mapping[str, Any]) -> list[str]:
+    """The lines of a table for the terminal, all columns but the first on the right."""
+    cells = [table["header"], *table["rows"]]
+    first, *widths = (max(map(len, column)) for column in zip(*cells))
+    return [
+        "  ".join([f"{row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))])
+        for row in cells
+    ]
 
 
 def with_earlier(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
