@@ -26,8 +26,7 @@ from hf_linear_attention.conversion.comparison import (
     recommendation,
     table_of,
 )
-from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
 
 
 def answer(*words: object) -> tuple[int, str, str]:
@@ -163,18 +162,6 @@ def test_the_distance_is_the_mean_over_real_tokens_in_float64(llama):
     teacher.float()
     same = distance(AutoModelForCausalLM.from_pretrained(llama), teacher, batches)
     assert same["before"] == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("settings", [
-    {"mechanism": "hybrid", "window_size": 4, "rope": "partial", "decay": "learned"},
-    {"mechanism": "gated_delta"},
-])  # fmt: skip
-def test_layers_that_need_gates_or_positions_are_timed_too(llama, settings):
-    model = convert(AutoModelForCausalLM.from_pretrained(llama), **settings)
-    module = next(iter(linear_attention_modules(model).values()))
-    mine, softmax = layer_times(module, 32, torch.float32, rounds=1)
-    assert mine > 0
-    assert softmax > 0
 
 
 def test_a_curve_ends_where_the_mechanism_or_the_patience_ends(monkeypatch):

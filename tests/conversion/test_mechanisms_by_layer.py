@@ -99,32 +99,6 @@ def test_the_sizes_of_a_preset_are_divided_for_its_own_layers(llama, text):
     assert "window (window_size=64, num_sinks=4" in some  # the defaults of `window`
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--attention", "0-1:hybrid,1-:linear"], ["`mechanism` names layer 1 more than once"]),
-        (["--attention", "0:hybrid"], ["`mechanism` has no value for layers 1-2", "`layers`"]),
-        (["--attention", "0:hybird,1-:lineer"], ["'hybird', 'lineer' must be one of aft, gated_delta, hybrid"]),
-        (["--attention", "0:hybrid,linear"], ["'linear' is not of the form LAYERS:VALUE"]),
-        (["--attention", "0-7:hybrid"], ["names the layers 0-7", "layers 0 to 2"]),
-        ([*SIZED, "--features", "exp"], ["`features` is not an option of `hybrid`, `linear`"]),
-        ([*TWO, "--window_size", "0-1:4"], ["`window_size` has a value for layer 1", "`linear`"]),
-        ([*TWO, "--window_size", "0:four"], ["`--window_size 0:four`: give a whole number"]),
-        ([*TWO, "--window_size", "0:0"], ["`window_size` = 0", "(in the settings of layers [0])"]),
-        ([*TWO, "--state_bytes", "9000"], ["`--state_bytes` is for layers with equal settings"]),
-        ([*TWO, "--layers", "1,2"], ["the layers 0, none of which is converted"]),
-        (["--attention", "0:hybrid,1-:nystrom"], ["`nystrom` has no causal form"]),
-    ],
-)
-def test_what_does_not_fit_the_layers_is_one_line_and_exit_code_2(llama, tmp_path, words, said):
-    code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
-    assert (code, out) == (2, "")
-    assert err.startswith("convert_checkpoint.py: error: ")
-    assert err.count("\n") == 1
-    assert all(part in err for part in said), err
-    assert not list(tmp_path.iterdir())
-
-
 def test_values_by_layer_are_read_with_the_type_of_their_option(tmp_path):
     words = ["--model_name_or_path", "x", "--attention", "0-1:hybrid,2-:linear", "--num_sinks", "0:0,1:4"]
     path = tmp_path / "defaults.yaml"

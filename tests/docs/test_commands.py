@@ -215,9 +215,6 @@ def by_itself() -> dict[str, Any]:
 
 # What a page takes for granted instead of a decoder SRC and its conversion OUT; may return names for its Python.
 BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
-    "docs/commands.md": lambda: decoder(
-        max_position_embeddings=1024, num_hidden_layers=1
-    ),  # beyond the length from which linear is faster
     "docs/runs_in.md": by_itself,
     "docs/state.md": by_itself,
     "docs/tutorials/classifier.md": classifier,

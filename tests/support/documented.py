@@ -28,6 +28,9 @@ OF_A_MODEL = (
     (r"^(tale|story) ", "label "),
     (r"(?<=, )`\w+`(?= \d)", "another mechanism"),
     (r"(?<![\w.])/\S*/", ""),
+    # how fast this machine is now
+    (r"never within its [\d,]+ positions( \([\d,]+ tokens\))?|not up to [\d,]+ tokens", "# tokens"),
+    (r"faster here (?=#)", "it is faster than softmax here from "),
 )
 OVERVIEW = "hf-linear-attention --help"
 
