@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -360,7 +360,7 @@ def _bucket_chart(
     ]
     names = {x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in zip(middles, buckets, strict=True)}
     labels, most_y = (label, "nats per token"), _highest_drawn(buckets)
-    return line_chart(title, description, lines, labels, x_log=2, most_y=most_y, marks=marks, names=names)
+    return line_chart(title, description, lines, labels, is_log=True, most_y=most_y, marks=marks, names=names)
 
 
 def _highest_drawn(buckets: Sequence[Mapping[str, Any]]) -> float:
@@ -447,7 +447,7 @@ def loss_section(runs: Runs, quality: Mapping[str, Any]) -> Section | None:
         unit = loss.get("unit", "tokens")
         if len(points) > 1:
             lines = [Line("each step that was logged", points, 1)]
-            figures.append(line_chart(title, f"{title}, over {unit}.", lines, (unit, "loss (log scale)"), y_log=10))
+            figures.append(line_chart(title, f"{title}, over {unit}.", lines, (unit, "loss")))
         evaluated += [(start + x, float(y)) for x, y in loss.get("evaluated", ())]
         start += points[-1][0] if points else 0
     if len(evaluated) > 1:
@@ -522,11 +522,9 @@ def speed_chart(
         "Speed over length",
         f"How many times as fast as with softmax attention {subject} is, over the length of the input.",
         lines,
-        ("tokens", "times as fast as softmax (both scales are logarithmic)"),
-        x_log=2,
-        y_log=10,
+        ("tokens", "times as fast as softmax"),
+        is_log=True,
         marks=[(float(reads), f"the original reads {reads:,}")] if reads and is_inside else [],
-        formats=(grouped, "{:.3g}".format),
     )
 
 
@@ -620,30 +618,23 @@ class Chart:
 
 @dataclass(frozen=True)
 class Axis:
-    """The scale of one axis: the smallest and the largest value, linear or logarithmic (`log` is the base of ticks)."""
+    """The scale of one axis, linear or logarithmic, from the smallest to the largest value."""
 
     least: float
     most: float
-    log: int | None = None
-    format: Callable[[float], str] = field(default=lambda value: f"{value:,.4g}")
+    is_log: bool = False
 
     def place(self, value: float) -> float:
         """From 0 at the smallest value to 1 at the largest."""
-        least, most, value = (math.log(x) if self.log else x for x in (self.least, self.most, value))
+        least, most, value = (math.log(x) if self.is_log else x for x in (self.least, self.most, value))
         return (value - least) / (most - least) if most > least else 0.5
 
     @property
     def ticks(self) -> list[float]:
-        """At most seven round values: powers of the base, or of 1, 2 or 5 times a power of ten."""
-        if self.log:
-            first, last = (math.log(x, self.log) for x in (self.least, self.most))
-            powers = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1)
-            if len(powers) > 2 or self.log != 10:
-                return [float(self.log) ** power for power in powers[:: math.ceil(len(powers) / 6) or 1]]
-            steps = [times * 10.0**power for power in range(math.floor(first), math.ceil(last)) for times in (1, 2, 5)]
-            steps = [step for step in steps if self.least <= step <= self.most]
-            if len(steps) > 1:
-                return steps
+        """At most seven round values: powers of 2, or multiples of 1, 2 or 5 times a power of ten."""
+        if self.is_log:
+            powers = range(math.ceil(math.log2(self.least)), math.floor(math.log2(self.most)) + 1)
+            return [2.0**power for power in powers[:: math.ceil(len(powers) / 6) or 1]]
         if self.most <= self.least:
             return [self.least]
         rough = (self.most - self.least) / 4
@@ -656,11 +647,6 @@ class Axis:
 def style_of(number: int) -> int:
     """The style of the line with this number, from 1 on, beside the original."""
     return (number - 1) % (STYLES - 1) + 1
-
-
-def grouped(value: float) -> str:
-    """A number of tokens."""
-    return f"{value:,.0f}"
 
 
 def bytes_text(value: float) -> str:
@@ -677,29 +663,30 @@ def line_chart(
     lines: Sequence[Line],
     labels: tuple[str, str],
     *,
-    x_log: int | None = None,
-    y_log: int | None = None,
+    is_log: bool = False,
     most_y: float = math.inf,
     marks: Sequence[tuple[float, str]] = (),
-    formats: tuple[Callable[[float], str], Callable[[float], str]] = (grouped, "{:,.4g}".format),
     names: Mapping[float, str] | None = None,
 ) -> Chart:
     """A chart of those lines that have points; at least one has.
 
     Args:
         labels: of the x and the y axis.
-        x_log: the base of a logarithmic scale; None for a linear one.
+        is_log: whether the scale of x is logarithmic.
         most_y: values above this leave the plot at its top; the table has them.
         marks: vertical lines with a text, at values of x, which may widen the axis.
-        formats: what writes the values of x and y.
         names: of values of x, for the table.
     """
     lines = [line for line in lines if line.points]
     xs = [x for line in lines for x, _ in line.points] + [x for x, _ in marks]
     ys = [min(y, most_y) for line in lines for _, y in line.points]
-    margin = 0.0 if y_log else 0.08 * (max(ys) - min(ys))
-    x_axis = Axis(min(xs), max(xs), x_log, formats[0])
-    y_axis = Axis(min(ys) - margin, max(ys) + margin, y_log, formats[1])
+    margin = 0.08 * (max(ys) - min(ys))
+    x_axis, y_axis = Axis(min(xs), max(xs), is_log), Axis(min(ys) - margin, max(ys) + margin)
+    values = [dict(line.points) for line in lines]
+    rows = [
+        [(names or {}).get(x) or f"{x:,.0f}", *(f"{column[x]:,.4g}" if x in column else "" for column in values)]
+        for x in sorted({x for column in values for x in column})
+    ]
 
     def x_of(value: float) -> float:
         return round(LEFT + x_axis.place(value) * (WIDTH - LEFT - RIGHT), 1)
@@ -711,18 +698,9 @@ def line_chart(
         title,
         description,
         *labels,
-        [(x_of(tick), x_axis.format(tick)) for tick in x_axis.ticks],
-        [(y_of(tick), y_axis.format(tick)) for tick in y_axis.ticks],
+        [(x_of(tick), f"{tick:,.0f}") for tick in x_axis.ticks],
+        [(y_of(tick), f"{tick:,.4g}") for tick in y_axis.ticks],
         [(line.name, line.style, [(x_of(x), y_of(y)) for x, y in line.points]) for line in lines],
         [(x_of(x), text, "end" if x_axis.place(x) > 0.5 else "start") for x, text in marks],
-        _table(labels[0], lines, lambda x: (names or {}).get(x) or x_axis.format(x), y_axis.format),
+        {"header": [labels[0], *(line.name for line in lines)], "rows": rows},
     )
-
-
-def _table(
-    label: str, lines: Sequence[Line], x_text: Callable[[float], str], y_text: Callable[[float], str]
-) -> dict[str, Any]:
-    values = [dict(line.points) for line in lines]
-    xs = sorted({x for column in values for x in column})
-    rows = [[x_text(x), *(y_text(column[x]) if x in column else "" for column in values)] for x in xs]
-    return {"header": [label, *(line.name for line in lines)], "rows": rows}

@@ -293,16 +293,13 @@ def test_it_is_made_again_from_the_files_in_the_folder(tmp_path):
 def test_ticks_are_round_and_inside():
     assert Axis(0, 1).ticks == [0, 0.5, 1]
     assert Axis(1.3, 2.2).ticks == pytest.approx([1.5, 2.0])
-    assert Axis(64, 1024, 2).ticks == [64, 128, 256, 512, 1024]
-    assert Axis(90, 2e6, 10).ticks == [100, 1e3, 1e4, 1e5, 1e6]
-    assert Axis(0.05, 0.5, 10).ticks == pytest.approx([0.05, 0.1, 0.2, 0.5])
-    assert Axis(0.012, 0.016, 10).ticks == pytest.approx([0.012, 0.013, 0.014, 0.015, 0.016])
+    assert Axis(64, 1024, is_log=True).ticks == [64, 128, 256, 512, 1024]
     assert Axis(5, 5).ticks == [5]
-    assert len(Axis(1, 2.0**40, 2).ticks) <= 7
+    assert len(Axis(1, 2.0**40, is_log=True).ticks) <= 7
 
 
 def test_a_point_is_where_its_value_is():
-    chart = line_chart("t", "d", [Line("a", [(1, 0), (4, 10), (16, 5)])], ("x", "y"), x_log=2)
+    chart = line_chart("t", "d", [Line("a", [(1, 0), (4, 10), (16, 5)])], ("x", "y"), is_log=True)
     (_, _, points), *_ = chart.lines
     assert [x for x, _ in points] == pytest.approx([chart.left, (chart.left + chart.right) / 2, chart.right])
     assert points[1][1] < points[2][1] < points[0][1]  # y grows downwards
