@@ -25,7 +25,6 @@ from hf_linear_attention.conversion.findings import (
     OK,
     environment_findings,
     folder_findings,
-    numbers,
 )
 from hf_linear_attention.kernels.cpu import KernelBackend
 
@@ -150,27 +149,22 @@ def test_what_is_no_converted_model_is_a_usage_error(llama, tmp_path):
 
 def test_versions_that_are_too_old_too_new_or_missing(monkeypatch):
     monkeypatch.setattr(findings, "LIBRARIES", {
-        "torch": ("", "999", "999.1", None), "transformers": ("", "1", "1", "2"), "absent-a": ("", "1", "1", None),
-        "absent-b": ("training", "1", "1", None), "safetensors": ("", "0.1", "0.1.5", None),
+        "torch": (">=999", "999.1", ""), "transformers": (">=1,<2", "1", ""), "absent-a": (">=1", "1", ""),
+        "absent-b": (">=1", "1", "training"), "safetensors": (">=0.1", "0.1.5", ""),
     })  # fmt: skip
     kinds = {name: findings._library(name) for name in findings.LIBRARIES}
     assert [kinds[name].kind for name in findings.LIBRARIES] == [BROKEN, BROKEN, BROKEN, NOTE, OK]
-    assert "at least 999 is needed" in kinds["torch"].text
-    assert "below 2" in kinds["transformers"].text
+    assert "torch>=999 is needed" in kinds["torch"].text
     assert "the tests ran with 0.1.5" in kinds["safetensors"].text
-    assert numbers("2.13.0+cpu") == (2, 13, 0)
-    assert numbers("5.16rc1") == (5, 16)
-    assert numbers("unknown") == ()
 
 
 def test_the_versions_are_those_of_the_project():
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges = " ".join([*project["dependencies"], *project["optional-dependencies"]["train"]]).replace(",<", " <")
-    for name, (_, oldest, tested, too_new) in LIBRARIES.items():
+    ranges = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    for name, (wanted, tested, _) in LIBRARIES.items():
         assert tested == pinned[name]
-        assert f"{name}>={oldest}" in ranges
-        assert too_new is None or f"{name}>={oldest} <{too_new}" in ranges
+        assert name + wanted in ranges
 
 
 def test_without_kernels_it_says_what_to_do(monkeypatch):
