@@ -20,7 +20,7 @@ import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import HISTORY
-from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
+from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.calibration_data import data_recipe, real_inputs, texts_of
 from hf_linear_attention.conversion.commands import COMPARISON
 from hf_linear_attention.conversion.layer_speed import model_speed
@@ -38,6 +38,7 @@ from hf_linear_attention.conversion.plan import stock_config
 from hf_linear_attention.conversion.report import aligned
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS, MOST_TOKENS, TEXTS, divergence
+from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets import load_preset, preset_names, stages_of
 
@@ -78,7 +79,7 @@ def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
     config = stock_config(source, arguments.trust_remote_code)
     if hasattr(config, "linear_attention"):
         raise UsageError(f"{source.name} is converted already; give the original, with softmax attention")
-    direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
+    direction = direction_of(config)
     names = (arguments.mechanisms or ",".join(COMPARED[direction])).replace(" ", "").split(",")
     tokens = None
     if arguments.train_file is not None:

@@ -98,7 +98,7 @@ def _answers(request: Request) -> Iterator[str]:
 
     conversion = prepare(request)
     chosen = _default_lines(conversion)
-    if not conversion.is_written:
+    if request.arguments.dry_run:
         yield "\n".join([*chosen, *_preview(conversion)])
         return
     with writing(conversion):

@@ -392,11 +392,6 @@ class Request:
         """Whether neither `--attention` nor `--preset` says which mechanism to use."""
         return self.arguments.attention is None and self.arguments.preset is None
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings without a preset, if none of them differs by layer."""
-        return self.settings_over({})
-
     def settings_over(self, preset: Mapping[str, Any], spread: Callable[[Mapping[str, Any]], Any] = dict) -> Any:
         """The settings, completed by those of a preset in all layers for which no other mechanism is given.
 

@@ -98,11 +98,6 @@ class Conversion:
         """The name of the result, on the Hub or of its folder."""
         return self.request.arguments.push_to_hub or Path(str(self.output_dir)).name
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the converted model is written to a folder."""
-        return self.output_dir is not None and not self.request.arguments.dry_run
-
 
 def prepare(request: Request) -> Conversion:
     """Plan a conversion, and check everything that can be checked without loading weights.

@@ -100,14 +100,14 @@ def test_every_mechanism_option_is_a_flag_and_only_given_ones_are_settings(tmp_p
     flags = set(mechanism_arguments().__dataclass_fields__) | set(ConversionArguments.__dataclass_fields__)
     assert names <= flags
     words = ["--model_name_or_path", "x", "--output_dir", "y"]
-    assert parse(words).settings == {"mechanism": "linear", "layers": "all"}
-    given = parse([*words, "--attention", "linformer", "--projection-size", "9", "--layers", "0,2-3"]).settings
+    assert parse(words).settings_over({}) == {"mechanism": "linear", "layers": "all"}
+    given = parse([*words, "--attention", "linformer", "--projection-size", "9", "--layers", "0,2-3"]).settings_over({})
     assert given == {"mechanism": "linformer", "layers": [0, 2, 3], "projection_size": 9}
-    assert parse([*words, "--seed", "5"]).settings == {"mechanism": "linear", "layers": "all"}
-    assert parse([*words, "--seed", "5", "--attention", "performer"]).settings["seed"] == 5
+    assert parse([*words, "--seed", "5"]).settings_over({}) == {"mechanism": "linear", "layers": "all"}
+    assert parse([*words, "--seed", "5", "--attention", "performer"]).settings_over({})["seed"] == 5
     linformer = [*words, "--seed", "5", "--attention", "linformer", "--projection"]
-    assert parse([*linformer, "random"]).settings["seed"] == 5
-    assert "seed" not in parse([*linformer, "mean-pool"]).settings
+    assert parse([*linformer, "random"]).settings_over({})["seed"] == 5
+    assert "seed" not in parse([*linformer, "mean-pool"]).settings_over({})
 
 
 def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
@@ -115,7 +115,7 @@ def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
     values = {"model_name_or_path": "x", "output_dir": "y", "num_features": 8, "layers": [0, 2], "overwrite": True}
     path.write_text(yaml.safe_dump(values))
     request = parse(["--config", str(path), "--num_features", "32"])
-    assert request.settings == {"mechanism": "linear", "layers": [0, 2], "num_features": 32}
+    assert request.settings_over({}) == {"mechanism": "linear", "layers": [0, 2], "num_features": 32}
     assert request.arguments.overwrite
 
 
