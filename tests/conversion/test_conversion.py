@@ -139,6 +139,17 @@ def test_tokenizer_and_generation_config_move_along(tmp_path):
     assert (config.max_new_tokens, config.eos_token_id) == (7, [1, 2])
 
 
+def test_a_tokenizer_that_cannot_be_loaded_is_copied(tmp_path):
+    source = tmp_path / "source"
+    save_twin(source, "llama")
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "NoSuchTokenizer"}))
+    (source / "tokenizer.json").unlink()
+    (source / "spiece.model").write_bytes(b"for a library that is not installed here")
+    convert_folder(source, tmp_path / "out")
+    for name in ("spiece.model", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
 def test_image_processors_move_along(tmp_path):
     save_twin(tmp_path / "source", "vit", "AutoModelForImageClassification")
     convert_folder(tmp_path / "source", tmp_path / "out", "--attention", "linformer", "--projection_size", 8)

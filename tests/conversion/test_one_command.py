@@ -182,6 +182,16 @@ def test_an_interruption_keeps_what_was_done_for_this_request_alone(words, tmp_p
     assert (work / "converted" / "model.safetensors").stat().st_mtime_ns != before
 
 
+def test_a_folder_of_the_same_name_is_not_touched(words, tmp_path):
+    precious = tmp_path / "out.unfinished" / "symphony.txt"
+    precious.parent.mkdir()
+    precious.write_text("8")
+    code, _, err = run(*words, "--output_dir", tmp_path / "out", "--overwrite")
+    assert code == 2
+    assert "exists and is not from an unfinished run" in err
+    assert files(tmp_path) == ["out.unfinished/symphony.txt"]
+
+
 def test_the_dtype_is_kept_and_without_held_out_text_there_are_no_figures(texts, tmp_path):
     save_twin(tmp_path / "llama", "llama", dtype=torch.bfloat16)
     code, text, err = run(
