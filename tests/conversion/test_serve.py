@@ -224,23 +224,13 @@ def test_options_of_both_commands(linear_llama, monkeypatch):
         (["OUT", "--request_timeout", "inf"], "`--request_timeout` is inf; give a number above 0"),
         (["OUT", "--allowed_host", "a*b"], "`--allowed_host` is 'a*b'; give a name such as"),
         (["OUT", "--api_key="], "`--api_key` is empty"),
-    ],
-)
-def test_what_cannot_be_served(words, said, capsys):
-    assert main(["serve", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
         (["OUT", "--nosuch"], "No such option: --nosuch"),
         (["OUT", "another"], "Got unexpected extra argument"),
         (["./such-a-model"], "config.json of './such-a-model' cannot be used"),
         (["~nosuchuser/x"], "`~nosuchuser/x` cannot be used"),
     ],
 )
-def test_what_the_server_would_not_understand(words, said, capsys):
+def test_what_cannot_be_served(words, said, capsys):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     assert main(["serve", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
