@@ -35,6 +35,7 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import save_twin, tiny_tokenizer
+from converted import brief_timing  # noqa: F401  (a fixture, found here by name)
 from documented import (
     ROOT,
     Block,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_linear_attention.conversion.commands import overview
+from hf_linear_attention.conversion.commands import COMPARE, EVALUATE, overview
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +71,8 @@ def pages() -> dict[str, str]:
             name = file.relative_to(ROOT).as_posix()
             head = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             found[name] = head.replace("%(prog)s", f"python {name}")
+    for name, head in (("compare", COMPARE), ("evaluate", EVALUATE)):
+        found[f"hf-linear-attention {name} --help"] = head.replace("%(prog)s", f"hf-linear-attention {name}")
     return found | {OVERVIEW: overview()}
 
 
