@@ -25,7 +25,6 @@ from hf_linear_attention._common.errors import ConversionError, RunError, UsageE
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.model_card import HISTORY, REPORT, without_path
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.configuration_linear_attention import code_in
 from hf_linear_attention.conversion.options import RECIPE
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.verification import TEXTS
@@ -206,19 +205,6 @@ def _kept_by_others(path: Path) -> Iterator[Path]:
     for folder in map(Path, [str(path), *folders]):
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             yield folder
-
-
-def check_shipped(folder: Path) -> None:
-    """Check that the checkpoint has all the code that it needs.
-
-    Raises:
-        ConversionError: if a file is missing.
-    """
-    if missing := sorted(name for name, text in code_in(folder).items() if text is None):
-        raise ConversionError(
-            f"{', '.join(missing)} of the model's code was not written to {folder}, and the model cannot be loaded "
-            "without it; install the package again"
-        )
 
 
 def share_permissions(folder: Path) -> None:

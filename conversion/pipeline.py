@@ -30,7 +30,6 @@ from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments,
 from hf_linear_attention.conversion.output_folder import (
     check_hub_name,
     check_output,
-    check_shipped,
     copy_sentence_files,
     extend_limits,
     save_processors,
@@ -250,7 +249,6 @@ def run(conversion: Conversion) -> dict[str, Any]:
             plan = plan_with_heads(plan, conversion.source, arguments, measured[KEPT_HEADS]["heads"])
         with saving(folder):
             model.save_pretrained(folder)
-        check_shipped(folder)
         share_permissions(folder)
         del model  # the verification below reads the model from its files
         tokenizer = save_tokenizer(conversion.source, folder, arguments.trust_remote_code)
