@@ -290,7 +290,6 @@ def sections(report: Report, runs: Runs) -> list[Section]:
     quality = report.get("quality") or {}
     found = [
         position_section(quality),
-        recall_section(quality),
         *sample_sections(quality),
         *head_sections(report, quality),
         loss_section(runs, quality),
@@ -304,70 +303,40 @@ def sections(report: Report, runs: Runs) -> list[Section]:
 
 
 def position_section(quality: Mapping[str, Any]) -> Section | None:
-    """Nats per token by position, of all models that were measured."""
+    """Nats per token by position, of all models that were measured, and by the distance of what has to be recalled."""
     positions, table = quality.get("positions") or {}, comparison(quality)
     buckets = positions.get("buckets", ())
     if table is None or len(buckets) < 2:
         return None
-    chart = _bucket_chart(
-        buckets,
-        "Nats per token by position",
-        "Nats per token over the position in the text, on a logarithmic scale; lower is better.",
-        "position of the token",
-        [(positions["trained_length"], f"trained length {positions['trained_length']:,}")],
-    )
-    texts = ["Lower is better. To the right of the dotted line, texts are longer than the original was trained for."]
-    highest = max((part.get("teacher") or 0.0 for part in buckets), default=0.0)
-    if highest > _highest_drawn(buckets):
-        texts.append(f"The original rises to {highest:.1f}, above the plot.")
-    return Section("How far it reads", texts, [chart], tables=[table], notes=table["notes"])
-
-
-def recall_section(quality: Mapping[str, Any]) -> Section | None:
-    """Nats per token by the distance of what has to be recalled."""
-    buckets = (quality.get("recall") or {}).get("buckets", ())
-    if len(buckets) < 2:
-        return None
-    chart = _bucket_chart(
-        buckets,
-        "Recall by distance",
-        "Nats per token of rare words that the text had before, over the distance to them; lower is better.",
-        "tokens back",
-    )
-    text = (
-        "Nats per token where the text repeats a rare sequence of words. The lower they are, the better the model "
-        "remembers what it read that many tokens ago; they rise where a model has forgotten it."
-    )
-    return Section("Recall", [text], [chart])
-
-
-def _bucket_chart(
-    buckets: Sequence[Mapping[str, Any]],
-    title: str,
-    description: str,
-    label: str,
-    marks: Sequence[tuple[float, str]] = (),
-) -> Chart:
-    """A chart with a point in the middle of each bucket, for every model that the buckets know."""
     middles = [math.sqrt(max(part["from"], part["to"] / 4) * part["to"]) for part in buckets]
+    parts = list(zip(middles, buckets, strict=True))
     lines = [
-        Line(
-            COLUMNS[name],
-            [(x, part[name]) for x, part in zip(middles, buckets, strict=True) if part.get(name) is not None],
-            LINES.index(name),
-        )
+        Line(COLUMNS[name], [(x, part[name]) for x, part in parts if part.get(name) is not None], LINES.index(name))
         for name in LINES
     ]
-    names = {x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in zip(middles, buckets, strict=True)}
-    labels, most_y = (label, "nats per token"), _highest_drawn(buckets)
-    return line_chart(title, description, lines, labels, is_log=True, most_y=most_y, marks=marks, names=names)
-
-
-def _highest_drawn(buckets: Sequence[Mapping[str, Any]]) -> float:
-    """Where a plot of the buckets ends: the original, which may fail beyond its trained length, must not flatten the
-    other lines."""
-    values = [part[name] for part in buckets for name in LINES[1:] if part.get(name) is not None]
-    return max(values) + 0.5 * (max(values) - min(values))
+    # The original, which may fail beyond its trained length, must not flatten the other lines.
+    others = [y for line in lines[1:] for _, y in line.points]
+    most_y = max(others) + 0.5 * (max(others) - min(others))
+    chart = line_chart(
+        "Nats per token by position",
+        "Nats per token over the position in the text, on a logarithmic scale; lower is better.",
+        lines,
+        ("position of the token", "nats per token"),
+        is_log=True,
+        most_y=most_y,
+        marks=[(positions["trained_length"], f"trained length {positions['trained_length']:,}")],
+        names={x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in parts},
+    )
+    texts = ["Lower is better. To the right of the dotted line, texts are longer than the original was trained for."]
+    highest = max((y for _, y in lines[0].points), default=0.0)
+    if highest > most_y:
+        texts.append(f"The original rises to {highest:.1f}, above the plot.")
+    if (quality.get("recall") or {}).get("buckets"):
+        texts.append(
+            "The rows of recall are about places where the text repeats a rare sequence of words. The lower they are, "
+            "the better the model remembers what it read that many tokens ago."
+        )
+    return Section("How far it reads", texts, [chart], tables=[table], notes=table["notes"])
 
 
 def sample_sections(quality: Mapping[str, Any]) -> list[Section]:

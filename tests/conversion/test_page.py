@@ -23,7 +23,7 @@ from hf_linear_attention.conversion.report import published_words
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 TITLES = [
-    "How far it reads", "Recall", "What it writes", "Which heads are hard", "What the heads forget", "Training",
+    "How far it reads", "What it writes", "Which heads are hard", "What the heads forget", "Training",
     "Speed and memory", "What was left out", "All figures of held-out text", "How to repeat it",
 ]  # fmt: skip
 
@@ -194,14 +194,13 @@ def test_every_section_is_there_in_order():
     ("names", "missing"),
     [
         (["quality.positions"], {"How far it reads"}),
-        (["quality.recall.buckets"], {"Recall"}),
         (["quality.samples"], {"What it writes"}),
         (["checks", "quality.heads"], {"Which heads are hard", "What the heads forget"}),
         (["dropped_features", "tensors"], {"What was left out"}),
         (["command"], {"How to repeat it"}),
         (
             ["quality"],
-            {"How far it reads", "Recall", "What it writes", "All figures of held-out text"},
+            {"How far it reads", "What it writes", "All figures of held-out text"},
         ),
     ],
 )
@@ -255,7 +254,7 @@ def test_it_loads_nothing_and_runs_nothing():
 def test_every_plot_has_a_title_a_description_and_a_table():
     text = page_of(REPORT, RUNS, CONFIG, "m")
     plots = re.findall(r'<svg role="img" aria-labelledby="(\S+) (\S+)".*?</svg>', text, re.DOTALL)
-    assert len(plots) == 6
+    assert len(plots) == 5
     ids = re.findall(r'id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     assert {name for pair in plots for name in pair} <= set(ids)
