@@ -312,10 +312,8 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
         scratch: an existing folder for the temporary files of a cast; without one, weights are cast in memory.
     """
     arguments, plan, source = conversion.request.arguments, conversion.plan, conversion.source
-    with contextlib.ExitStack() as stack:
-        folder = source.folder
-        if scratch is not None:
-            folder = stack.enter_context(cast_weights(source, plan, arguments.dtype, scratch))
+    in_memory = contextlib.nullcontext(source.folder)
+    with in_memory if scratch is None else cast_weights(source, plan, arguments.dtype, scratch) as folder:
         torch.manual_seed(arguments.seed or 0)
         with reading(source.weights[0]):
             loaded: Any = plan.linear_class.from_pretrained(

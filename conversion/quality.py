@@ -632,7 +632,7 @@ def embedding_figures(
         both, scores = embedded(batches), torch.cat([batch["labels"] for batch in batches]).tolist()[::2]
         figures |= at_dimensions(lambda d: compare_pairs(both[0][:, :d], both[1][:, :d], scores), dims)
     if (test := retrieval_test(texts, tokenizer)) is not None:
-        found = [test.figures(part) for part in embedded(test.batches(_batch_size(texts)))]
+        found = [test.figures(part) for part in embedded(test.batches(texts.optimization.per_device_eval_batch_size))]
         figures |= with_teacher(*found)
         figures["retrieval"] = {
             "file": Path(str(texts.task_options.retrieval_file)).name,
@@ -648,14 +648,10 @@ def _extended_length(student: PreTrainedModel, teacher: PreTrainedModel) -> int 
     return of_student if of_student is not None and of_teacher is not None and of_student > of_teacher else None
 
 
-def _batch_size(recipe: Recipe) -> int:
-    return recipe.optimization.per_device_eval_batch_size
-
-
 def _batches(recipe: Recipe) -> Sequence[Batch]:
     tokenizer = load_tokenizer(recipe)
     examples: Any = load_data(recipe, tokenizer).validation
-    plan = EvaluationBatches(len(examples), _batch_size(recipe), 0, 1)
+    plan = EvaluationBatches(len(examples), recipe.optimization.per_device_eval_batch_size, 0, 1)
     batches: Any = loader(Stream(examples, recipe.run.seed, shuffle=False), plan, pad_token_id(tokenizer))
     return batches
 
