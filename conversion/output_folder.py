@@ -172,31 +172,29 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
         UsageError: if something exists there that must not be replaced.
     """
     path = Path(output_dir).expanduser().resolve()
-    if source is not None and (path == source or path in source.parents):
-        raise UsageError(f"`--output_dir` = {output_dir!r} contains the checkpoint to convert; choose another folder")
-    if source is not None and source in path.parents:
-        raise UsageError(
-            f"`--output_dir` = {output_dir!r} is inside of the checkpoint to convert; choose another folder"
-        )
-    if (file := file_above(path)) is not None:
-        raise UsageError(f"`--output_dir` = {output_dir!r}: {file} is a file; choose another folder")
-    if not path.exists():
-        return path
-    if not path.is_dir():
-        raise UsageError(f"`--output_dir` = {output_dir!r} is a file; choose the name of a folder")
-    if not overwrite:
-        raise UsageError(f"`--output_dir` = {output_dir!r} exists; give `--overwrite` to replace it, or another name")
-    if (folder := next(_kept_by_others(path), None)) is not None:
-        raise UsageError(
-            f"`--output_dir` = {output_dir!r}: this user may not remove what is in {folder}, so it cannot be replaced; "
-            "choose another name"
-        )
-    if any(path.iterdir()) and not (path / "config.json").is_file():
-        raise UsageError(
-            f"`--output_dir` = {output_dir!r} has no config.json, so it is not a model folder and is not overwritten; "
-            "choose another name"
-        )
+    if (problem := _problem_of_output(path, overwrite, source)) is not None:
+        raise UsageError(f"`--output_dir` = {output_dir!r} {problem}; choose another name")
     return path
+
+
+def _problem_of_output(path: Path, overwrite: bool, source: Path | None) -> str | None:
+    if source is not None and (path == source or path in source.parents):
+        return "contains the checkpoint to convert"
+    if source is not None and source in path.parents:
+        return "is inside of the checkpoint to convert"
+    if (file := file_above(path)) is not None:
+        return f"is below {file}, which is a file"
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        return "is a file"
+    if not overwrite:
+        return "exists, and `--overwrite`, which replaces it, was not given"
+    if (folder := next(_kept_by_others(path), None)) is not None:
+        return f"cannot be replaced, because this user may not remove what is in {folder}"
+    if any(path.iterdir()) and not (path / "config.json").is_file():
+        return "has no config.json, so it is not a model folder and is not overwritten"
+    return None
 
 
 def _kept_by_others(path: Path) -> Iterator[Path]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 import json
 import re
 import shutil
@@ -12,7 +11,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import files, save_twin
+from checkpoints import files, run, save_twin
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BertModel
 
 from hf_linear_attention import convert
@@ -29,11 +28,7 @@ from hf_linear_attention.conversion.comparison import (
 from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
 
 
-def answer(*words: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
-    return code, out.getvalue(), err.getvalue()
+answer = functools.partial(run, command=main)
 
 
 def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):

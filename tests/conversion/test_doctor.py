@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 import json
 import re
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import run
 from safetensors.torch import load_file, save_file
 
 from hf_linear_attention._common.errors import UsageError
@@ -32,6 +32,9 @@ from hf_linear_attention.kernels.cpu import KernelBackend
 ROOT = Path(__file__).resolve().parents[2]
 
 
+answer = functools.partial(run, command=main)
+
+
 @pytest.fixture
 def folder(linear_llama, tmp_path) -> Path:
     """A converted model of its own."""
@@ -40,13 +43,6 @@ def folder(linear_llama, tmp_path) -> Path:
 
 def found(folder: Path, topic: str, **options) -> findings.Finding:
     return {finding.topic: finding for finding in folder_findings(folder, **options)}[topic]
-
-
-def answer(*words: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
-    return code, out.getvalue(), err.getvalue()
 
 
 def test_a_good_folder_is_fine_also_without_this_package(folder):

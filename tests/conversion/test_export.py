@@ -21,7 +21,7 @@ def test_an_existing_folder_is_kept_without_overwrite(llama, tmp_path):
     (out / "config.json").write_text("old")
     code, _, err = run("--model_name_or_path", llama, "--output_dir", out)
     assert code == 2
-    assert "give `--overwrite`" in err
+    assert "`--overwrite`, which replaces it" in err
     assert (out / "config.json").read_text() == "old"
     convert_folder(llama, out, "--overwrite", "--num_features", 16)
     assert files(tmp_path) == [f"out/{name}" for name in files(out)]
