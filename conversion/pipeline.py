@@ -46,21 +46,7 @@ from hf_linear_attention.conversion.preset_plan import (
     with_healed_frequencies,
 )
 from hf_linear_attention.conversion.report import build_report, published_words, write_recipe
-from hf_linear_attention.conversion.softmax_choice import (
-    CHOICE,
-    KEPT_HEADS,
-    check_softmax_heads,
-    check_softmax_layers,
-    choose_heads,
-    count_of,
-    listed_heads,
-    listed_layers,
-    plan_with_heads,
-    plan_without,
-    rank,
-    ranking_file,
-    with_softmax_layers,
-)
+from hf_linear_attention.conversion.softmax_choice import count_of, ranking_file, with_chosen, with_listed
 from hf_linear_attention.conversion.source import Source, cast_weights, open_source
 from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -117,12 +103,7 @@ def prepare(request: Request) -> Conversion:
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     plan = _plan(request, source)
     check_options(arguments, plan)
-    check_softmax_layers(arguments, plan)
-    check_softmax_heads(arguments, plan, source)
-    if arguments.softmax_layers is not None and count_of(arguments.softmax_layers) is None:
-        plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
-    if arguments.softmax_heads is not None and count_of(arguments.softmax_heads) is None:
-        plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
+    plan = with_listed(plan, source, arguments)
     _check_samples(arguments, plan)
     _check_memory(plan)
     _note_unused_drop(plan)
@@ -239,14 +220,10 @@ def run(conversion: Conversion) -> dict[str, Any]:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
-        if count_of(arguments.softmax_layers) is not None and conversion.training is None:
-            measured[CHOICE] = rank(model, conversion.inputs, arguments)
-            plan = plan_without(plan, conversion.source, arguments, measured[CHOICE]["layers"])
-            model = with_softmax_layers(model, measured[CHOICE]["layers"])
-        if (count := count_of(arguments.softmax_heads)) is not None:
-            text = conversion.inputs if ranking_file(arguments) else None
-            measured[KEPT_HEADS] = choose_heads(model, text, count, arguments.seed or 0)
-            plan = plan_with_heads(plan, conversion.source, arguments, measured[KEPT_HEADS]["heads"])
+        ranks_layers = conversion.training is None
+        choice = with_chosen(model, plan, conversion.source, arguments, conversion.inputs, ranks_layers)
+        model, plan = choice[0], choice[1]
+        measured |= choice[2]
         with saving(folder):
             model.save_pretrained(folder)
         share_permissions(folder)

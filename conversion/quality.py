@@ -58,6 +58,7 @@ from hf_linear_attention.training.data.processors import (
     sequence_length,
 )
 from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.embeddings import (
     at_dimensions,
     compare_embeddings,
@@ -67,29 +68,7 @@ from hf_linear_attention.training.evaluation.embeddings import (
     with_teacher,
 )
 from hf_linear_attention.training.evaluation.generation_figures import continued, generation_figures
-from hf_linear_attention.training.evaluation.retention import (
-    SMALLEST_GAP,
-    SeparateWindows,
-    Settings,
-    TokenFigures,
-    batches_of,
-    bucket_edges,
-    distance_edges,
-    is_hybrid,
-    longest_window,
-    most_positions,
-    nats_of,
-    paired_difference,
-    position_buckets,
-    recall_buckets,
-    recall_distances,
-    repeats,
-    running_text,
-    score,
-    summary,
-    target_positions,
-    window_settings,
-)
+from hf_linear_attention.training.evaluation.retention import SeparateWindows, Settings, TokenFigures
 from hf_linear_attention.training.losses.teacher import learned_positions, windows_for
 from hf_linear_attention.training.models import load_student, load_teacher
 from hf_linear_attention.training.recipe import Recipe, parse_dims
@@ -199,8 +178,8 @@ def _measure_language(folder: Path, source: Source, data: Options, healed: Path 
     figures = language_figures(teacher, student, text, controls)
     if controls.healed is not None:
         figures["control"]["healed_tokens"] = sum(run["training"]["tokens"] for run in training_history(str(healed)))
-    tokenizer, longest = load_tokenizer(recipe), most_positions(teacher) or text.max_length
-    stream = running_text(text.examples)
+    tokenizer, longest = load_tokenizer(recipe), retention.most_positions(teacher) or text.max_length
+    stream = retention.running_text(text.examples)
     samples = continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
     return {**figures, "samples": samples, **_costs_and_heads(student, teacher, tokenizer, writes=True)}
 
@@ -254,7 +233,7 @@ def _costs_and_heads(student: Any, teacher: Any, tokenizer: Any, writes: bool) -
     speed = None
     if student.device.type == "cpu":
         logger.info("timing both models")
-        whole = whole_model_speed(student, teacher, most_positions(teacher), writes)
+        whole = whole_model_speed(student, teacher, retention.most_positions(teacher), writes)
         speed = {**model_speed(student, torch.float32), "model": whole}
     return {"heads": head_figures(student, tokenizer), "speed": speed}
 
@@ -309,7 +288,7 @@ class HeldOutText:
 
     def batches(self) -> list[Batch]:
         """The padded batches of all examples."""
-        return batches_of(self.examples, self.max_length, self.padding)
+        return retention.batches_of(self.examples, self.max_length, self.padding)
 
 
 @dataclass(frozen=True)
@@ -360,7 +339,7 @@ def _window(
     teacher: PreTrainedModel, settings: Settings, window_size: int, num_sinks: int, trained_length: int
 ) -> SameBytes:
     sizes = {"window_size": window_size, "num_sinks": num_sinks, "trained_length": trained_length}
-    own = window_settings(settings, **sizes, softmax_heads=[])
+    own = retention.window_settings(settings, **sizes, softmax_heads=[])
     with torch.device("meta"):
         model: Any = linear_model_class(type(teacher))(convert_config(teacher.config, own))
     return SameBytes(window_size, num_sinks, model_state_bytes(model), own)
@@ -374,8 +353,8 @@ def trained_length_of(teacher: PreTrainedModel, student: PreTrainedModel, text: 
 
 def window_length(teacher: PreTrainedModel, trained_length: int, text: HeldOutText) -> tuple[int, str]:
     """The length up to which figures by position go, and what ends it."""
-    count = len(running_text(text.examples))
-    return longest_window(trained_length, count, text.max_eval_length, most_positions(teacher))
+    count = len(retention.running_text(text.examples))
+    return retention.longest_window(trained_length, count, text.max_eval_length, retention.most_positions(teacher))
 
 
 def possible_controls(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> Controls:
@@ -404,7 +383,7 @@ def better_window(
 
 
 def _untrained(teacher: PreTrainedModel, settings: Settings, batches: list[Batch]) -> Tensor:
-    return nats_of(convert(teacher, settings=settings), batches)
+    return retention.nats_of(convert(teacher, settings=settings), batches)
 
 
 def heal_control(source: Source, training: Training, data: Options, run: Run) -> None:
@@ -450,7 +429,7 @@ def language_figures(
 ) -> dict[str, Any]:
     """The figures of `training.evaluation` with their controls, as conversion_report.json holds them: `quality`."""
     batches = text.batches()
-    inside = score(teacher, student, batches)
+    inside = retention.score(teacher, student, batches)
     control: dict[str, Any] = {"left_out": controls.left_out}
     window = None
     if controls.windows:
@@ -459,14 +438,14 @@ def language_figures(
         if window.window_size < text.max_length:  # else it would be the teacher there
             inside["same_bytes"] = nats[controls.windows.index(window)]
             if controls.healed is not None:
-                inside["healed"] = nats_of(controls.healed, batches)
+                inside["healed"] = retention.nats_of(controls.healed, batches)
     positions = _positions(teacher, student, text, window, controls.healed)
     recall = _recall(inside, text)
     logger.info("samples of both models")
-    longest = min(text.max_eval_length, most_positions(teacher) or text.max_eval_length)
-    stream, trained_length = running_text(text.examples), trained_length_of(teacher, student, text)
+    longest = min(text.max_eval_length, retention.most_positions(teacher) or text.max_eval_length)
+    stream, trained_length = retention.running_text(text.examples), trained_length_of(teacher, student, text)
     return {
-        **summary(inside, student.config.linear_attention),
+        **retention.summary(inside, student.config.linear_attention),
         **_against_controls(inside),
         "control": control,
         "positions": positions,
@@ -481,10 +460,12 @@ def _against_controls(inside: TokenFigures) -> dict[str, Any]:
     found: dict[str, Any] = {"targets": len(inside["student"])}
     for model, other in PAIRS:
         if other in inside:
-            found[f"{model}_minus_{other}"] = paired_difference(inside[model], inside[other])
+            found[f"{model}_minus_{other}"] = retention.paired_difference(inside[model], inside[other])
     if "same_bytes" in inside:
         control, student, teacher = (inside[name].mean().item() for name in ("same_bytes", "student", "teacher"))
-        found["closed"] = (control - student) / (control - teacher) if control - teacher > SMALLEST_GAP else None
+        found["closed"] = (
+            (control - student) / (control - teacher) if control - teacher > retention.SMALLEST_GAP else None
+        )
     return found
 
 
@@ -508,22 +489,22 @@ def _positions(
     """The nats per token of all models by position, in windows that are longer than the trained length."""
     trained_length = trained_length_of(teacher, student, text)
     length, ended_by = window_length(teacher, trained_length, text)
-    windows = SeparateWindows(running_text(text.examples), max(length, 2), text.bos_token_id)
+    windows = SeparateWindows(retention.running_text(text.examples), max(length, 2), text.bos_token_id)
     facts = {"trained_length": trained_length, "length": length, "ended_by": ended_by, "windows": len(windows)}
     if len(windows) == 0:
         return {**facts, "buckets": []}
     logger.info("nats by position, in %d windows of %d tokens", len(windows), length)
-    batches = batches_of(windows, length, text.padding)
-    nats = {"teacher": nats_of(teacher, batches), "student": nats_of(student, batches)}
+    batches = retention.batches_of(windows, length, text.padding)
+    nats = {"teacher": retention.nats_of(teacher, batches), "student": retention.nats_of(student, batches)}
     settings = student.config.linear_attention
-    if is_hybrid(settings):
-        nats["window_alone"] = _untrained(teacher, window_settings(settings), batches)
+    if retention.is_hybrid(settings):
+        nats["window_alone"] = _untrained(teacher, retention.window_settings(settings), batches)
     if window is not None:
         nats["same_bytes"] = _untrained(teacher, window.settings, batches)
     if healed is not None:
-        nats["healed"] = nats_of(healed, batches)
-    edges = bucket_edges(trained_length, length)
-    return {**facts, "buckets": position_buckets(target_positions(batches), nats, edges, PAIRS)}
+        nats["healed"] = retention.nats_of(healed, batches)
+    edges = retention.bucket_edges(trained_length, length)
+    return {**facts, "buckets": retention.position_buckets(retention.target_positions(batches), nats, edges, PAIRS)}
 
 
 def _recall(inside: TokenFigures, text: HeldOutText) -> dict[str, Any]:
@@ -531,10 +512,10 @@ def _recall(inside: TokenFigures, text: HeldOutText) -> dict[str, Any]:
     if text.training is None:
         return {"left_out": "which 4-grams are rare is counted on the training text: give a `--train_file`"}
     documents = list(_first_tokens(text.training, MAX_COUNTED))
-    distance = recall_distances(repeats(text.examples), documents)
+    distance = retention.recall_distances(retention.repeats(text.examples), documents)
     models = ("teacher", "student", "same_bytes", "healed")
     nats: dict[str, Tensor] = {name: inside[name] for name in models if name in inside}
-    buckets = recall_buckets(distance, nats, distance_edges(text.max_length), "same_bytes")
+    buckets = retention.recall_buckets(distance, nats, retention.distance_edges(text.max_length), "same_bytes")
     return {"counted_tokens": sum(map(len, documents)), "buckets": buckets}
 
 

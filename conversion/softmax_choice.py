@@ -76,6 +76,48 @@ def ranking_file(arguments: ConversionArguments) -> str | None:
     return arguments.calibration_file or arguments.train_file
 
 
+def with_listed(plan: Plan, source: Source, arguments: ConversionArguments) -> Plan:
+    """The plan in which the layers and heads that the options list keep softmax; `auto:K` is checked.
+
+    Raises:
+        UsageError: if a list or K does not fit the model.
+    """
+    check_softmax_layers(arguments, plan)
+    check_softmax_heads(arguments, plan, source)
+    layers, heads = arguments.softmax_layers, arguments.softmax_heads
+    if layers is not None and count_of(layers) is None:
+        plan = plan_without(plan, source, arguments, listed_layers(layers, plan))
+    if heads is not None and count_of(heads) is None:
+        plan = plan_with_heads(plan, source, arguments, listed_heads(heads))
+    return plan
+
+
+def with_chosen(
+    model: PreTrainedModel,
+    plan: Plan,
+    source: Source,
+    arguments: ConversionArguments,
+    inputs: RealInputs | None,
+    ranks_layers: bool,
+) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
+    """The model and its plan with softmax in the layers and heads that `auto:K` chooses, and the choices for the report.
+
+    Args:
+        inputs: text to rank them on.
+        ranks_layers: whether layers are ranked now, and not before the last stage of a training.
+    """
+    found: dict[str, Any] = {}
+    if ranks_layers and count_of(arguments.softmax_layers) is not None:
+        found[CHOICE] = rank(model, inputs, arguments)
+        plan = plan_without(plan, source, arguments, found[CHOICE]["layers"])
+        model = with_softmax_layers(model, found[CHOICE]["layers"])
+    if (count := count_of(arguments.softmax_heads)) is not None:
+        text = inputs if ranking_file(arguments) else None
+        found[KEPT_HEADS] = choose_heads(model, text, count, arguments.seed or 0)
+        plan = plan_with_heads(plan, source, arguments, found[KEPT_HEADS]["heads"])
+    return model, plan, found
+
+
 # ---- Layers
 
 
