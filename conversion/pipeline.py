@@ -221,9 +221,9 @@ def run(conversion: Conversion) -> dict[str, Any]:
         model = load_converted(conversion, folder)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
         ranks_layers = conversion.training is None
-        choice = with_chosen(model, plan, conversion.source, arguments, conversion.inputs, ranks_layers)
-        model, plan = choice[0], choice[1]
-        measured |= choice[2]
+        chosen = with_chosen(model, plan, conversion.source, arguments, conversion.inputs, ranks_layers)
+        model, plan, choices = chosen
+        measured |= choices
         with saving(folder):
             model.save_pretrained(folder)
         share_permissions(folder)

@@ -100,7 +100,7 @@ def with_chosen(
     inputs: RealInputs | None,
     ranks_layers: bool,
 ) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
-    """The model and its plan with softmax in the layers and heads that `auto:K` chooses, and the choices for the report.
+    """Model and plan with softmax in the layers and heads that `auto:K` chooses, and the choices for the report.
 
     Args:
         inputs: text to rank them on.
