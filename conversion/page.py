@@ -125,7 +125,6 @@ def rendered(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
-    title = title.replace(" %", "\N{NO-BREAK SPACE}%")
     text = template.render(name=name, headline=title, lead=lead, tiles=tiles, sections=parts, footer=footer)
     return "".join(f"{line}\n" for line in text.splitlines() if line.strip())
 
@@ -268,7 +267,8 @@ def next_step(report: Report, runs: Runs) -> str | None:
 def _tiles(report: Report) -> list[tuple[str, str]]:
     """The most important figures as (label, value)."""
     quality, weights = report.get("quality") or {}, report.get("weights") or {}
-    labels = {**LABELS, "same_bytes": "nats per token, a window of the same bytes"}
+    window = "nats per token, a window of the same bytes"
+    labels = {**LABELS, "student": "nats per token, this model", "same_bytes": window}
     tiles = [(labels[name], format_value(quality[name])) for name in TILES if quality.get(name) is not None]
     if report.get("state_bytes"):
         tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))
