@@ -39,11 +39,10 @@ from benchmarks.common import parse as parse_arguments
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS
-from hf_linear_attention.conversion.figures import heal_control, model_state_bytes
-from hf_linear_attention.conversion.options import SIZES
+from hf_linear_attention.conversion.options import SIZES, EvaluationArguments
 from hf_linear_attention.conversion.plan import with_budget
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
-from hf_linear_attention.conversion.quality import HeldOut
+from hf_linear_attention.conversion.quality import heal_control, model_state_bytes
 from hf_linear_attention.conversion.quality import measure as measure_folder
 from hf_linear_attention.conversion.report import comparison
 from hf_linear_attention.conversion.source import open_source
@@ -170,11 +169,16 @@ def measure(arguments: Namespace, training: Training) -> dict[str, Any]:
         sentences = dict.fromkeys([*rows["sentence1"], *rows["sentence2"]])
         file = arguments.work_dir / "held_out.jsonl"
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences), encoding="utf-8")
-        data = HeldOut(str(file), sys.maxsize, False, arguments.validation_file)
+        files = {"validation_file": str(file), "pairs_file": arguments.validation_file}
+        data = EvaluationArguments(model_name_or_path="", max_eval_tokens=sys.maxsize, **files)
         untrained = measure_folder(work / CONVERTED, source, arguments.task, data)
         return {"untrained": untrained, **measure_folder(work / TRAINED, source, arguments.task, data)}
-    data = HeldOut(
-        str(held_out(arguments)), sys.maxsize, False, None, arguments.max_eval_length, controls=arguments.controls
+    data = EvaluationArguments(
+        model_name_or_path="",
+        validation_file=str(held_out(arguments)),
+        max_eval_tokens=sys.maxsize,
+        max_eval_length=arguments.max_eval_length,
+        controls=arguments.controls,
     )
     if arguments.controls == "healed":
         heal_control(source, training, data, run)

@@ -8,9 +8,11 @@ image per input.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +22,11 @@ from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
 from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.companions import load_image_processor, load_source_tokenizer
+from hf_linear_attention.conversion.output_folder import load_image_processor, load_source_tokenizer
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion.verification import TEXTS, built_in_text
-from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader, pad
+from hf_linear_attention.conversion.verification import built_in_text
+from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.file_checks import (
     SUFFIXES,
     check_data_file,
@@ -33,7 +35,7 @@ from hf_linear_attention.training.data.file_checks import (
     wanted_columns,
 )
 from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
-from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
+from hf_linear_attention.training.data.processors import load_processor, pad_token_id, sequence_length
 from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import (
     DataArguments,
@@ -51,24 +53,32 @@ if TYPE_CHECKING:
     from datasets import Dataset  # most conversions do without this library
 
 
-# ---- Rows of the model's task
-
 BATCH_SIZE = 8
+TEXT_COLUMN = "text"
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",
     "text_pair_column_name": "sentence2",
     "label_column_name": "score",
 }
+# What base models read, as far as the forward of one accepts it.
+INPUTS = (
+    "input_ids", "attention_mask", "token_type_ids", "decoder_attention_mask", "pixel_values", "input_values",
+    "input_features",
+)  # fmt: skip
 
 
-class RealInputs(Protocol):
-    """Inputs for the base model; `name` is their name in the report."""
+@dataclass(frozen=True)
+class RealInputs:
+    """Inputs for the base model.
+
+    Args:
+        name: their name in the report.
+        batches: a function that returns padded batches of the first inputs, up to a number of tokens (or patches, or
+            images and recordings) in all.
+    """
 
     name: str
-
-    def batches(self, max_tokens: int) -> list[Batch]:
-        """Padded batches of the first inputs, up to `max_tokens` tokens or patches in all."""
-        ...
+    batches: Callable[[int], list[Batch]]
 
 
 def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code: bool = False) -> RealInputs | None:
@@ -81,7 +91,7 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
     if path is not None and not Path(path).exists():
         raise UsageError(f"`--calibration_file` = {path!r}: there is no such file")
     if path is not None and reads_rows(source, plan, path):
-        return TaskRows(source, plan, path, trust_remote_code)
+        return RealInputs(Path(path).name, partial(_task_rows, source, plan, path, trust_remote_code))
     if kind == "input_ids":
         return _text_inputs(source, plan.config, path, trust_remote_code)
     if path is None:
@@ -96,7 +106,7 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
             f"`--calibration_file` = {path!r} is a file; a vision model needs a folder of images, or rows with "
             "a column `image` (.jsonl, .csv, .tsv or .parquet)"
         )
-    return ImageInputs(plan.config, processor, path)
+    return RealInputs(f"images in {Path(path).name}", partial(_image_batches, plan.config, processor, path))
 
 
 def _text_inputs(
@@ -105,11 +115,14 @@ def _text_inputs(
     tokenizer = load_source_tokenizer(source, trust_remote_code)
     ids = built_in_text(config, tokenizer)
     if path is None:
-        return None if tokenizer is None or ids is None else BuiltInTexts(config, tokenizer, ids)
+        if ids is None:
+            return None
+        found = [_complete(config, {"input_ids": one}) for one in ids]
+        return RealInputs("built-in sentences", lambda _: found)  # few, whatever their number of tokens
     check_text_file("calibration_file", path)
     if tokenizer is None or ids is None:
         raise UsageError(f"`--calibration_file`: {source.name} has no tokenizer of its own to read the file with")
-    return TextFile(config, tokenizer, path)
+    return RealInputs(Path(path).name, partial(_text_batches, config, tokenizer, path))
 
 
 def check_text_file(option: str, path: str, columns: Sequence[str] = ("text",), instead: str | None = None) -> None:
@@ -145,72 +158,45 @@ def check_pairs_file(path: str) -> None:
     if (library := missing_library("embedding", "spearman")) is not None:
         raise UsageError(f"`--pairs_file` {needs(library)}")
     try:
-        rows = load_rows(DataArguments(validation_file=path, **PAIR_COLUMNS), "validation")
+        load_rows(DataArguments(validation_file=path, **PAIR_COLUMNS), "validation")
     except TrainingError as error:
         raise UsageError(f"`--pairs_file`: {error}") from error
-    if rows is None or not set(PAIR_COLUMNS.values()) <= set(rows.column_names):
-        columns = ", ".join(PAIR_COLUMNS.values())
-        raise UsageError(f"`--pairs_file` = {path!r} needs the columns {columns}")
 
 
-class BuiltInTexts:
-    """The sentences that `verify` uses, through the model's tokenizer."""
-
-    name = "built-in sentences"
-
-    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ids: list[torch.Tensor]) -> None:
-        self.config, self.tokenizer, self.ids = config, tokenizer, ids
-
-    def batches(self, max_tokens: int) -> list[Batch]:
-        """One batch per sentence; `max_tokens` has no effect, because there are few."""
-        return [_complete(self.config, {"input_ids": ids}) for ids in self.ids]
-
-    def joined(self) -> Batch:
-        """All sentences as one input, of at most 512 tokens."""
-        length = min(512, max_length_of(self.config) or 512, self.tokenizer.model_max_length)
-        ids = self.tokenizer(" ".join(TEXTS), truncation=True, max_length=length, return_tensors="pt").input_ids
-        return _complete(self.config, {"input_ids": ids})
-
-
-class TextFile:
+def _text_batches(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, path: str, max_tokens: int
+) -> list[Batch]:
     """A text file, read and divided as `training/finetune.py` does with a `--train_file`."""
+    from hf_linear_attention.training.data.rows import load_rows  # these import `datasets`
+    from hf_linear_attention.training.data.texts import build_examples, check_texts
 
-    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        self.config, self.tokenizer, self.path, self.name = config, tokenizer, path, Path(path).name
+    name = f"`--calibration_file` = {path!r}"
+    is_causal = is_causal_config(config, config.stock_model_type)
+    recipe = data_recipe("", "causal_lm" if is_causal else "embedding", train_file=path)
+    rows = load_rows(recipe.data, "train")
+    if rows is None or not texts_of(rows, name):
+        raise UsageError(f"{name} contains no text; give another file")
+    # Every row has at least one token, so no more rows are needed than tokens.
+    rows = rows.select(range(min(len(rows), max_tokens)))
+    try:
+        part = Part(recipe, rows, "train", tokenizer, sequence_length(recipe, tokenizer, config))
+        check_texts(part)
+        examples = shorten(build_examples(part), max_tokens)
+    except TrainingError as error:
+        raise UsageError(f"{name}: {error}") from error
+    names = ("input_ids", "attention_mask")
+    padded = _padded(examples, pad_token_id(tokenizer))
+    return [_complete(config, {name: batch[name] for name in names}) for batch in padded]
 
-    def batches(self, max_tokens: int) -> list[Batch]:
-        """See `RealInputs`."""
-        examples = self._examples(max_tokens)
-        padding = pad_token_id(self.tokenizer)
-        groups = (range(start, min(start + BATCH_SIZE, len(examples))) for start in range(0, len(examples), BATCH_SIZE))
-        padded = [pad([{"index": index, **examples[index]} for index in group], padding) for group in groups]
-        return [
-            _complete(self.config, {name: batch[name] for name in ("input_ids", "attention_mask")}) for batch in padded
-        ]
 
-    def _examples(self, max_tokens: int) -> Examples:
-        from hf_linear_attention.training.data.texts import build_examples, check_texts  # imports `datasets`
+def _padded(examples: Examples, padding: int) -> list[Batch]:
+    plan = EvaluationBatches(len(examples), BATCH_SIZE, 0, 1)
+    return list(loader(Stream(examples, 0, shuffle=False), plan, padding))
 
-        recipe, rows = self._recipe_and_rows()
-        length = sequence_length(recipe, self.tokenizer, self.config)
-        # Every row has at least one token, so no more rows are needed than tokens.
-        rows = rows.select(range(min(len(rows), max_tokens)))
-        try:
-            part = Part(recipe, rows, "train", self.tokenizer, length)
-            check_texts(part)
-            examples = build_examples(part)
-        except TrainingError as error:
-            raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
-        return shorten(examples, max_tokens)
 
-    def _recipe_and_rows(self) -> tuple[Recipe, Dataset]:
-        from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
-
-        recipe = data_recipe("", "causal_lm" if _is_causal(self.config) else "embedding", train_file=self.path)
-        rows = load_rows(recipe.data, "train")
-        if rows is None or not texts_of(rows, f"`--calibration_file` = {self.path!r}"):
-            raise UsageError(f"`--calibration_file` = {self.path!r} contains no text; give another file")
-        return recipe, rows
+def _complete(config: PreTrainedConfig, batch: Batch) -> Batch:
+    """The batch, with the same text for the decoder if the model is an encoder-decoder."""
+    return {**batch, **{f"decoder_{name}": x for name, x in batch.items()}} if config.is_encoder_decoder else batch
 
 
 def texts_of(rows: Dataset, name: str) -> list[str]:
@@ -231,52 +217,23 @@ def texts_of(rows: Dataset, name: str) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-class ImageInputs:
-    """A folder of images, including its subfolders."""
+def _image_batches(config: PreTrainedConfig, processor: Any, path: str, max_tokens: int) -> list[Batch]:
+    """Images spread evenly over a folder, whose subfolders may be classes."""
+    from PIL import Image  # the image processor has already imported it
 
-    def __init__(self, config: PreTrainedConfig, processor: Any, path: str) -> None:
-        self.config, self.processor, self.path, self.name = config, processor, path, f"images in {Path(path).name}"
-
-    def batches(self, max_tokens: int) -> list[Batch]:
-        """See `RealInputs`."""
-        count = -(-max_tokens // (max_length_of(self.config) or 1))
-        images = self._images(count)
-        return [self._batch(images[start : start + BATCH_SIZE]) for start in range(0, len(images), BATCH_SIZE)]
-
-    def _batch(self, images: Sequence[Any]) -> Batch:
-        return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"]}
-
-    def _images(self, count: int) -> list[Any]:
-        """`count` images spread evenly over the folder, whose subfolders may be classes."""
-        from PIL import Image  # the image processor has already imported it
-
-        paths = [
-            path for path in sorted(Path(self.path).rglob("*")) if path.suffix.lower() in Image.registered_extensions()
-        ]
-        if not paths:
-            raise UsageError(f"`--calibration_file` = {self.path!r} contains no images; give another folder")
-        try:
-            return [Image.open(path).convert("RGB") for path in paths[:: max(1, len(paths) // count)][:count]]
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
+    kinds, count = Image.registered_extensions(), -(-max_tokens // (max_length_of(config) or 1))
+    paths = [path for path in sorted(Path(path).rglob("*")) if path.suffix.lower() in kinds]
+    if not paths:
+        raise UsageError(f"`--calibration_file` = {path!r} contains no images; give another folder")
+    try:
+        images = [Image.open(path).convert("RGB") for path in paths[:: max(1, len(paths) // count)][:count]]
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UsageError(f"`--calibration_file` = {path!r}: {error}") from error
+    groups = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
+    return [{"pixel_values": processor(images=group, return_tensors="pt")["pixel_values"]} for group in groups]
 
 
-def _is_causal(config: PreTrainedConfig) -> bool:
-    return is_causal_config(config, config.stock_model_type)
-
-
-def _complete(config: PreTrainedConfig, batch: Batch) -> Batch:
-    """The batch, with the same text for the decoder if the model is an encoder-decoder."""
-    return {**batch, **{f"decoder_{name}": x for name, x in batch.items()}} if config.is_encoder_decoder else batch
-
-
-BATCH_SIZE = 8
-TEXT_COLUMN = "text"
-# What base models read, as far as the forward of one accepts it.
-INPUTS = (
-    "input_ids", "attention_mask", "token_type_ids", "decoder_attention_mask", "pixel_values", "input_values",
-    "input_features",
-)  # fmt: skip
+# ---- Rows of the model's task
 
 
 def reads_rows(source: Source, plan: Plan, path: str) -> bool:
@@ -305,38 +262,26 @@ def _recipe(source: Source, task: str, path: str, trust_remote_code: bool) -> Re
     return recipe
 
 
-class TaskRows:
-    """A file of rows of the model's task."""
+def _task_rows(source: Source, plan: Plan, path: str, trust_remote_code: bool, max_tokens: int) -> list[Batch]:
+    """The first rows of a file of rows of the model's task."""
+    from hf_linear_attention.training.data.splits import load_data  # imports `datasets`
 
-    def __init__(self, source: Source, plan: Plan, path: str, trust_remote_code: bool) -> None:
-        self.source, self.plan, self.path, self.name = source, plan, path, Path(path).name
-        self.trust_remote_code = trust_remote_code
-
-    def batches(self, max_tokens: int) -> list[Batch]:
-        """Padded batches of the first rows, up to `max_tokens` tokens, images or recordings in all."""
-        from hf_linear_attention.training.data.splits import load_data  # imports `datasets`
-
-        recipe = _recipe(self.source, str(self.plan.head.task), self.path, self.trust_remote_code)
-        processor = load_processor(recipe)
-        try:
-            examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # there is a file
-        except TrainingError as error:
-            raise UsageError(f"`--calibration_file` = {self.path!r}: {error}") from error
-        examples = shorten(examples, max_tokens)
-        plan = EvaluationBatches(len(examples), BATCH_SIZE, 0, 1)
-        batches = loader(Stream(examples, 0, shuffle=False), plan, pad_token_id(processor))
-        return [self._inputs(batch, processor) for batch in batches]
-
-    def _inputs(self, batch: Batch, processor: Processor) -> Batch:
-        accepted = inspect.signature(self.plan.stock_class.forward).parameters
+    recipe = _recipe(source, str(plan.head.task), path, trust_remote_code)
+    processor = load_processor(recipe)
+    try:
+        examples: Examples = load_data(recipe, processor).train  # type: ignore[assignment]  # there is a file
+    except TrainingError as error:
+        raise UsageError(f"`--calibration_file` = {path!r}: {error}") from error
+    accepted, padding = inspect.signature(plan.stock_class.forward).parameters, pad_token_id(processor)
+    found = []
+    for batch in _padded(shorten(examples, max_tokens), padding):
         inputs = {name: batch[name] for name in INPUTS if name in batch and name in accepted}
-        if "decoder_attention_mask" not in batch:
-            return inputs
-        config = self.plan.config
-        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-        shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=special_token(config, *names))
-        padding = pad_token_id(processor)
-        return {**inputs, "decoder_input_ids": torch.where(shifted == IGNORED, padding, shifted)}
+        if "decoder_attention_mask" in batch:
+            start = special_token(plan.config, "decoder_start_token_id", "bos_token_id", "pad_token_id")
+            shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=start)
+            inputs["decoder_input_ids"] = torch.where(shifted == IGNORED, padding, shifted)
+        found.append(inputs)
+    return found
 
 
 def data_recipe(

@@ -20,17 +20,25 @@ import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import HISTORY
-from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.calibration_data import BuiltInTexts, data_recipe, real_inputs, texts_of
-from hf_linear_attention.conversion.compare import COMPARISON
+from hf_linear_attention.configuration_linear_attention import max_length_of
+from hf_linear_attention.conversion.calibration_data import data_recipe, real_inputs, texts_of
+from hf_linear_attention.conversion.commands import COMPARISON
 from hf_linear_attention.conversion.layer_speed import model_speed
 from hf_linear_attention.conversion.options import parse_tokens, request_of
-from hf_linear_attention.conversion.page import Section, memory_chart, rendered, speed_chart, speed_conditions
-from hf_linear_attention.conversion.page_plots import bytes_text
+from hf_linear_attention.conversion.page import (
+    Section,
+    bytes_text,
+    memory_text,
+    rendered,
+    speed_chart,
+    speed_conditions,
+)
 from hf_linear_attention.conversion.pipeline import Conversion, calibrated, load_converted, prepare
 from hf_linear_attention.conversion.plan import stock_config
+from hf_linear_attention.conversion.report import aligned
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verification import LOGITS, TEXTS, divergence
+from hf_linear_attention.conversion.verification import LOGITS, MOST_TOKENS, TEXTS, divergence
+from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets import load_preset, preset_names, stages_of
 
@@ -71,7 +79,7 @@ def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
     config = stock_config(source, arguments.trust_remote_code)
     if hasattr(config, "linear_attention"):
         raise UsageError(f"{source.name} is converted already; give the original, with softmax attention")
-    direction = "causal" if is_causal_config(config, config.model_type) else "bidirectional"
+    direction = direction_of(config)
     names = (arguments.mechanisms or ",".join(COMPARED[direction])).replace(" ", "").split(",")
     tokens = None
     if arguments.train_file is not None:
@@ -176,9 +184,12 @@ def _batches(conversion: Conversion, comparison: Comparison) -> list[dict[str, t
         return []
     path = None if comparison.held_out is None else str(comparison.held_out)
     inputs = real_inputs(conversion.source, conversion.plan, path)
-    if inputs is None:
-        return []
-    return [inputs.joined()] if isinstance(inputs, BuiltInTexts) else inputs.batches(HELD_OUT_TOKENS)
+    if inputs is None or path is not None:
+        return [] if inputs is None else inputs.batches(HELD_OUT_TOKENS)
+    ids = [batch["input_ids"] for batch in inputs.batches(HELD_OUT_TOKENS)]  # the built-in sentences, as one text
+    text = torch.cat(ids, dim=1)[:, : min(MOST_TOKENS, max_length_of(conversion.plan.config) or MOST_TOKENS)]
+    decoder = {"decoder_input_ids": text} if conversion.plan.config.is_encoder_decoder else {}
+    return [{"input_ids": text, **decoder}]
 
 
 @torch.no_grad()
@@ -321,11 +332,9 @@ def recommendation(content: Mapping[str, Any]) -> str:
 
 def describe_comparison(content: Mapping[str, Any]) -> str:
     """The comparison for the terminal."""
-    table = table_of(content)
-    cells = [table["header"], *table["rows"]]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
-    return "\n".join([*_notes(content), "", *lines, "", *_refusals(content), content["recommendation"]])
+    return "\n".join(
+        [*_notes(content), "", *aligned(table_of(content)), "", *_refusals(content), content["recommendation"]]
+    )
 
 
 def _notes(content: Mapping[str, Any]) -> list[str]:
@@ -356,8 +365,8 @@ def comparison_page(content: Mapping[str, Any]) -> str:
     if (chart := speed_chart({row["mechanism"]: row["curve"] for row in rows}, content["max_length"])) is not None:
         parts.append(Section("Speed here", figures=[chart]))
     if kept := [row for row in rows if row["state_bytes"]]:
-        states = {row["mechanism"]: (row["state_bytes"], 0) if row["state_bytes"] else None for row in rows}
-        parts.append(Section("Memory", figures=[memory_chart(kept[0]["cache_bytes_per_token"], states)]))
+        texts = [f"{row['mechanism']}: {memory_text(row['cache_bytes_per_token'], row['state_bytes'])}" for row in kept]
+        parts.append(Section("Memory", texts))
     footer = [f"All figures are in {COMPARISON}; this page loads nothing and runs no script."]
     title, _, reason = content["recommendation"].replace("`", "").partition(": ")
     lead = [f"{reason[:1].upper()}{reason[1:]}", *([] if rows else notes)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,10 @@ from hf_linear_attention._common.command_line import file_options
 from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT, is_hub_name
-from hf_linear_attention.conversion.hub import with_texts
-from hf_linear_attention.conversion.options import GONE, request_kinds, request_of
+from hf_linear_attention.conversion.options import GONE, RECIPE, request_kinds, request_of
+from hf_linear_attention.conversion.output_folder import with_texts
 from hf_linear_attention.conversion.pipeline import Conversion, prepare, writing
 from hf_linear_attention.conversion.preset_plan import Training
-from hf_linear_attention.conversion.report import RECIPE
 from hf_linear_attention.training.presets import preset_names
 
 
@@ -158,16 +158,13 @@ def _forget(folder: Path, scratch: Path, names: Mapping[str | None, str]) -> Non
     def known(text: str) -> str:
         return names.get(text, Path(text).name) if text.startswith(str(scratch)) else text
 
-    for path in (folder / REPORT, folder / HISTORY):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps(with_texts(content, known), indent=2) + "\n", encoding="utf-8")
+    for name in (REPORT, HISTORY, RECIPE):
+        path = folder / name
+        path.write_text(with_texts(name, path.read_text(encoding="utf-8"), known), encoding="utf-8")
     text = (folder / RECIPE).read_text(encoding="utf-8")
-    values = {name: known(value) if isinstance(value, str) else value for name, value in yaml.safe_load(text).items()}
-    lost = [name for name, value in values.items() if value in (UNNAMED, TEXTS)]
-    comments = [line for line in text.splitlines() if line.startswith("#")]
-    comments += [f"# The {name} was in memory, and is to be given again." for name in lost]
-    kept = yaml.safe_dump({n: v for n, v in values.items() if n not in lost}, sort_keys=False, allow_unicode=True)
-    (folder / RECIPE).write_text("\n".join([*comments, kept]), encoding="utf-8")
+    for name in [name for name, value in yaml.safe_load(text).items() if value in (UNNAMED, TEXTS)]:
+        text = re.sub(rf"(?m)^{name}: .*$", f"# The {name} was in memory, and is to be given again.", text)
+    (folder / RECIPE).write_text(text, encoding="utf-8")
 
 
 def _load(linear_class: Any, folder: Path) -> PreTrainedModel:

@@ -98,7 +98,7 @@ def _answers(request: Request) -> Iterator[str]:
 
     conversion = prepare(request)
     chosen = _default_lines(conversion)
-    if not conversion.is_written:
+    if request.arguments.dry_run:
         yield "\n".join([*chosen, *_preview(conversion)])
         return
     with writing(conversion):
@@ -111,7 +111,7 @@ def _answers(request: Request) -> Iterator[str]:
     yield "\n".join([*chosen, text])
     name, folder = request.arguments.push_to_hub, conversion.output_dir
     if name is not None and folder is not None:
-        from hf_linear_attention.conversion.hub import push
+        from hf_linear_attention.conversion.output_folder import push
 
         yield f"\nPushed to {push(folder, name)}"
 
@@ -130,12 +130,12 @@ def _preview(conversion: Conversion) -> list[str]:
     """What would be done, in lines."""
     from hf_linear_attention.conversion.preset_plan import describe_stages
     from hf_linear_attention.conversion.report import describe
-    from hf_linear_attention.conversion.softmax_choice import count_of, is_automatic
+    from hf_linear_attention.conversion.softmax_choice import count_of
 
     arguments = conversion.request.arguments
     lines = [describe(conversion.plan, conversion.source)]
-    if is_automatic(arguments):
-        lines.append(f"  softmax     in {count_of(arguments)} of these layers, chosen on text")
+    if (count := count_of(arguments.softmax_layers)) is not None:
+        lines.append(f"  softmax     in {count} of these layers, chosen on text")
     if conversion.training is not None:
         lines += describe_stages(conversion.training)
     return [*lines, "Nothing was written (--dry_run)."]

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import AutoConfig
+from transformers.utils.versions import require_version
 
 import hf_linear_attention
 from hf_linear_attention import convert_config, modeling_linear_attention
@@ -33,15 +33,15 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
-# Library: what it is for ("" if nothing works without it), the oldest version, the tested one, the first too new one.
-LIBRARIES: dict[str, tuple[str, str, str, str | None]] = {
-    "torch": ("", "2.7", "2.13.0", None),
-    "transformers": ("", "5.16", "5.23.0", "6"),
-    "safetensors": ("", "0.8", "0.8.0", None),
-    "jinja2": ("", "3", "3.1.6", None),
-    "accelerate": ("training", "1.6", "1.15.0", None),
-    "datasets": ("training and text files", "3.0", "5.2.0", None),
-    "evaluate": ("training", "0.4", "0.4.6", None),
+# Library: the versions that work, the tested one, and what it is for ("" if nothing works without it).
+LIBRARIES = {
+    "torch": (">=2.7", "2.13.0", ""),
+    "transformers": (">=5.16,<6", "5.23.0", ""),
+    "safetensors": (">=0.8", "0.8.0", ""),
+    "jinja2": (">=3", "3.1.6", ""),
+    "accelerate": (">=1.6", "1.15.0", "training"),
+    "datasets": (">=3.0", "5.2.0", "training and text files"),
+    "evaluate": (">=0.4", "0.4.6", "training"),
 }
 COMPILERS = ("cc", "gcc", "clang")
 # The kernel call that is timed: causal, elu1, float32.
@@ -78,26 +78,20 @@ def environment_findings() -> Iterator[Finding]:
 
 
 def _library(name: str) -> Finding:
-    needed_for, oldest, tested, too_new = LIBRARIES[name]
+    wanted, tested, needed_for = LIBRARIES[name]
     try:
-        found = importlib.metadata.version(name)
+        require_version(name + wanted)
     except importlib.metadata.PackageNotFoundError:
         if needed_for:
             text = f'not installed, but needed for {needed_for}: `pip install "hf-linear-attention[train]"`'
             return Finding(NOTE, name, text)
         return Finding(BROKEN, name, f"not installed; nothing works without it: `pip install {name}`")
-    if numbers(found) < numbers(oldest) or (too_new is not None and numbers(found) >= numbers(too_new)):
-        most = "" if too_new is None else f" and below {too_new}"
-        wanted = f"{name}>={oldest}" + ("" if too_new is None else f",<{too_new}")
-        return Finding(BROKEN, name, f'{found}, but at least {oldest}{most} is needed: `pip install "{wanted}"`')
-    same = numbers(found)[:2] == numbers(tested)[:2]
-    return Finding(OK, name, found if same else f"{found} (the tests ran with {tested})")
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
+    except ImportError:
+        found = importlib.metadata.version(name)
+        return Finding(BROKEN, name, f'{found}, but {name}{wanted} is needed: `pip install "{name}{wanted}"`')
+    found = importlib.metadata.version(name)
+    is_tested = found.split(".")[:2] == tested.split(".")[:2]
+    return Finding(OK, name, found if is_tested else f"{found} (the tests ran with {tested})")
 
 
 def _kernels() -> Finding:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The preset whose settings a conversion without `--attention` and `--preset` has.
 DEFAULT = "default"
+# The file with the options of a conversion, beside its weights.
+RECIPE = "recipe.yaml"
 # The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features")
 # Options of earlier versions, and what replaces them.
@@ -71,6 +73,7 @@ class MeasuringArguments:
         ".jsonl, .csv, .tsv or .parquet with the columns sentence1, sentence2 and score, as in STS-B",
         None,
         needs=("validation_file",),
+        tasks=("embedding",),
         is_path=True,
         group="measuring",
     )
@@ -388,11 +391,6 @@ class Request:
     def is_default(self) -> bool:
         """Whether neither `--attention` nor `--preset` says which mechanism to use."""
         return self.arguments.attention is None and self.arguments.preset is None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings without a preset, if none of them differs by layer."""
-        return self.settings_over({})
 
     def settings_over(self, preset: Mapping[str, Any], spread: Callable[[Mapping[str, Any]], Any] = dict) -> Any:
         """The settings, completed by those of a preset in all layers for which no other mechanism is given.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,20 @@ import jinja2
 from hf_linear_attention._common.model_card import HISTORY, PAGE, REPORT, format_value
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.layer_speed import first_faster
-from hf_linear_attention.conversion.page_plots import (
-    Chart,
-    Line,
-    bytes_text,
-    grouped,
-    line_chart,
-    style_of,
+from hf_linear_attention.conversion.report import (
+    CHECKED,
+    COLUMNS,
+    EARLIER,
+    LABELS,
+    comparison,
+    data_notes,
+    quality_rows,
 )
-from hf_linear_attention.conversion.report import COLUMNS, EARLIER, comparison, data_notes, quality_rows
 from hf_linear_attention.training.tasks import UNITS
 
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
 COMMAND = "hf-linear-attention convert"
-OPTIONS_A_LINE = 2
 MOST_FIGURES = 3  # of a training, in the headline
 
 GOOD, USABLE, NOT_YET = "Good", "Usable", "Not yet"
@@ -48,11 +47,18 @@ WINDOW = "a window of the same bytes, which needs no training"
 FEWEST_ERRORS = 2  # a difference of fewer standard errors counts as none
 MORE = 4  # the next training is proposed with so many times the tokens of the last one
 
+# The figures at the top of the page.
+TILES = (
+    "student", "teacher", "same_bytes", "agreement", "kl", "cosine", "same_neighbour", "spearman", "spearman_teacher",
+    "ndcg_at_10", "ndcg_at_10_teacher",
+)  # fmt: skip
 # Lines in a fixed order of styles: a model has the same colour in every plot.
 LINES = ("teacher", "student", "same_bytes", "window_alone", "healed")
-MARGIN = 0.01  # nats per token above the highest line that is drawn whole
-CONTEXTS = [2.0**power for power in range(6, 18)]
-BOTH_LOGARITHMIC = "(both scales are logarithmic)"
+# Plots are 420 units wide, so that a text of 12 units can still be read on a phone.
+WIDTH, HEIGHT = 420.0, 240.0
+LEFT, RIGHT, TOP, BOTTOM = 60.0, 14.0, 14.0, 46.0
+# The styles of lines in the style sheet of the template; the first is that of the original.
+STYLES = 6
 
 Report = Mapping[str, Any]
 Runs = Sequence[Mapping[str, Any]]
@@ -119,15 +125,8 @@ def rendered(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
-    title = title.replace(" %", "\N{NO-BREAK SPACE}%")
     text = template.render(name=name, headline=title, lead=lead, tiles=tiles, sections=parts, footer=footer)
     return "".join(f"{line}\n" for line in text.splitlines() if line.strip())
-
-
-def percent(share: float) -> str:
-    """A share in words: whole numbers, or one digit more near 0 and 100."""
-    value = 100 * share
-    return f"{value:.1f} %" if value > 99 or 0 < value < 1 else f"{value:.0f} %"
 
 
 # ---- The headline, and the sentences below it
@@ -184,19 +183,16 @@ def headline(report: Report, runs: Runs = ()) -> str:
         metrics = {name.removeprefix("eval_").replace("_", " "): value for name, value in runs[-1]["metrics"].items()}
         figures = [f"{name} {format_value(value)}" for name, value in metrics.items()]
         return f"Trained: {', '.join(figures[:MOST_FIGURES])}" if figures else "Trained, and not measured"
-    if "top1_agreement" in outputs:
-        kept = f"{percent(outputs['top1_agreement'])} of token choices kept on short samples"
-    elif "mean_embedding_cosine" in outputs:
-        kept = f"embeddings have a cosine of {outputs['mean_embedding_cosine']:.3f} to the original's on short samples"
-    elif "hidden_state_error" in outputs:
-        kept = f"hidden states differ from the original's by {percent(outputs['hidden_state_error'])} on short samples"
-    else:
+    name = next(
+        (name for name in ("top1_agreement", "mean_embedding_cosine", "hidden_state_error") if name in outputs), ""
+    )
+    if not name:
         return "Converted, and not measured"
-    return f"Converted, not trained: {kept}"
+    return f"Converted, not trained: {CHECKED[name].format(outputs[name])} on short samples"
 
 
 def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
-    """What was converted and trained, the figures behind the verdict, the lengths, and what to do next."""
+    """What was converted and trained, the lengths, and what to do next."""
     mechanisms = " and ".join(dict.fromkeys(entry["mechanism"] for entry in entries_of(config["linear_attention"])))
     base = Path(str(report["base_model"]))
     about = f"{base.name if base.is_absolute() else report['base_model']} with linear attention ({mechanisms})"
@@ -210,24 +206,8 @@ def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
         objectives = {name for name in options if name.endswith("_weight")}
         about += f", trained on {' and '.join(amounts)}" if amounts else ", trained" if runs else ", not trained yet"
         about += " to imitate its original" if objectives - {"task_loss_weight"} else ""
-    more = (_figures_of_the_verdict(report.get("quality") or {}), _lengths(report), next_step(report, runs))
+    more = (_lengths(report), next_step(report, runs))
     return [f"{about}.", *(sentence for sentence in more if sentence is not None)]
-
-
-def _figures_of_the_verdict(quality: Mapping[str, Any]) -> str | None:
-    if quality.get("agreement") is not None:
-        lost = quality["student"] - quality["teacher"]
-        return (
-            f"It predicts held-out text with {quality['student']:.3f} nats per token, the original with "
-            f"{quality['teacher']:.3f} ({lost:+.3f}; lower is better), and its likeliest next token is the original's "
-            f"in {percent(quality['agreement'])} of the places."
-        )
-    if quality.get("cosine") is not None:
-        return (
-            f"Its embeddings of held-out texts have a cosine of {quality['cosine']:.3f} to the original's, and "
-            f"{percent(quality['same_neighbour'])} of the texts keep their nearest neighbour."
-        )
-    return None
 
 
 def _lengths(report: Report) -> str | None:
@@ -287,21 +267,13 @@ def next_step(report: Report, runs: Runs) -> str | None:
 def _tiles(report: Report) -> list[tuple[str, str]]:
     """The most important figures as (label, value)."""
     quality, weights = report.get("quality") or {}, report.get("weights") or {}
-    of_quality = (
-        ("nats per token, this model", "student", "{:.3f}"),
-        ("nats per token, the original", "teacher", "{:.3f}"),
-        ("nats per token, a window of the same bytes", "same_bytes", "{:.3f}"),
-        ("KL to the original, nats per token", "kl", "{:.3g}"),
-        ("Spearman's correlation, this model", "spearman", "{:.3f}"),
-        ("Spearman's correlation, the original", "spearman_teacher", "{:.3f}"),
-        ("nDCG@10 of retrieval, this model", "ndcg_at_10", "{:.3f}"),
-        ("nDCG@10 of retrieval, the original", "ndcg_at_10_teacher", "{:.3f}"),
-    )
-    tiles = [(label, text.format(quality[name])) for label, name, text in of_quality if quality.get(name) is not None]
+    window = "nats per token, a window of the same bytes"
+    labels = {**LABELS, "student": "nats per token, this model", "same_bytes": window}
+    tiles = [(labels[name], format_value(quality[name])) for name in TILES if quality.get(name) is not None]
     if report.get("state_bytes"):
         tiles.append(("state per sequence of any length", bytes_text(report["state_bytes"])))
     if weights.get("new"):
-        tiles.append(("of its weights are new", percent(weights["new"] / weights["total"])))
+        tiles.append(("of its weights are new", f"{weights['new'] / weights['total']:.2%}"))
     return tiles
 
 
@@ -318,7 +290,6 @@ def sections(report: Report, runs: Runs) -> list[Section]:
     quality = report.get("quality") or {}
     found = [
         position_section(quality),
-        recall_section(quality),
         *sample_sections(quality),
         *head_sections(report, quality),
         loss_section(runs, quality),
@@ -332,98 +303,40 @@ def sections(report: Report, runs: Runs) -> list[Section]:
 
 
 def position_section(quality: Mapping[str, Any]) -> Section | None:
-    """Nats per token by position, of all models that were measured."""
+    """Nats per token by position, of all models that were measured, and by the distance of what has to be recalled."""
     positions, table = quality.get("positions") or {}, comparison(quality)
     buckets = positions.get("buckets", ())
     if table is None or len(buckets) < 2:
         return None
-    highest_drawn = _highest_drawn(buckets)
-    charts = [
-        _bucket_chart(
-            buckets,
-            "Nats per token by position",
-            "Nats per token over the position in the text, on a logarithmic scale; lower is better.",
-            "position of the token",
-            highest_drawn,
-            [(positions["trained_length"], f"trained length {positions['trained_length']:,}")],
-        )
-    ]
-    texts = ["Lower is better. To the right of the dotted line, texts are longer than the original was trained for."]
-    highest = max((part.get("teacher") or 0.0 for part in buckets), default=0.0)
-    if highest > highest_drawn:
-        texts.append(f"The original rises to {highest:.1f}, above the plots.")
-    if all(part.get("student") is not None for part in buckets):
-        charts.append(_difference_chart(buckets))
-        texts.append(
-            "The second plot has the differences to this model, enlarged: where a line is above 0, it is worse."
-        )
-    return Section("How far it reads", texts, charts, notes=table["notes"])
-
-
-def _difference_chart(buckets: Sequence[Mapping[str, Any]]) -> Chart:
-    """The same lines as differences to this model, which is 0: beside the whole scale they lie on each other."""
-    parts = [
-        {**part, **{name: part[name] - part["student"] for name in LINES if part.get(name) is not None}}
-        for part in buckets
-    ]
-    inside = [part["teacher"] for part in parts[:-1] if part.get("teacher") is not None]
-    rivals = [part[name] for part in parts for name in LINES[1:] if part.get(name) is not None]
-    return _bucket_chart(
-        parts,
-        "Difference to this model, in nats per token",
-        "Nats per token of the others minus those of this model, by position; above 0 this model is better.",
-        "position of the token",
-        max(rivals + sorted(inside)[: len(inside) // 2 + 1]) + MARGIN,
-    )
-
-
-def recall_section(quality: Mapping[str, Any]) -> Section | None:
-    """Nats per token by the distance of what has to be recalled."""
-    buckets = (quality.get("recall") or {}).get("buckets", ())
-    if len(buckets) < 2:
-        return None
-    chart = _bucket_chart(
-        buckets,
-        "Recall by distance",
-        "Nats per token of rare words that the text had before, over the distance to them; lower is better.",
-        "tokens back",
-        _highest_drawn(buckets),
-    )
-    text = (
-        "Nats per token where the text repeats a rare sequence of words. The lower they are, the better the model "
-        "remembers what it read that many tokens ago; they rise where a model has forgotten it."
-    )
-    return Section("Recall", [text], [chart])
-
-
-def _bucket_chart(
-    buckets: Sequence[Mapping[str, Any]],
-    title: str,
-    description: str,
-    label: str,
-    most_y: float,
-    marks: Sequence[tuple[float, str]] = (),
-) -> Chart:
-    """A chart with a point in the middle of each bucket, for every model that the buckets know."""
     middles = [math.sqrt(max(part["from"], part["to"] / 4) * part["to"]) for part in buckets]
+    parts = list(zip(middles, buckets, strict=True))
     lines = [
-        Line(
-            COLUMNS[name],
-            [(x, part[name]) for x, part in zip(middles, buckets, strict=True) if part.get(name) is not None],
-            LINES.index(name),
-        )
+        Line(COLUMNS[name], [(x, part[name]) for x, part in parts if part.get(name) is not None], LINES.index(name))
         for name in LINES
     ]
-    names = {x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in zip(middles, buckets, strict=True)}
-    labels = (label, "nats per token")
-    return line_chart(title, description, lines, labels, x_log=2, most_y=most_y, marks=marks, names=names)
-
-
-def _highest_drawn(buckets: Sequence[Mapping[str, Any]]) -> float:
-    """Where a plot of the buckets ends: the original, which may fail beyond its trained length, must not flatten the
-    other lines."""
-    values = [part[name] for part in buckets for name in LINES[1:] if part.get(name) is not None]
-    return max(values) + 0.5 * (max(values) - min(values))
+    # The original, which may fail beyond its trained length, must not flatten the other lines.
+    others = [y for line in lines[1:] for _, y in line.points]
+    most_y = max(others) + 0.5 * (max(others) - min(others))
+    chart = line_chart(
+        "Nats per token by position",
+        "Nats per token over the position in the text, on a logarithmic scale; lower is better.",
+        lines,
+        ("position of the token", "nats per token"),
+        is_log=True,
+        most_y=most_y,
+        marks=[(positions["trained_length"], f"trained length {positions['trained_length']:,}")],
+        names={x: f"{part['from']:,} to {part['to'] - 1:,}" for x, part in parts},
+    )
+    texts = ["Lower is better. To the right of the dotted line, texts are longer than the original was trained for."]
+    highest = max((y for _, y in lines[0].points), default=0.0)
+    if highest > most_y:
+        texts.append(f"The original rises to {highest:.1f}, above the plot.")
+    if (quality.get("recall") or {}).get("buckets"):
+        texts.append(
+            "The rows of recall are about places where the text repeats a rare sequence of words. The lower they are, "
+            "the better the model remembers what it read that many tokens ago."
+        )
+    return Section("How far it reads", texts, [chart], tables=[table], notes=table["notes"])
 
 
 def sample_sections(quality: Mapping[str, Any]) -> list[Section]:
@@ -463,39 +376,25 @@ def head_sections(report: Report, quality: Mapping[str, Any]) -> list[Section]:
     if before == after:  # measured again without a training
         before = None
     measured = [(when, heads) for when, heads in (("as converted", before), ("as it is now", after)) if heads]
-    errors = [
-        head_table(f"Error of the heads, {when}", _rows_of_heads(heads, "error"), "{:.2f}".format)
-        for when, heads in measured
-    ]
-    half_lives = [
-        head_table(f"Half-life in tokens, {when}", _rows_of_heads(heads, "half_life"), _tokens_text)
-        for when, heads in measured
-    ]
+    if not measured:
+        return []
+    about_errors = (
+        "How far the output of each head is from that of softmax attention on the same queries, keys and values: "
+        f"0 is exact, and 1 is as wrong as an output of zeros. Measured on {measured[0][1]['inputs']}."
+    )
+    about_half_lives = "After how many tokens the weight of a key has halved, for each head of keys and values."
     found = []
-    if tables := [table for table in errors if table is not None]:
-        text = (
-            "How far the output of each head is from that of softmax attention on the same queries, keys and values: "
-            f"0 is exact, and 1 is as wrong as an output of zeros. Measured on {measured[0][1]['inputs']}."
-        )
-        found.append(Section("Which heads are hard", [text], tables=tables))
-    if tables := [table for table in half_lives if table is not None]:
-        text = "After how many tokens the weight of a key has halved, for each head of keys and values."
-        found.append(Section("What the heads forget", [text], tables=tables))
+    for title, about, name, label, text in (
+        ("Which heads are hard", about_errors, "error", "Error of the heads", "{:.2f}".format),
+        ("What the heads forget", about_half_lives, "half_life", "Half-life in tokens", _tokens_text),
+    ):
+        tables = []
+        for when, heads in measured:
+            rows = [[str(layer["layer"]), *map(text, layer[name])] for layer in heads["layers"] if layer.get(name)]
+            header = ["layer", *(f"head {head}" for head in range(max(map(len, rows), default=1) - 1))]
+            tables += [{"title": f"{label}, {when}", "header": header, "rows": rows}] if rows else []
+        found += [Section(title, [about], tables=tables)] if tables else []
     return found
-
-
-def head_table(
-    title: str, values: Sequence[tuple[int, Sequence[float]]], text: Callable[[float], str]
-) -> dict[str, Any] | None:
-    """A table of `values`, one (layer, [value of each head]) per row; None if there are none."""
-    columns = max((len(row) for _, row in values), default=0)
-    header = ["layer", *(f"head {head}" for head in range(columns))]
-    rows = [[str(layer), *map(text, row)] for layer, row in values]
-    return {"title": title, "header": header, "rows": rows} if rows else None
-
-
-def _rows_of_heads(heads: Mapping[str, Any], name: str) -> list[tuple[int, list[float]]]:
-    return [(layer["layer"], layer[name]) for layer in heads.get("layers", ()) if layer.get(name)]
 
 
 def _tokens_text(value: float) -> str:
@@ -516,8 +415,8 @@ def loss_section(runs: Runs, quality: Mapping[str, Any]) -> Section | None:
         title = f"Loss of stage {number}, {run['training'].get('stage') or f'run {number}'}"
         unit = loss.get("unit", "tokens")
         if len(points) > 1:
-            lines = [Line("each step that was logged", points, 0), Line("mean of a few", smoothed(points), 1)]
-            figures.append(line_chart(title, f"{title}, over {unit}.", lines, (unit, "loss (log scale)"), y_log=10))
+            lines = [Line("each step that was logged", points, 1)]
+            figures.append(line_chart(title, f"{title}, over {unit}.", lines, (unit, "loss")))
         evaluated += [(start + x, float(y)) for x, y in loss.get("evaluated", ())]
         start += points[-1][0] if points else 0
     if len(evaluated) > 1:
@@ -532,13 +431,6 @@ def loss_section(runs: Runs, quality: Mapping[str, Any]) -> Section | None:
         "little left to learn, the curve shows nothing else, and the figures on held-out text are what counts."
     )
     return Section("Training", [text], figures) if figures else None
-
-
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The means of neighbours, as many as a fifth of the points; the noise of single steps is smaller in them."""
-    width = max(1, len(points) // 5)
-    groups = [points[start : start + width] for start in range(len(points) - width + 1)]
-    return [(sum(x for x, _ in group) / width, sum(y for _, y in group) / width) for group in groups]
 
 
 def cost_section(report: Report) -> Section | None:
@@ -562,11 +454,7 @@ def cost_section(report: Report) -> Section | None:
         for name in ("state_bytes", "cache_bytes_per_token", "growing_bytes_per_token")
     )
     if cache:  # which reports of an earlier version lack
-        figures.append(memory_chart(cache, {"this model: its state": (state, growing)}, reads))
-        texts.append(
-            "The memory is that of the context of one sequence while the model writes, in the converted layers. It is "
-            "computed from the sizes of the tensors."
-        )
+        texts.append(memory_text(cache, state, growing))
     return Section("Speed and memory", texts, figures) if texts else None
 
 
@@ -598,53 +486,31 @@ def speed_chart(
     if not lengths:
         return None
     lines.append(Line("equally fast", [(min(lengths), 1.0), (max(lengths), 1.0)], 0))
+    is_inside = reads is not None and min(lengths) <= reads <= max(lengths)
     return line_chart(
         "Speed over length",
         f"How many times as fast as with softmax attention {subject} is, over the length of the input.",
         lines,
-        ("tokens", f"times as fast as softmax {BOTH_LOGARITHMIC}"),
-        x_log=2,
-        y_log=10,
-        marks=_length_of_the_original(reads, min(lengths), max(lengths)),
-        formats=(grouped, "{:.3g}".format),
+        ("tokens", "times as fast as softmax"),
+        is_log=True,
+        marks=[(float(reads), f"the original reads {reads:,}")] if reads and is_inside else [],
     )
 
 
-def memory_chart(
-    cache: int,
-    states: Mapping[str, tuple[int, int] | None],
-    reads: int | None = None,
-    marks: Sequence[tuple[float, str]] = (),
-) -> Chart:
-    """Bytes of context over the length.
+def memory_text(cache: int, state: int, growing: int = 0) -> str:
+    """The bytes of a context, from the sizes of the tensors, in words.
 
     Args:
         cache: the bytes per token of keys and values in the original.
-        states: by name the bytes of a state, and those that it grows by with each token; None has no line.
-        reads: the longest input of the original.
-        marks: more vertical lines.
+        state: the bytes of the state.
+        growing: those that it grows by with each token.
     """
-    lines = [Line("original: keys and values", [(length, cache * length) for length in CONTEXTS], 0)]
-    for number, (name, sizes) in enumerate(states.items(), 1):
-        if sizes is not None:
-            state, growing = sizes
-            lines.append(Line(name, [(length, state + growing * length) for length in CONTEXTS], style_of(number)))
-    return line_chart(
-        "Memory over length",
-        "Bytes of context for one sequence over its length: the key-value cache of the original, and the state of "
-        "linear attention.",
-        lines,
-        ("tokens of context", f"bytes {BOTH_LOGARITHMIC}"),
-        x_log=2,
-        y_log=10,
-        marks=[*_length_of_the_original(reads, CONTEXTS[0], CONTEXTS[-1]), *marks],
-        formats=(grouped, bytes_text),
+    more = f", and {growing:,} bytes per token of heads with softmax" if growing else ""
+    equal = f": as much after {state / (cache - growing):,.0f} tokens" if cache > growing else ""
+    return (
+        f"While the model writes, the context of one sequence takes {bytes_text(state)} in the converted layers at any "
+        f"length{more}; the keys and values of the original take {cache:,} bytes per token{equal}."
     )
-
-
-def _length_of_the_original(reads: int | None, least: float, most: float) -> list[tuple[float, str]]:
-    """A mark at the longest input of the original, if it lies inside a plot."""
-    return [(float(reads), f"the original reads {reads:,}")] if reads and least <= reads <= most else []
 
 
 def dropped_section(report: Report) -> Section | None:
@@ -671,10 +537,9 @@ def _earlier_section(record: Mapping[str, Any]) -> Section | None:
     section, table = quality_section(record), comparison(record)
     if section is None:
         return None
+    tables, notes = ([], []) if table is None else ([table], table["notes"])
     title = f"Measured earlier, on {record['validation_file']}"
-    if table is None:
-        return replace(section, title=title)
-    return replace(section, title=title, tables=[*section.tables, table], notes=[*section.notes, *table["notes"]])
+    return replace(section, title=title, tables=[*section.tables, *tables], notes=[*section.notes, *notes])
 
 
 def command_section(report: Report) -> Section | None:
@@ -682,11 +547,129 @@ def command_section(report: Report) -> Section | None:
     words = report.get("command")
     if not words:
         return None
-    lines: list[list[str]] = [[]]
-    for word in map(shlex.quote, words):
-        if word.startswith("--") and sum(part.startswith("--") for part in lines[-1]) >= OPTIONS_A_LINE:
-            lines.append([])
-        lines[-1].append(word)
-    code = " \\\n    ".join([COMMAND, *map(" ".join, lines)])
+    code = f"{COMMAND} {shlex.join(words)}".replace(" --", " \\\n    --")
     note = "Folders of files on the author's disk are left out; put your own in front of the names."
     return Section("How to repeat it", notes=[note], code=code)
+
+
+# ---- The geometry of the plots: every number is a coordinate, which the template only writes down
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: its `points` in the units of the data."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    style: int = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines in an SVG: `ticks` are (coordinate, text), `lines` (name, style, points), `marks` (x, text, anchor)."""
+
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    lines: list[tuple[str, int, list[tuple[float, float]]]]
+    marks: list[tuple[float, str, str]]
+    table: dict[str, Any]
+    width: float = WIDTH
+    height: float = HEIGHT
+    left: float = LEFT
+    right: float = WIDTH - RIGHT
+    top: float = TOP
+    bottom: float = HEIGHT - BOTTOM
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The scale of one axis, linear or logarithmic, from the smallest to the largest value."""
+
+    least: float
+    most: float
+    is_log: bool = False
+
+    def place(self, value: float) -> float:
+        """From 0 at the smallest value to 1 at the largest."""
+        least, most, value = (math.log(x) if self.is_log else x for x in (self.least, self.most, value))
+        return (value - least) / (most - least) if most > least else 0.5
+
+    @property
+    def ticks(self) -> list[float]:
+        """At most seven round values: powers of 2, or multiples of 1, 2 or 5 times a power of ten."""
+        if self.is_log:
+            powers = range(math.ceil(math.log2(self.least)), math.floor(math.log2(self.most)) + 1)
+            return [2.0**power for power in powers[:: math.ceil(len(powers) / 6) or 1]]
+        if self.most <= self.least:
+            return [self.least]
+        rough = (self.most - self.least) / 4
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
+        first = math.ceil(self.least / step - 1e-9)
+        return [step * number for number in range(first, math.floor(self.most / step + 1e-9) + 1)]
+
+
+def style_of(number: int) -> int:
+    """The style of the line with this number, from 1 on, beside the original."""
+    return (number - 1) % (STYLES - 1) + 1
+
+
+def bytes_text(value: float) -> str:
+    """A number of bytes in the unit that needs the fewest digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def line_chart(
+    title: str,
+    description: str,
+    lines: Sequence[Line],
+    labels: tuple[str, str],
+    *,
+    is_log: bool = False,
+    most_y: float = math.inf,
+    marks: Sequence[tuple[float, str]] = (),
+    names: Mapping[float, str] | None = None,
+) -> Chart:
+    """A chart of those lines that have points; at least one has.
+
+    Args:
+        labels: of the x and the y axis.
+        is_log: whether the scale of x is logarithmic.
+        most_y: values above this leave the plot at its top; the table has them.
+        marks: vertical lines with a text, at values of x, which may widen the axis.
+        names: of values of x, for the table.
+    """
+    lines = [line for line in lines if line.points]
+    xs = [x for line in lines for x, _ in line.points] + [x for x, _ in marks]
+    ys = [min(y, most_y) for line in lines for _, y in line.points]
+    margin = 0.08 * (max(ys) - min(ys))
+    x_axis, y_axis = Axis(min(xs), max(xs), is_log), Axis(min(ys) - margin, max(ys) + margin)
+    values = [dict(line.points) for line in lines]
+    rows = [
+        [(names or {}).get(x) or f"{x:,.0f}", *(f"{column[x]:,.4g}" if x in column else "" for column in values)]
+        for x in sorted({x for column in values for x in column})
+    ]
+
+    def x_of(value: float) -> float:
+        return round(LEFT + x_axis.place(value) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y_of(value: float) -> float:
+        return round(HEIGHT - BOTTOM - y_axis.place(value) * (HEIGHT - BOTTOM - TOP), 1)
+
+    return Chart(
+        title,
+        description,
+        *labels,
+        [(x_of(tick), f"{tick:,.0f}") for tick in x_axis.ticks],
+        [(y_of(tick), f"{tick:,.4g}") for tick in y_axis.ticks],
+        [(line.name, line.style, [(x_of(x), y_of(y)) for x, y in line.points]) for line in lines],
+        [(x_of(x), text, "end" if x_axis.place(x) > 0.5 else "start") for x, text in marks],
+        {"header": [labels[0], *(line.name for line in lines)], "rows": rows},
+    )

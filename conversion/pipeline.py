@@ -26,17 +26,16 @@ from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.survey import NoRotaryError, RotaryError
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
-from hf_linear_attention.conversion.companions import (
+from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
+from hf_linear_attention.conversion.output_folder import (
+    check_hub_name,
     check_output,
-    check_shipped,
     copy_sentence_files,
     extend_limits,
     save_processors,
     save_tokenizer,
     share_permissions,
 )
-from hf_linear_attention.conversion.hub import check_hub_name
-from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
@@ -47,23 +46,7 @@ from hf_linear_attention.conversion.preset_plan import (
     with_healed_frequencies,
 )
 from hf_linear_attention.conversion.report import build_report, published_words, write_recipe
-from hf_linear_attention.conversion.softmax_choice import (
-    CHOICE,
-    KEPT_HEADS,
-    check_softmax_heads,
-    check_softmax_layers,
-    choose_heads,
-    chooses_heads,
-    is_automatic,
-    listed_heads,
-    listed_layers,
-    num_heads_to_keep,
-    plan_with_heads,
-    plan_without,
-    rank,
-    ranking_file,
-    with_softmax_layers,
-)
+from hf_linear_attention.conversion.softmax_choice import count_of, ranking_file, with_chosen, with_listed
 from hf_linear_attention.conversion.source import Source, cast_weights, open_source
 from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -71,6 +54,8 @@ from hf_linear_attention.position_extension import Extension
 
 
 logger = logging.getLogger(__name__)
+
+CALIBRATION_TOKENS = 4096  # for FAVOR++; the fitting itself is `hf_linear_attention.calibrate`
 
 
 @dataclass(frozen=True)
@@ -98,11 +83,6 @@ class Conversion:
         """The name of the result, on the Hub or of its folder."""
         return self.request.arguments.push_to_hub or Path(str(self.output_dir)).name
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the converted model is written to a folder."""
-        return self.output_dir is not None and not self.request.arguments.dry_run
-
 
 def prepare(request: Request) -> Conversion:
     """Plan a conversion, and check everything that can be checked without loading weights.
@@ -123,12 +103,7 @@ def prepare(request: Request) -> Conversion:
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     plan = _plan(request, source)
     check_options(arguments, plan)
-    check_softmax_layers(arguments, plan)
-    check_softmax_heads(arguments, plan, source)
-    if arguments.softmax_layers is not None and not is_automatic(arguments):
-        plan = plan_without(plan, source, arguments, listed_layers(arguments.softmax_layers, plan))
-    if arguments.softmax_heads is not None and not chooses_heads(arguments):
-        plan = plan_with_heads(plan, source, arguments, listed_heads(arguments.softmax_heads))
+    plan = with_listed(plan, source, arguments)
     _check_samples(arguments, plan)
     _check_memory(plan)
     _note_unused_drop(plan)
@@ -164,22 +139,20 @@ def writing(conversion: Conversion) -> Iterator[None]:
 def _check_memory(plan: Plan) -> None:
     """Refuse sizes that this machine cannot hold, before anything of these sizes is allocated."""
     needs = {"new weights": 4 * plan.weights["new"], "state per sequence": plan.state_bytes or 0}
+    sizes = {
+        f"`{name}` = {value:,}"
+        for entry in entries_of(plan.settings)
+        for name, value in entry.items()
+        if type(value) is int and value > 1
+    }
     if plan.extension is not None:
         tables = plan.extension.tables
-        needed = sum(4 * tables[t.target].new_rows * t.shape[1] for t in plan.mapped if t.target in tables)
-        if needed > (memory := memory_of_machine()):
-            raise UsageError(
-                f"`--max_position_embeddings {plan.extension.tokens}` needs {needed:,} bytes, and this machine has "
-                f"{memory:,}; choose fewer positions"
-            )
+        new = sum(tables[t.target].new_rows * t.shape[1] for t in plan.mapped if t.target in tables)
+        needs["learned positions"] = 4 * new
+        sizes.add(f"`--max_position_embeddings {plan.extension.tokens}`")
+    memory = memory_of_machine()
     for what, needed in needs.items():
-        if needed > (memory := memory_of_machine()):
-            sizes = {
-                f"`{name}` = {value:,}"
-                for entry in entries_of(plan.settings)
-                for name, value in entry.items()
-                if type(value) is int and value > 1
-            }
+        if needed > memory:
             raise UsageError(
                 f"{needed:,} bytes of {what} are needed with {', '.join(sorted(sizes))}, and this machine has "
                 f"{memory:,}; choose smaller sizes"
@@ -226,7 +199,8 @@ def _plan(request: Request, source: Source) -> Plan:
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
-    ranks = is_automatic(arguments) or (chooses_heads(arguments) and ranking_file(arguments) is not None)
+    chooses_heads = count_of(arguments.softmax_heads) is not None
+    ranks = count_of(arguments.softmax_layers) is not None or (chooses_heads and ranking_file(arguments) is not None)
     if not needs_calibration(plan) and not ranks:
         return None
     path = ranking_file(arguments) if ranks else arguments.calibration_file
@@ -246,15 +220,12 @@ def run(conversion: Conversion) -> dict[str, Any]:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
-        if is_automatic(arguments) and conversion.training is None:
-            model, plan, measured[CHOICE] = _with_softmax_layers(conversion, model)
-        if chooses_heads(arguments):
-            text = conversion.inputs if ranking_file(arguments) else None
-            measured[KEPT_HEADS] = choose_heads(model, text, num_heads_to_keep(arguments), arguments.seed or 0)
-            plan = plan_with_heads(plan, conversion.source, arguments, measured[KEPT_HEADS]["heads"])
+        ranks_layers = conversion.training is None
+        chosen = with_chosen(model, plan, conversion.source, arguments, conversion.inputs, ranks_layers)
+        model, plan, choices = chosen
+        measured |= choices
         with saving(folder):
             model.save_pretrained(folder)
-        check_shipped(folder)
         share_permissions(folder)
         del model  # the verification below reads the model from its files
         tokenizer = save_tokenizer(conversion.source, folder, arguments.trust_remote_code)
@@ -286,25 +257,29 @@ def run(conversion: Conversion) -> dict[str, Any]:
     return report
 
 
-def _with_softmax_layers(
-    conversion: Conversion, model: PreTrainedModel
-) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
-    """The model with softmax in the layers that gain most from it, its plan, and the choice for the report."""
-    arguments = conversion.request.arguments
-    if conversion.inputs is None:
-        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
-    choice = rank(model, conversion.inputs, arguments)
-    plan = plan_without(conversion.plan, conversion.source, arguments, choice["layers"])
-    return with_softmax_layers(model, choice["layers"]), plan, choice
-
-
 def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any] | None:
-    """The entry `calibration` of the report, None if there is nothing to calibrate.
+    """Calibrate a model in place; returns the entry `calibration` of the report, None if there is nothing to calibrate.
+
+    Without inputs to calibrate on, the model keeps its initial constants and a warning is logged.
 
     Raises:
         UsageError: if the attention of this model cannot be observed, or the file has no inputs.
     """
-    return calibrate_on(model, conversion.inputs) if needs_calibration(conversion.plan) else None
+    inputs = conversion.inputs
+    if not needs_calibration(conversion.plan):
+        return None
+    if inputs is None:
+        logger.warning(
+            "not calibrated, because there are no texts or images to calibrate on; give `--calibration_file`. "
+            "Without calibration the features are those of FAVOR+"
+        )
+        return {"inputs": None, "tokens": 0}
+    logger.info("calibrating on %s", inputs.name)
+    try:
+        tokens = calibrate(model, progress(inputs.batches(CALIBRATION_TOKENS), "calibrating"))
+    except NotImplementedError as error:
+        raise UsageError(f"{conversion.plan.mechanisms} with these settings needs calibration, but {error}") from error
+    return {"inputs": inputs.name, "tokens": tokens}
 
 
 def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTrainedModel:
@@ -314,10 +289,8 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
         scratch: an existing folder for the temporary files of a cast; without one, weights are cast in memory.
     """
     arguments, plan, source = conversion.request.arguments, conversion.plan, conversion.source
-    with contextlib.ExitStack() as stack:
-        folder = source.folder
-        if scratch is not None:
-            folder = stack.enter_context(cast_weights(source, plan, arguments.dtype, scratch))
+    in_memory = contextlib.nullcontext(source.folder)
+    with in_memory if scratch is None else cast_weights(source, plan, arguments.dtype, scratch) as folder:
         torch.manual_seed(arguments.seed or 0)
         with reading(source.weights[0]):
             loaded: Any = plan.linear_class.from_pretrained(
@@ -362,11 +335,6 @@ def _extend_tables(
         place.copy_(extension.weight(target, source.read(name), place))
 
 
-# ---- Calibration of mechanisms (FAVOR++); the fitting itself is `hf_linear_attention.calibrate`
-
-CALIBRATION_TOKENS = 4096
-
-
 def needs_calibration(plan: Plan) -> bool:
     """Whether a mechanism of the layers to convert has constants to fit."""
     entries = entries_of(plan.settings)
@@ -379,34 +347,11 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
     Raises:
         UsageError: if nothing reads it.
     """
-    is_read = needs_calibration(plan) or is_automatic(arguments) or chooses_heads(arguments)
+    choices = (arguments.softmax_layers, arguments.softmax_heads)
+    is_read = needs_calibration(plan) or any(count_of(choice) is not None for choice in choices)
     if arguments.calibration_file is not None and not is_read:
         has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"
         raise UsageError(
             f"`--calibration_file` is given, but {plan.mechanisms} with these settings {has} nothing to calibrate; "
             "leave it out"
         )
-
-
-def calibrate_on(model: PreTrainedModel, inputs: RealInputs | None) -> dict[str, Any]:
-    """Calibrate a model in place; returns the entry of the report, `inputs` and `tokens`.
-
-    Args:
-        inputs: what to calibrate on; if None, the model keeps its initial constants and a warning is logged.
-
-    Raises:
-        UsageError: if the attention of this model cannot be observed.
-    """
-    if inputs is None:
-        logger.warning(
-            "not calibrated, because there are no texts or images to calibrate on; give `--calibration_file`. "
-            "Without calibration the features are those of FAVOR+"
-        )
-        return {"inputs": None, "tokens": 0}
-    logger.info("calibrating on %s", inputs.name)
-    try:
-        tokens = calibrate(model, progress(inputs.batches(CALIBRATION_TOKENS), "calibrating"))
-    except NotImplementedError as error:
-        names = " and ".join(f"`{name}`" for name in sorted(mechanisms_of(model.config.linear_attention)))
-        raise UsageError(f"{names} with these settings needs calibration, but {error}") from error
-    return {"inputs": inputs.name, "tokens": tokens}

@@ -97,9 +97,11 @@ INPUTS: dict[str, Inputs] = {
 class Plan:
     """The whole conversion.
 
-    `tied` tensors are shared with a mapped tensor and are not stored. `extension` is that of the learned positions.
+    `model` is the converted model on the meta device. `tied` tensors are shared with a mapped tensor and are not
+    stored. `extension` is that of the learned positions.
     """
 
+    model: PreTrainedModel
     config: PreTrainedConfig
     stock_class: type[PreTrainedModel]
     num_layers: int
@@ -150,8 +152,7 @@ class Plan:
     @property
     def state_bytes(self) -> int | None:
         """The size of the state of all converted layers per sequence, or None."""
-        sizes = [layer.state_bytes for layer in self.layers]
-        return sum(size for size in sizes if size is not None) if any(sizes) else None
+        return sum(layer.state_bytes or 0 for layer in self.layers) or None
 
     @property
     def growing_bytes_per_token(self) -> int:
@@ -167,6 +168,7 @@ class Plan:
     @property
     def figures(self) -> dict[str, Any]:
         """The figures in conversion_report.json and the model card."""
+        sizes = self.state_sizes if len(self.state_sizes) > 1 else {}
         return {
             "layers converted": f"{len(self.layers)} of {self.num_layers}",
             "weights": self.weights["total"],
@@ -174,12 +176,8 @@ class Plan:
             "state bytes per sequence": self.state_bytes,
             "bytes per token of heads with softmax": self.growing_bytes_per_token or None,
             **({} if self.extension is None else {"positions": self.extension.describe()}),
-            **(self._state_figures if len(self.state_sizes) > 1 else {}),
+            **{f"state bytes per layer and sequence, {layers}": size for layers, size in sizes.items()},
         }
-
-    @property
-    def _state_figures(self) -> dict[str, int | None]:
-        return {f"state bytes per layer and sequence, {layers}": size for layers, size in self.state_sizes.items()}
 
     def confirm(self, missing: set[str]) -> None:
         """Correct the plan by the names that the loader missed; it may have merged a new tensor from several others."""
@@ -243,6 +241,7 @@ def make_plan(
     if any(entry["cross_attention"] for entry in entries_of(config.linear_attention)):
         names += attention_modules(model, cross=True)
     return Plan(
+        model=model,
         config=config,
         stock_class=stock_class,
         num_layers=len(names),

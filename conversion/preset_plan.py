@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import facts_of, without_needs
 from hf_linear_attention.configuration_linear_attention import entries_of
@@ -83,11 +80,18 @@ def check_training_options(arguments: ConversionArguments) -> None:
         raise UsageError(*problems)
 
 
-def check_task_options(arguments: MeasuringArguments, task: str) -> None:
-    """Refuse options that have no effect for a model of this task.
+def check_measuring(arguments: MeasuringArguments, task: str, folder: Path, config: Mapping[str, Any]) -> None:
+    """Check the options of what is measured against the model, before any work.
+
+    Args:
+        arguments: the options.
+        task: what the model is for.
+        folder: where the files of sentence-transformers are.
+        config: the content of config.json.
 
     Raises:
-        UsageError: naming all of them.
+        UsageError: for options that have no effect for this task, or a file, a prompt or a number of dimensions that
+            cannot be used.
     """
     facts = facts_of(type(arguments))
     tasks = {name: facts[name].tasks for name in sorted(changed_options(arguments))}
@@ -98,19 +102,10 @@ def check_task_options(arguments: MeasuringArguments, task: str) -> None:
     ]
     if problems:
         raise UsageError(*problems)
-
-
-def check_embedding_options(arguments: MeasuringArguments, folder: Path, config: Mapping[str, Any]) -> None:
-    """Check the options that a damaged or other model or file could contradict, before any work.
-
-    Args:
-        arguments: the options.
-        folder: where the files of sentence-transformers are.
-        config: the content of config.json.
-
-    Raises:
-        UsageError: if a file, a prompt or a number of dimensions cannot be used.
-    """
+    if task != "embedding":
+        return
+    if arguments.pairs_file is not None:
+        check_pairs_file(arguments.pairs_file)
     if arguments.retrieval_file is not None:
         check_retrieval_file(arguments.retrieval_file)
     files = sentence_files(str(folder))
@@ -182,18 +177,12 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
     # --dry_run needs no output folder, because nothing is written
     output = output_dir or Path("OUT")
-    check_task_options(arguments, str(plan.head.task))
+    check_measuring(arguments, str(plan.head.task), source.root, plan.config.to_dict())
     options = _options(arguments, source, str(plan.head.task), work_folder(output))
-    if arguments.pairs_file is not None:
-        if plan.head.task != "embedding":
-            raise UsageError("`--pairs_file` is for embedding models; leave it out")
-        check_pairs_file(arguments.pairs_file)
-    if plan.head.task == "embedding":
-        check_embedding_options(arguments, source.root, plan.config.to_dict())
     given = {name: value for name, value in options.items() if value is not None}
     preset = load_preset(str(arguments.preset))
     check_stages(preset, given)
-    preset = fit_to(preset, _empty(plan))
+    preset = fit_to(preset, plan.model)
     if plan.extension is not None and plan.head.task == "embedding":
         preset = with_long_texts(preset, plan.extension)
     if unit_of(str(plan.head.task)) == "tokens":
@@ -217,11 +206,6 @@ def with_long_texts(preset: Preset, extension: Extension) -> Preset:
 
     stages = [longer(stage) for stage in stages_of(preset, "embedding")]
     return replace(preset, stages={**preset.stages, "embedding": stages})
-
-
-def _empty(plan: Plan) -> PreTrainedModel:
-    with torch.device("meta"):
-        return plan.linear_class(plan.config)
 
 
 def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:

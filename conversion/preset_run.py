@@ -25,13 +25,13 @@ from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.conversion.companions import share_permissions
 from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
+from hf_linear_attention.conversion.output_folder import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
-from hf_linear_attention.conversion.quality import MEASURED_TASKS, held_out, measure, record
+from hf_linear_attention.conversion.quality import MEASURED_TASKS, heal_control, measure, record
 from hf_linear_attention.conversion.report import describe_quality, describe_result, write_recipe
-from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, is_automatic, plan_without
+from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, count_of, plan_without
 from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
@@ -133,13 +133,6 @@ def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
     return json.loads(json.dumps({**options, **paths, **decided}))
 
 
-def _choose_softmax_layers(conversion: Conversion, training: Training, folder: Path) -> None:
-    if conversion.inputs is None:
-        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
-    teacher = str(training.given["teacher_name_or_path"])
-    choose_in(folder, conversion.plan, conversion.source, conversion.request.arguments, conversion.inputs, teacher)
-
-
 def _train(conversion: Conversion, training: Training) -> None:
     """Run all stages that are not finished yet."""
     import datasets  # most conversions do without this library, and without the following import
@@ -147,11 +140,14 @@ def _train(conversion: Conversion, training: Training) -> None:
     from hf_linear_attention.training.run import run as run_stage
     from hf_linear_attention.training.run import run_stages
 
+    arguments = conversion.request.arguments
+
     def run_and_tidy(recipe: Recipe, known: dict[str, float]) -> dict[str, float]:
         if (
-            is_automatic(conversion.request.arguments) and recipe.output_dir == training.work / TRAINED
+            count_of(arguments.softmax_layers) is not None and recipe.output_dir == training.work / TRAINED
         ):  # the last stage
-            _choose_softmax_layers(conversion, training, Path(recipe.model.model_name_or_path))
+            folder, teacher = Path(recipe.model.model_name_or_path), str(training.given["teacher_name_or_path"])
+            choose_in(folder, conversion.plan, conversion.source, arguments, conversion.inputs, teacher)
             known = {}  # they were those of the model before the choice
         figures = run_stage(recipe, known)
         for checkpoint in list_checkpoints(recipe.output_dir):  # each is several times as large as the model
@@ -161,16 +157,13 @@ def _train(conversion: Conversion, training: Training) -> None:
     datasets.disable_progress_bars()  # the only progress bar is that of the training
     with to_stderr("hf_linear_attention.training"):
         run_stages(training.preset, training.given, run_and_tidy)
-        data = held_out(conversion.request.arguments)
-        if training.heals_control and data is not None:
-            from hf_linear_attention.conversion.figures import heal_control
-
-            heal_control(conversion.source, training, data, run_and_tidy)
+        if training.heals_control:
+            heal_control(conversion.source, training, arguments, run_and_tidy)
 
 
 def _finish(conversion: Conversion, training: Training) -> None:
     """Write the trained model with its figures to the folder `final`."""
-    data, task = held_out(conversion.request.arguments), training.given["task"]
+    arguments, task = conversion.request.arguments, training.given["task"]
     trained = training.work / TRAINED
     with staging(training.work / FINAL) as folder:
         ignored = shutil.ignore_patterns("checkpoint-*", f"{folders.INCOMPLETE}*", STAGES)
@@ -179,9 +172,9 @@ def _finish(conversion: Conversion, training: Training) -> None:
         _cast(conversion, folder, training.work / CONVERTED)
         share_permissions(folder)
         quality = None
-        if data is not None and task in MEASURED_TASKS:
+        if arguments.validation_file is not None and task in MEASURED_TASKS:
             control = training.work / CONTROL / TRAINED
-            quality = measure(folder, conversion.source, task, data, control if control.is_dir() else None)
+            quality = measure(folder, conversion.source, task, arguments, control if control.is_dir() else None)
         write_recipe(folder, conversion.request, conversion.plan, training)
         record(folder, conversion.source, quality, conversion.name)
 

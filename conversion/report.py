@@ -22,7 +22,7 @@ from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention._common.model_card import REPORT, format_value, write_model_card
 from hf_linear_attention._common.options import OnResume, option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
-from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments, Request
+from hf_linear_attention.conversion.options import CONVERSION_FACTS, RECIPE, ConversionArguments, Request
 from hf_linear_attention.conversion.plan import Plan, growing_bytes, state_bytes
 from hf_linear_attention.conversion.preset_plan import Training
 from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, describe_heads, describe_ranking
@@ -86,8 +86,6 @@ CHECKED = {
 # The entry of `quality` with earlier evaluations, and what says whether two evaluations read the same text.
 EARLIER = "earlier"
 SAME_TEXT = ("validation_file", "max_tokens", "max_length", "targets")
-# Figures of embeddings that come from files of their own, and what is measured without a text.
-OF_OTHER_FILES = ("pairs_file", "spearman", "retrieval", "recall_at", "ndcg_at", "heads", "speed")
 
 
 # ---- What a conversion writes and prints
@@ -205,20 +203,14 @@ def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
             "The new attention is untrained, and training/finetune.py has no task for "
             f"{plan.stock_class.__name__}. Train it with a loop of your own, such as transformers' Trainer."
         ]
-    given = f"--model_name_or_path {output_dir} --teacher_name_or_path {source.loadable}"
     length = "" if plan.extension is None else f" --max_length {plan.extension.tokens}"
-    data = f"--train_file {plan.head.data} --output_dir {output_dir}-healed{length}"
-    sentence = "The new attention is untrained. Train it with the original as teacher:"
-    if typed_name("").startswith(PROGRAM):
-        recipe = Path(str(plan.head.recipe)).stem
-        return [sentence, f"  {PROGRAM} finetune --config {recipe} {given} \\\n    {data}"]
-    training = Path(__file__).resolve().parents[1] / "training"
+    script = Path(__file__).resolve().parents[1] / "training" / "finetune.py"
+    command = f"{PROGRAM} finetune" if typed_name("").startswith(PROGRAM) else f"python {script}"
     return [
-        sentence,
-        f"  accelerate launch --config_file {training / 'launch' / 'one.yaml'} {training / 'finetune.py'} \\\n"
-        f"    --config {training / 'configs' / str(plan.head.recipe)} \\\n"
-        f"    {given} \\\n"
-        f"    {data}",
+        "The new attention is untrained. Train it with the original as teacher:",
+        f"  {command} --config {Path(str(plan.head.recipe)).stem} \\\n"
+        f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
+        f"    --train_file {plan.head.data} --output_dir {output_dir}-healed{length}",
     ]
 
 
@@ -362,8 +354,6 @@ def _notes(quality: Mapping[str, Any]) -> list[str]:
         f"Recall is measured on tokens that end a sequence of four which the context already had, and which the "
         f"training text{counted} has 20 times at most."
     )
-    if recall.get("validation_file"):  # of an earlier evaluation
-        notes.append(f"Recall was measured on {recall['validation_file']}.")
     return notes
 
 
@@ -384,44 +374,37 @@ def describe_quality(quality: Mapping[str, Any]) -> str:
     if notes := data_notes(quality):
         lines += ["", *(f"  {note}" for note in notes)]
     if (table := comparison(quality)) is not None:
-        cells = [table["header"], *table["rows"]]
-        first, *widths = (max(map(len, column)) for column in zip(*cells))
-        aligned = [
-            "  ".join([f"  {row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))])
-            for row in cells
-        ]
-        lines += ["", *aligned, "", *(f"  {note}" for note in table["notes"])]
+        lines += ["", *(f"  {line}" for line in aligned(table)), "", *(f"  {note}" for note in table["notes"])]
     return "\n".join(lines)
+
+
+def aligned(table: Mapping[str, Any]) -> list[str]:
+    """The lines of a table for the terminal, all columns but the first on the right."""
+    cells = [table["header"], *table["rows"]]
+    first, *widths = (max(map(len, column)) for column in zip(*cells))
+    return [
+        "  ".join([f"{row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))])
+        for row in cells
+    ]
 
 
 def with_earlier(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     """The figures `now`, and those of `before` that `now` lacks, where both are `quality` in conversion_report.json.
 
     On the same text they are put together. An evaluation of another text stays as a whole under `earlier` if it has
-    figures that are not there now, but for those that do not depend on the text, and for recall, which names its text.
+    figures that are not there now.
     """
     result = dict(now)
-    records = [] if not before else [before, *before.get(EARLIER, ())]
+    records = [before, *before.get(EARLIER, ())] if before else []
     others = []
     for record in records:
         record = {name: value for name, value in record.items() if name != EARLIER}
         if all(record.get(name) == now.get(name) for name in SAME_TEXT):
             result = _filled(result, record)
         else:
-            result = _filled(result, _of_any_text(record))
             others.append(record)
     left = [record for record in others if _named_figures(record) - _named_figures(result)]
     return {**result, EARLIER: left} if left else result
-
-
-def _of_any_text(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that do not depend on the held-out text, and recall with the name of its text."""
-    kept = {name: value for name, value in record.items() if name.startswith(OF_OTHER_FILES)}
-    recall = record.get("recall") or {}
-    if recall.get("buckets"):
-        kept["recall"] = {"validation_file": record["validation_file"], **recall}
-        kept["train_file"] = record.get("train_file")
-    return {**kept, "dims": record["dims"]} if "dims" in record else kept
 
 
 def _filled(now: Any, before: Any) -> Any:
@@ -456,7 +439,6 @@ def _named_figures(quality: Mapping[str, Any]) -> set[tuple[str, ...]]:
 # It holds every option that decides the weights: what was given, and the settings of the attention that follow from the
 # model and the preset. Consent (`--trust_remote_code`), the place of the result and what only measures are left out.
 
-RECIPE = "recipe.yaml"
 # The options about these decide no weight.
 LEFT_OUT = ("measuring",)
 NOT_OF_A_RECIPE = ("output_dir", "no_verify", "list_architectures", "state_bytes")

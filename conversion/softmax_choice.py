@@ -21,7 +21,6 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,11 @@ NUM_SEQUENCES, COPY_LENGTH = 8, 96
 MAX_LISTED_HEADS = 12
 
 
-def _k_of(text: str) -> int:
-    """K of `auto:K`; 0 if K is not a number."""
-    number = text.removeprefix(AUTO)
+def count_of(option: str | None) -> int | None:
+    """K of an option with the value `auto:K`, 0 if K is not a number; None if the value has another form."""
+    if not (option or "").startswith(AUTO):
+        return None
+    number = str(option).removeprefix(AUTO)
     return int(number) if number.isascii() and number.isdecimal() else 0
 
 
@@ -75,17 +76,49 @@ def ranking_file(arguments: ConversionArguments) -> str | None:
     return arguments.calibration_file or arguments.train_file
 
 
+def with_listed(plan: Plan, source: Source, arguments: ConversionArguments) -> Plan:
+    """The plan in which the layers and heads that the options list keep softmax; `auto:K` is checked.
+
+    Raises:
+        UsageError: if a list or K does not fit the model.
+    """
+    check_softmax_layers(arguments, plan)
+    check_softmax_heads(arguments, plan, source)
+    layers, heads = arguments.softmax_layers, arguments.softmax_heads
+    if layers is not None and count_of(layers) is None:
+        plan = plan_without(plan, source, arguments, listed_layers(layers, plan))
+    if heads is not None and count_of(heads) is None:
+        plan = plan_with_heads(plan, source, arguments, listed_heads(heads))
+    return plan
+
+
+def with_chosen(
+    model: PreTrainedModel,
+    plan: Plan,
+    source: Source,
+    arguments: ConversionArguments,
+    inputs: RealInputs | None,
+    ranks_layers: bool,
+) -> tuple[PreTrainedModel, Plan, dict[str, Any]]:
+    """Model and plan with softmax in the layers and heads that `auto:K` chooses, and the choices for the report.
+
+    Args:
+        inputs: text to rank them on.
+        ranks_layers: whether layers are ranked now, and not before the last stage of a training.
+    """
+    found: dict[str, Any] = {}
+    if ranks_layers and count_of(arguments.softmax_layers) is not None:
+        found[CHOICE] = rank(model, inputs, arguments)
+        plan = plan_without(plan, source, arguments, found[CHOICE]["layers"])
+        model = with_softmax_layers(model, found[CHOICE]["layers"])
+    if (count := count_of(arguments.softmax_heads)) is not None:
+        text = inputs if ranking_file(arguments) else None
+        found[KEPT_HEADS] = choose_heads(model, text, count, arguments.seed or 0)
+        plan = plan_with_heads(plan, source, arguments, found[KEPT_HEADS]["heads"])
+    return model, plan, found
+
+
 # ---- Layers
-
-
-def is_automatic(arguments: ConversionArguments) -> bool:
-    """Whether `--softmax_layers` has the form `auto:K`."""
-    return (arguments.softmax_layers or "").startswith(AUTO)
-
-
-def count_of(arguments: ConversionArguments) -> int:
-    """K of `--softmax_layers auto:K`; 0 if K is not a number."""
-    return _k_of(str(arguments.softmax_layers))
 
 
 def check_softmax_layers(arguments: ConversionArguments, plan: Plan) -> None:
@@ -94,14 +127,11 @@ def check_softmax_layers(arguments: ConversionArguments, plan: Plan) -> None:
     Raises:
         UsageError: naming every reason why they cannot.
     """
-    if not is_automatic(arguments):
+    if (count := count_of(arguments.softmax_layers)) is None:
         return
     option, problems = f"`--softmax_layers {arguments.softmax_layers}`", []
-    if not 1 <= count_of(arguments) < len(plan.layers):
-        problems.append(
-            f"{option}: K must be from 1 to {len(plan.layers) - 1}, because there are {len(plan.layers)} layers to "
-            "convert"
-        )
+    if not 1 <= count < len(plan.layers):
+        problems.append(f"{option}: K must be from 1 to {len(plan.layers) - 1}, one less than the layers to convert")
     if plan.stock_class.main_input_name != "input_ids" or plan.config.is_encoder_decoder:
         problems.append(
             f"{option} ranks the layers of text models other than encoder-decoders, and {plan.stock_class.__name__} is "
@@ -161,9 +191,14 @@ def _for_layers(settings: Any, layers: list[int]) -> Any:
 
 
 def rank(
-    model: PreTrainedModel, inputs: RealInputs, arguments: ConversionArguments, teacher: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    inputs: RealInputs | None,
+    arguments: ConversionArguments,
+    teacher: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """The choice for the report: `layers`, `ranking` (the largest gain first), `inputs` and `tokens`."""
+    if inputs is None:
+        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
     logger.info("ranking the layers on %s", inputs.name)
     batches = inputs.batches(RANKING_TOKENS)
     models: list[Any] = [part for part in (model, teacher) if part is not None]
@@ -173,15 +208,15 @@ def rank(
     for part in models:
         part.to("cpu")
     return {
-        "layers": sorted(entry.layer for entry in ranking[: count_of(arguments)]),
-        "ranking": [asdict(entry) for entry in ranking],
+        "layers": sorted(entry["layer"] for entry in ranking[: count_of(arguments.softmax_layers)]),
+        "ranking": ranking,
         "inputs": inputs.name,
         "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
     }
 
 
 def choose_in(
-    folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs, teacher: str
+    folder: Path, plan: Plan, source: Source, arguments: ConversionArguments, inputs: RealInputs | None, teacher: str
 ) -> None:
     """Restore softmax in the layers of the model in `folder` that gain most from it, unless that was done before."""
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
@@ -209,24 +244,14 @@ def describe_ranking(choice: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class LayerGain:
-    """What one layer gains from softmax.
-
-    Args:
-        layer: the number of the layer.
-        divergence: the divergence of the student from the teacher with softmax in this layer only.
-        gain: how much smaller this divergence is than without softmax in any converted layer.
-    """
-
-    layer: int
-    divergence: float
-    gain: float
-
-
 @torch.no_grad()
-def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel | None, batches: Iterable[Batch]) -> list[LayerGain]:
-    """The converted layers of `student`, the layer with the largest gain first.
+def rank_layers(
+    student: PreTrainedModel, teacher: PreTrainedModel | None, batches: Iterable[Batch]
+) -> list[dict[str, Any]]:
+    """What each converted layer of `student` gains from softmax, the largest gain first.
+
+    `divergence` is that of the student from the teacher with softmax in this `layer` only, and `gain` how much smaller
+    it is than without softmax in any converted layer.
 
     Without a teacher, the student with its own softmax attention is the teacher; this is the original model as long as
     only the mechanisms were trained.
@@ -247,8 +272,8 @@ def rank_layers(student: PreTrainedModel, teacher: PreTrainedModel | None, batch
             with nullcontext() if layer is None else softmax_attention(student, [layer]):
                 sums[layer] += float(_divergence(run_model(student, batch, None), target, mask))
     means = {layer: total / max(tokens, 1.0) for layer, total in sums.items()}
-    gains = [LayerGain(layer, means[layer], means[None] - means[layer]) for layer in layers]
-    return sorted(gains, key=lambda entry: -entry.gain)
+    gains = [{"layer": n, "divergence": means[n], "gain": means[None] - means[n]} for n in layers]
+    return sorted(gains, key=lambda entry: -entry["gain"])
 
 
 def _converted(model: PreTrainedModel) -> list[int]:
@@ -291,38 +316,6 @@ def with_softmax_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTra
 # ---- Heads
 
 
-@dataclass(frozen=True)
-class HeadScore:
-    """How much worse the original model is with the mechanism in one head, in nats per predicted token.
-
-    Args:
-        layer: the number of the layer.
-        head: the number of the query head.
-        retrieval: the rise of the loss on the second copy of random tokens.
-        text: the rise of the loss on text; None without text.
-    """
-
-    layer: int
-    head: int
-    retrieval: float
-    text: float | None = None
-
-    @property
-    def score(self) -> float:
-        """The sum of both rises."""
-        return self.retrieval + (self.text or 0.0)
-
-
-def chooses_heads(arguments: ConversionArguments) -> bool:
-    """Whether `--softmax_heads` has the form `auto:K`."""
-    return (arguments.softmax_heads or "").startswith(AUTO)
-
-
-def num_heads_to_keep(arguments: ConversionArguments) -> int:
-    """K of `--softmax_heads auto:K`; 0 if K is not a number."""
-    return _k_of(str(arguments.softmax_heads))
-
-
 def listed_heads(text: str) -> list[list[int]]:
     """`0.3,2.1` -> `[[0, 3], [2, 1]]`.
 
@@ -354,10 +347,10 @@ def check_softmax_heads(arguments: ConversionArguments, plan: Plan, source: Sour
     Raises:
         UsageError: if they cannot.
     """
-    if not chooses_heads(arguments):
+    if (count := count_of(arguments.softmax_heads)) is None:
         return
     option, num_heads = f"`--softmax_heads {arguments.softmax_heads}`", sum(layer.num_heads for layer in plan.layers)
-    if not 1 <= num_heads_to_keep(arguments) < num_heads:
+    if not 1 <= count < num_heads:
         raise UsageError(
             f"{option}: K must be from 1 to {num_heads - 1}, because the layers to convert have {num_heads} heads"
         )
@@ -384,11 +377,11 @@ def choose_heads(model: PreTrainedModel, inputs: RealInputs | None, count: int, 
     retrieval = repeated_tokens(model, seed)
     ranking = rank_heads(model, retrieval, inputs.batches(TEXT_TOKENS) if inputs else None)
     any_model.to("cpu")
-    heads = sorted([entry.layer, entry.head] for entry in ranking[:count])
+    heads = sorted([entry["layer"], entry["head"]] for entry in ranking[:count])
     set_softmax_heads(model, heads)
     return {
         "heads": heads,
-        "ranking": [{**asdict(entry), "score": entry.score} for entry in ranking],
+        "ranking": ranking,
         "inputs": inputs.name if inputs else None,
         "random_tokens": {"sequences": retrieval.shape[0], "length": retrieval.shape[1] // 2},
     }
@@ -417,10 +410,12 @@ def repeated_tokens(model: PreTrainedModel, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def rank_heads(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] | None = None) -> list[HeadScore]:
-    """All heads of the converted layers, the one with the largest score first.
+def rank_heads(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] | None = None) -> list[dict[str, Any]]:
+    """All heads of the converted layers by `layer` and `head`, the one with the largest score first.
 
-    The model does not change. The cost is one forward pass of each sample per head.
+    `retrieval` and `text` say by how many nats per predicted token the loss rises on the second copy of random tokens
+    and on text (None without one) if the mechanism computes this head alone; `score` is their sum. The model does not
+    change. The cost is one forward pass of each sample per head.
 
     Args:
         model: a converted model with the original weights.
@@ -436,8 +431,9 @@ def rank_heads(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] 
         with _only_one_linear_head(model, module, head):
             found = _losses(model, retrieval, text)
         rises = {name: found[name] - before[name] for name in found}
-        scores.append(HeadScore(module.linear_attention.shape.layer, head, **rises))
-    return sorted(scores, key=lambda entry: -entry.score)
+        place = {"layer": module.linear_attention.shape.layer, "head": head}
+        scores.append({**place, "text": None, **rises, "score": sum(rises.values())})
+    return sorted(scores, key=lambda entry: -entry["score"])
 
 
 def _losses(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] | None) -> dict[str, float]:

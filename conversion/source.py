@@ -107,12 +107,11 @@ class Source:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor; from safetensors, only its own bytes are read."""
-        return read_tensor(self.tensors[name].file, name)
-
-    def text(self, name: str) -> str | None:
-        """A text file of the checkpoint, or None."""
-        path = self.root / name
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+        path = self.tensors[name].file
+        if path.suffix == ".bin":
+            return _load_pickle(path)[name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
 
 
 def open_source(name: str, allow_pickle: bool = False, option: str = "model_name_or_path") -> Source:
@@ -135,14 +134,6 @@ def open_source(name: str, allow_pickle: bool = False, option: str = "model_name
             f"{name} contains no config.json, so it is not a transformers checkpoint; give the folder that has one"
         )
     return Source(name, root, folder, _weight_files(name, folder, allow_pickle), modules)
-
-
-def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """One tensor of a weight file."""
-    if path.suffix == ".bin":
-        return _load_pickle(path)[name]
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
 
 
 def _root(name: str, allow_pickle: bool, option: str) -> Path:

@@ -80,9 +80,8 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
             changed.append(names[0])
     if not compared:
         raise ConversionError(
-            f"none of the {not_compared} tensors that come from {source.name} could be compared, because the result "
-            "has no tensor with the same name; if `--dry_run` shows tensors as mapped, report this, and convert with "
-            "`--no_verify` only if you compare the weights yourself"
+            f"none of the {not_compared} tensors that come from {source.name} could be compared: none has the same "
+            "name in the result; report this"
         )
     if changed:
         raise ConversionError(f"{len(changed)} tensors of the source have changed, the first is `{changed[0]}`")

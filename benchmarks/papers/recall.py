@@ -31,9 +31,9 @@ from benchmarks.common import save, table, write
 from benchmarks.papers.recall_tasks import TASKS, accuracy, new_teacher, tokenizer, train_teacher, write_documents
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention.conversion.figures import model_state_bytes
 from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.plan import with_budget
+from hf_linear_attention.conversion.quality import model_state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import linear_model_class

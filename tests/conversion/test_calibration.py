@@ -171,15 +171,6 @@ def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path, monkeypatch)
     assert all((weight < 0).all() for weight in norm_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "llama")))
 
 
-def test_only_what_needs_it_is_calibrated(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "calibrate", None)
-    report = convert_folder(llama, tmp_path / "out", "--attention", "performer", "--num_features", 16, "--no_verify")
-    assert report["calibration"] is report["figures"]["calibrated on"] is None
-    assert "calibrated" not in (tmp_path / "out/README.md").read_text()
-    report = convert_folder(llama, tmp_path / "none", *FAVOR, "--layers", "none", "--no_verify")
-    assert report["calibration"] is None
-
-
 def test_a_vision_model_is_calibrated_on_images(tmp_path):
     from PIL import Image
 
@@ -225,17 +216,4 @@ def test_what_cannot_be_calibrated_on_is_refused(llama, tmp_path, words, said):
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("convert_checkpoint.py: error: ")
     assert all(part in err for part in said), err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_computes_its_own_softmax_is_refused(tmp_path):
-    from transformers import BloomConfig, BloomForCausalLM
-
-    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(
-        tmp_path / "bloom"
-    )
-    tiny_tokenizer().save_pretrained(tmp_path / "bloom")
-    code, _, err = run("--model_name_or_path", tmp_path / "bloom", *FAVOR, "--output_dir", tmp_path / "out")
-    assert code == 2
-    assert "BloomAttention computes its own softmax" in err
     assert not (tmp_path / "out").exists()

@@ -79,17 +79,15 @@ def test_what_the_model_keeps_in_float32_loses_no_bit(model_type, auto_class, af
     assert wide
 
 
-@pytest.mark.parametrize("is_pickled", [False, True])
-def test_files_that_do_not_have_the_dtype_of_their_configuration(is_pickled, tmp_path, monkeypatch):
+def test_files_that_do_not_have_the_dtype_of_their_configuration(tmp_path, monkeypatch):
     """Without `--dtype`, a checkpoint gets the dtype that its config.json names."""
     source = tmp_path / "source"
     save_twin(source, "bert")
     text = (source / "config.json").read_text()
     (source / "config.json").write_text(json.dumps(json.loads(text) | {"dtype": "float16"}))
-    if is_pickled:
-        torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
-        (source / "model.safetensors").unlink()
-    in_memory, by_files = convert_twice(source, tmp_path, monkeypatch, *(["--allow_pickle"] if is_pickled else []))
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    in_memory, by_files = convert_twice(source, tmp_path, monkeypatch, "--allow_pickle")
     assert_identical(by_files, in_memory)
     assert {tensor.dtype for tensor in by_files.values()} == {torch.float16}
 

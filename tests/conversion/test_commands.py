@@ -9,17 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import save_twin
 
 from hf_linear_attention import __version__
 from hf_linear_attention._common.command_line import typed_as, typed_name
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import commands, evaluate_model
+from hf_linear_attention.conversion import commands
 from hf_linear_attention.conversion.commands import COMMANDS, main
 from hf_linear_attention.training import recipe_parser
 
 
-THERE = [name for name, command in COMMANDS.items() if importlib.util.find_spec(command.module)]
+THERE = [name for name, command in COMMANDS.items() if importlib.util.find_spec(command.place.partition(":")[0])]
 
 
 def test_without_a_command_it_explains_itself(capsys):
@@ -46,24 +45,6 @@ def test_every_command_speaks_of_itself(name, capsys):
     assert text.startswith(f"usage: hf-linear-attention {name} ")
     assert ".py" not in text
     assert {"convert", "finetune", "evaluate"} <= set(THERE)
-
-
-@pytest.mark.parametrize(
-    ("name", "headings"),
-    [
-        ("convert", ["source", "result", "attention", "options of hybrid", "training", "measuring"]),
-        ("finetune", ["model", "data", "objective", "optimization", "run", "preset"]),
-    ],
-)
-def test_help_is_grouped_after_the_examples(name, headings, capsys):
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    text = capsys.readouterr().out
-    found = re.findall(r"(?m)^([a-z ]+):$", text)
-    assert found[0] == "options"  # --help and --config
-    assert [heading for heading in found[1:] if heading in headings] == headings
-    assert text.index(f"    hf-linear-attention {name} ") < text.index("\noptions:")
-    assert text.split("\noptions:")[1].split("\n\n")[0].count("--") == 2
 
 
 def test_hints_are_commands_that_can_be_typed(llama, tmp_path, capsys):
@@ -96,7 +77,7 @@ def test_a_config_of_the_package_needs_no_path(tmp_path, monkeypatch):
 
 
 def test_evaluate_takes_the_original_from_the_report(linear_llama, llama):
-    arguments = evaluate_model.parse(
+    arguments = commands.evaluation_arguments(
         ["--model_name_or_path", str(linear_llama), "--validation_file", "v.txt", "--max-eval-tokens", "99"]
     )
     assert (arguments.teacher_name_or_path, arguments.max_eval_tokens) == (str(llama), 99)
@@ -122,23 +103,6 @@ def test_evaluate_names_its_own_options(words, said, capsys):
     err = capsys.readouterr().err
     assert re.search(said, err), err
     assert err.startswith("hf-linear-attention evaluate: error: ")
-
-
-def test_a_refused_feature_is_named_as_an_option(tmp_path, capsys):
-    save_twin(tmp_path / "mistral", "mistral", sliding_window=8)
-    assert main(["convert", "--model_name_or_path", str(tmp_path / "mistral"), "--dry_run"]) == 2
-    assert (
-        "convert them without it: set `drop` to a list with `sliding_window` (`--drop sliding_window`)"
-        in capsys.readouterr().err
-    )
-
-
-def test_a_dry_run_is_short(llama, capsys):
-    words = ["convert", "--model_name_or_path", str(llama), "--dry_run"]
-    assert main(words) == 0
-    short = capsys.readouterr().out
-    assert len(short.splitlines()) <= 12
-    assert "q_proj" not in short
 
 
 def test_the_module_is_the_command():

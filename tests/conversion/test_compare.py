@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 import json
 import re
 import shutil
@@ -12,30 +11,24 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import files, save_twin
+from checkpoints import files, run, save_twin
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BertModel
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion import comparison as comparisons
 from hf_linear_attention.conversion import layer_speed
-from hf_linear_attention.conversion.compare import main
+from hf_linear_attention.conversion.commands import compare as main
 from hf_linear_attention.conversion.comparison import (
     comparison_page,
     distance,
     preset_for,
     recommendation,
-    speed_text,
     table_of,
 )
-from hf_linear_attention.conversion.layer_speed import first_faster, layer_times, speed_curve
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
 
 
-def answer(*words: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
-    return code, out.getvalue(), err.getvalue()
+answer = functools.partial(run, command=main)
 
 
 def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
@@ -149,13 +142,6 @@ def test_pickles_and_code_are_read_only_when_allowed(flag, llama, tmp_path):
     assert answer(*words, flag)[0] == 0
 
 
-def test_a_text_that_is_too_short_is_refused(llama, tmp_path):
-    (tmp_path / "short.txt").write_text("Too short.")
-    code, _, err = answer("--model_name_or_path", llama, "--train_file", tmp_path / "short.txt")
-    assert code == 2
-    assert "contains 10 characters" in err
-
-
 def test_the_distance_is_the_mean_over_real_tokens_in_float64(llama):
     teacher = AutoModelForCausalLM.from_pretrained(llama).eval()
     student = convert(teacher, mechanism="linear", feature_map="exp", num_features=8)
@@ -171,18 +157,6 @@ def test_the_distance_is_the_mean_over_real_tokens_in_float64(llama):
     teacher.float()
     same = distance(AutoModelForCausalLM.from_pretrained(llama), teacher, batches)
     assert same["before"] == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("settings", [
-    {"mechanism": "hybrid", "window_size": 4, "rope": "partial", "decay": "learned"},
-    {"mechanism": "gated_delta"},
-])  # fmt: skip
-def test_layers_that_need_gates_or_positions_are_timed_too(llama, settings):
-    model = convert(AutoModelForCausalLM.from_pretrained(llama), **settings)
-    module = next(iter(linear_attention_modules(model).values()))
-    mine, softmax = layer_times(module, 32, torch.float32, rounds=1)
-    assert mine > 0
-    assert softmax > 0
 
 
 def test_a_curve_ends_where_the_mechanism_or_the_patience_ends(monkeypatch):
@@ -249,16 +223,6 @@ def test_the_recommendation_is_one_sentence_about_the_nearest():
     assert content["recommendation"].startswith("Take `linear`: without training it is nearest to the original (cosine")
     assert content["recommendation"].endswith("it is faster than softmax here from 256 tokens.")
     assert "nothing to recommend" in recommendation({**content, "mechanisms": [{"refused": "x"}]})
-
-
-def test_speed_in_words():
-    faster = row("a", 1, None, 256)
-    assert speed_text(faster, 512) == "256 tokens"
-    assert speed_text({**faster, "faster_from": 1024}, 512) == "never within its 512 positions (1,024 tokens)"
-    assert speed_text({**faster, "faster_from": None}, 512) == "never within its 512 positions"
-    assert speed_text({**faster, "faster_from": None}, 9999) == "not up to 1,024 tokens"
-    assert speed_text({**faster, "faster_from": None}, None) == "not up to 1,024 tokens"
-    assert speed_text({**faster, "curve": []}, 512) == "-"
 
 
 def test_the_page_of_a_comparison_is_inert_and_has_every_row():

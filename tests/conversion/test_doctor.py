@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 import json
 import re
 import shutil
@@ -13,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import convert_folder
+from checkpoints import run
 from safetensors.torch import load_file, save_file
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import findings
-from hf_linear_attention.conversion.doctor import main
+from hf_linear_attention.conversion.commands import doctor as main
 from hf_linear_attention.conversion.findings import (
     BROKEN,
     LIBRARIES,
@@ -26,12 +25,14 @@ from hf_linear_attention.conversion.findings import (
     OK,
     environment_findings,
     folder_findings,
-    numbers,
 )
 from hf_linear_attention.kernels.cpu import KernelBackend
 
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+answer = functools.partial(run, command=main)
 
 
 @pytest.fixture
@@ -42,13 +43,6 @@ def folder(linear_llama, tmp_path) -> Path:
 
 def found(folder: Path, topic: str, **options) -> findings.Finding:
     return {finding.topic: finding for finding in folder_findings(folder, **options)}[topic]
-
-
-def answer(*words: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
-    return code, out.getvalue(), err.getvalue()
 
 
 def test_a_good_folder_is_fine_also_without_this_package(folder):
@@ -149,36 +143,24 @@ def test_what_is_no_converted_model_is_a_usage_error(llama, tmp_path):
     assert "name the folder" in err
 
 
-def test_an_encoder_with_other_files(bert, tmp_path):
-    convert_folder(bert, tmp_path / "out", "--attention", "nystrom", "--num_landmarks", 4)
-    findings = list(folder_findings(tmp_path / "out"))
-    assert [finding.kind for finding in findings if finding.kind == BROKEN] == []
-    assert "nystrom" in findings[0].text
-
-
 def test_versions_that_are_too_old_too_new_or_missing(monkeypatch):
     monkeypatch.setattr(findings, "LIBRARIES", {
-        "torch": ("", "999", "999.1", None), "transformers": ("", "1", "1", "2"), "absent-a": ("", "1", "1", None),
-        "absent-b": ("training", "1", "1", None), "safetensors": ("", "0.1", "0.1.5", None),
+        "torch": (">=999", "999.1", ""), "transformers": (">=1,<2", "1", ""), "absent-a": (">=1", "1", ""),
+        "absent-b": (">=1", "1", "training"), "safetensors": (">=0.1", "0.1.5", ""),
     })  # fmt: skip
     kinds = {name: findings._library(name) for name in findings.LIBRARIES}
     assert [kinds[name].kind for name in findings.LIBRARIES] == [BROKEN, BROKEN, BROKEN, NOTE, OK]
-    assert "at least 999 is needed" in kinds["torch"].text
-    assert "below 2" in kinds["transformers"].text
+    assert "torch>=999 is needed" in kinds["torch"].text
     assert "the tests ran with 0.1.5" in kinds["safetensors"].text
-    assert numbers("2.13.0+cpu") == (2, 13, 0)
-    assert numbers("5.16rc1") == (5, 16)
-    assert numbers("unknown") == ()
 
 
 def test_the_versions_are_those_of_the_project():
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges = " ".join([*project["dependencies"], *project["optional-dependencies"]["train"]]).replace(",<", " <")
-    for name, (_, oldest, tested, too_new) in LIBRARIES.items():
+    ranges = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    for name, (wanted, tested, _) in LIBRARIES.items():
         assert tested == pinned[name]
-        assert f"{name}>={oldest}" in ranges
-        assert too_new is None or f"{name}>={oldest} <{too_new}" in ranges
+        assert name + wanted in ranges
 
 
 def test_without_kernels_it_says_what_to_do(monkeypatch):
@@ -190,12 +172,3 @@ def test_without_kernels_it_says_what_to_do(monkeypatch):
     assert finding.kind == NOTE
     assert reason in finding.text
     assert "no C compiler (cc" in finding.text
-
-
-def test_a_kernel_that_fails_is_broken(monkeypatch):
-    def fail(*arguments):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(findings, "layer_times", fail)
-    finding = {finding.topic: finding for finding in environment_findings()}["speed"]
-    assert (finding.kind, "no such instruction" in finding.text) == (BROKEN, True)

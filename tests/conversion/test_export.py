@@ -11,9 +11,8 @@ import pytest
 import transformers
 from checkpoints import convert_folder, files, run
 
-from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.configuration_linear_attention import CODE_FILES
-from hf_linear_attention.conversion import companions, pipeline
+from hf_linear_attention.conversion import pipeline
 
 
 def test_an_existing_folder_is_kept_without_overwrite(llama, tmp_path):
@@ -22,7 +21,7 @@ def test_an_existing_folder_is_kept_without_overwrite(llama, tmp_path):
     (out / "config.json").write_text("old")
     code, _, err = run("--model_name_or_path", llama, "--output_dir", out)
     assert code == 2
-    assert "give `--overwrite`" in err
+    assert "`--overwrite`, which replaces it" in err
     assert (out / "config.json").read_text() == "old"
     convert_folder(llama, out, "--overwrite", "--num_features", 16)
     assert files(tmp_path) == [f"out/{name}" for name in files(out)]
@@ -90,14 +89,8 @@ def test_a_signal_leaves_nothing_behind(llama, tmp_path, monkeypatch, number, wo
     assert not list(tmp_path.iterdir())
 
 
-def test_everything_shipped_is_there_and_a_missing_file_is_noticed(linear_llama, tmp_path):
+def test_everything_shipped_is_there(linear_llama):
     assert set(CODE_FILES) <= set(files(linear_llama))
-    for name in files(linear_llama):
-        shutil.copyfile(linear_llama / name, tmp_path / name)
-    companions.check_shipped(tmp_path)
-    (tmp_path / CODE_FILES[1]).unlink()
-    with pytest.raises(ConversionError, match=r"modeling_linear_attention\.py"):
-        companions.check_shipped(tmp_path)
 
 
 def test_every_file_can_be_read_by_whoever_reads_the_others(linear_llama):

@@ -13,7 +13,7 @@ from checkpoints import tiny_tokenizer
 from matrix import stock_model
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.figures import continuations, nearest_neighbours
+from hf_linear_attention.conversion.quality import continuations, nearest_neighbours
 from hf_linear_attention.conversion.verification import head_figures, one_input
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 

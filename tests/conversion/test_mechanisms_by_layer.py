@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import run, save_twin
+from checkpoints import run
 from matrix import sample_inputs
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention.conversion.options import parse
-from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
-ALONE = Path(__file__).parents[1] / "shipping" / "alone.py"
-TWO = ("--attention", "0:hybrid,1-:linear", "--num_features", 8)
-SIZED = (*TWO, "--window_size", 4)
+SIZED = ("--attention", "0:hybrid,1-:linear", "--num_features", 8, "--window_size", 4)
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +29,14 @@ def healed(llama, text, tmp_path_factory) -> dict:
     return {"folder": out, "stdout": stdout, "report": json.loads((out / "conversion_report.json").read_text())}
 
 
-def test_a_healed_model_generates_without_the_package(healed, llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # without the package there are no C kernels
+def test_the_preset_completes_its_own_mechanism_and_no_other(healed, llama):
     model = AutoModelForCausalLM.from_pretrained(healed["folder"])
     settings = model.config.linear_attention
     assert [(entry["mechanism"], entry["layers"]) for entry in settings] == [("hybrid", [0]), ("linear", [1, 2])]
     assert [healed["report"]["settings"][0][name] for name in ("window_size", "num_features")] == [4, 8]
-    # The preset completes its own mechanism, and no other.
     assert [(entry["decay"], entry["rope"]) for entry in settings] == [("learned", "partial"), ("none", "before_map")]
-    untrained = AutoModelForCausalLM.from_pretrained(llama).state_dict()
-    trained = model.state_dict()
+    untrained, trained = AutoModelForCausalLM.from_pretrained(llama).state_dict(), model.state_dict()
     assert not any(torch.equal(trained[name], untrained[name]) for name in untrained if "_proj" in name)
-    inputs = sample_inputs("llama")
-    with torch.no_grad():
-        tokens = model.generate(**inputs, max_new_tokens=7, do_sample=False)
-        saved = {"inputs": inputs, "output": model(**inputs)[0], "new_tokens": 7, "tokens": tokens}
-    torch.save(saved, tmp_path / "inputs.pt")
-    job = {"auto_class": "AutoModelForCausalLM", "checkpoint": str(healed["folder"])}
-    job |= {"inputs": str(tmp_path / "inputs.pt")}
-    (tmp_path / "jobs.json").write_text(json.dumps({"once": job, "again": {**job, "resave": str(tmp_path / "again")}}))
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [sys.executable, str(ALONE), str(tmp_path / "jobs.json")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"once": "equal", "again": "equal", "imported": []}
 
 
 def test_report_card_and_terminal_have_the_sizes_per_layer_and_in_all(healed):
@@ -88,33 +62,6 @@ def test_report_card_and_terminal_have_the_sizes_per_layer_and_in_all(healed):
     assert report["quality"]["control"]["state_bytes"] <= sum(sizes)
 
 
-def test_only_the_layers_with_constants_are_calibrated(llama, text, tmp_path):
-    words = ("--model_name_or_path", llama, "--attention", "0:window,1-:performer", "--features", "favor++")
-    code, _, err = run(*words, "--output_dir", tmp_path / "out", "--calibration_file", text)
-    assert code == 0, err
-    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
-    assert report["calibration"]["tokens"] > 0
-    assert [entry["mechanism"] for entry in report["layers"]] == ["window", "performer", "performer"]
-    code, _, err = run("--model_name_or_path", llama, *TWO, "--dry_run", "--calibration_file", text)
-    assert code == 2
-    assert "`hybrid` and `linear` with these settings have nothing to calibrate" in err
-
-
-@pytest.mark.parametrize("how", ["1", "auto:1"])
-def test_softmax_layers_are_taken_from_their_entry(llama, text, tmp_path, how):
-    words = ("--model_name_or_path", llama, *SIZED, "--output_dir", tmp_path / "out", "--softmax_layers", how)
-    code, _, err = run(*words, *(("--calibration_file", text) if how != "1" else ()))
-    assert code == 0, err
-    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
-    softmax = [1] if how == "1" else report["softmax_layers"]["layers"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert report["figures"]["layers converted"] == "2 of 3"
-    expected = {0: "hybrid", 1: "linear", 2: "linear"}
-    for layer in range(3):
-        settings = model.config.settings_of(layer)
-        assert (settings and settings["mechanism"]) == (None if layer in softmax else expected[layer])
-
-
 def test_the_sizes_of_a_preset_are_divided_for_its_own_layers(llama, text):
     """Heads are small here, so that the preset divides the bytes of its own sizes, of one layer as of three."""
     words = ("--model_name_or_path", llama, "--dry_run", "--preset", "default", "--train_file", text)
@@ -124,41 +71,6 @@ def test_the_sizes_of_a_preset_are_divided_for_its_own_layers(llama, text):
     ]
     assert sizes[0].groups() == sizes[1].groups()
     assert "window (window_size=64, num_sinks=4" in some  # the defaults of `window`
-
-
-def test_a_model_without_rotary_positions_gets_none_in_any_layer(text, tmp_path):
-    save_twin(tmp_path / "gpt2", "gpt2")
-    words = ("--model_name_or_path", tmp_path / "gpt2", "--dry_run", "--preset", "default", "--train_file", text)
-    code, out, err = run(*words, "--attention", "0-1:hybrid,2:linear")
-    assert code == 0, err
-    assert out.count("rope=before_map") == 2
-    assert "The model is converted with `rope` = `before_map`" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--attention", "0-1:hybrid,1-:linear"], ["`mechanism` names layer 1 more than once"]),
-        (["--attention", "0:hybrid"], ["`mechanism` has no value for layers 1-2", "`layers`"]),
-        (["--attention", "0:hybird,1-:lineer"], ["'hybird', 'lineer' must be one of aft, gated_delta, hybrid"]),
-        (["--attention", "0:hybrid,linear"], ["'linear' is not of the form LAYERS:VALUE"]),
-        (["--attention", "0-7:hybrid"], ["names the layers 0-7", "layers 0 to 2"]),
-        ([*SIZED, "--features", "exp"], ["`features` is not an option of `hybrid`, `linear`"]),
-        ([*TWO, "--window_size", "0-1:4"], ["`window_size` has a value for layer 1", "`linear`"]),
-        ([*TWO, "--window_size", "0:four"], ["`--window_size 0:four`: give a whole number"]),
-        ([*TWO, "--window_size", "0:0"], ["`window_size` = 0", "(in the settings of layers [0])"]),
-        ([*TWO, "--state_bytes", "9000"], ["`--state_bytes` is for layers with equal settings"]),
-        ([*TWO, "--layers", "1,2"], ["the layers 0, none of which is converted"]),
-        (["--attention", "0:hybrid,1-:nystrom"], ["`nystrom` has no causal form"]),
-    ],
-)
-def test_what_does_not_fit_the_layers_is_one_line_and_exit_code_2(llama, tmp_path, words, said):
-    code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
-    assert (code, out) == (2, "")
-    assert err.startswith("convert_checkpoint.py: error: ")
-    assert err.count("\n") == 1
-    assert all(part in err for part in said), err
-    assert not list(tmp_path.iterdir())
 
 
 def test_values_by_layer_are_read_with_the_type_of_their_option(tmp_path):

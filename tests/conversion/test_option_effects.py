@@ -30,6 +30,11 @@ TYPES = get_type_hints(ConversionArguments)
 Options = dict[str, Any]
 RANDOM = {"attention": "performer", "num_features": 8}
 FIGURES = ("checks", "calibration", "quality", "base_model_name")
+# A dry run shows their effect.
+PRINTED = (
+    "attention", "layers", "softmax_layers", "softmax_heads", "drop", "cross_attention", "state_bytes",
+    "max_position_embeddings", "allow_pickle", "trust_remote_code",
+)  # fmt: skip
 FITTED = {**RANDOM, "features": "favor++"}
 
 
@@ -187,6 +192,7 @@ def test_an_option_of_conversion_does_something(
 ) -> None:
     needed = {other: value_of(other, second) for other in CONVERSION_FACTS[name].needs[:1]}
     base = {"model_name_or_path": llama, "output_dir": "out", **(beside.get(name) or needed)}
+    base |= {"dry_run": True} if name in PRINTED else {}
     if name in base and name not in ("model_name_or_path", "output_dir"):
         base[name] = None
     value = value_of(name, second)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import copy
 import json
 import re
-import tomllib
 from html.parser import HTMLParser
 
 import pytest
 from page_reports import CONFIG, REPORT, RUNS
 
 from hf_linear_attention.conversion.page import (
-    TEMPLATE_FILE,
-    head_table,
+    Axis,
+    Line,
     headline,
+    line_chart,
     page_of,
-    position_section,
-    smoothed,
     write_page,
 )
-from hf_linear_attention.conversion.page_plots import Axis, Line, bytes_text, line_chart
 from hf_linear_attention.conversion.report import published_words
 
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 TITLES = [
-    "How far it reads", "Recall", "What it writes", "Which heads are hard", "What the heads forget", "Training",
+    "How far it reads", "What it writes", "Which heads are hard", "What the heads forget", "Training",
     "Speed and memory", "What was left out", "All figures of held-out text", "How to repeat it",
 ]  # fmt: skip
 
@@ -129,8 +126,7 @@ def test_the_headline_says_whether_it_is_good_and_the_page_what_to_do_next(chang
 
 def test_the_figures_and_lengths_are_below_the_headline():
     assert (
-        "with 1.417 nats per token, the original with 1.405 (+0.012; lower is better), and its likeliest next token is "
-        "the original's in 95 % of the places. Its attention alone is faster from 1,024 tokens; it was measured to "
+        "Its attention alone is faster from 1,024 tokens; it was measured to "
         "2,048 tokens, where the original was trained for 512. Next: "
     ) in page().text
     assert "faster from 1,024 tokens; it reads 512 tokens." in page(without("quality.positions")).text
@@ -155,32 +151,16 @@ def test_speed_is_that_of_the_whole_model_or_of_its_attention():
     assert "Speed was not measured; hf-linear-attention compare" in page(never).text
 
 
-def test_lines_that_lie_on_each_other_are_shown_as_differences():
-    section = position_section(REPORT["quality"])
-    whole, differences = section.figures
-    assert differences.title == "Difference to this model, in nats per token"
-    column = differences.table["header"].index("window of the same bytes")
-    assert [row[column] for row in differences.table["rows"]] == ["0.1"] * 3
-    places = {name: [y for _, y in points] for name, _, points in differences.lines}
-    apart = places["this model"][0] - places["window of the same bytes"][0]
-    lines = {name: [y for _, y in points] for name, _, points in whole.lines}
-    assert apart > 2 * (lines["this model"][0] - lines["window of the same bytes"][0])
-    assert min(places["original"]) < differences.top  # where it fails it leaves the plot
-
-
-def test_a_noisy_loss_is_smoothed():
-    noisy = [(float(step), 1.0 + 0.5 * (-1) ** step) for step in range(20)]
-    means = [y for _, y in smoothed(noisy)]
-    assert max(means) - min(means) < 0.3
-    assert smoothed(noisy[:3]) == noisy[:3]
+def checked(**outputs: float) -> dict:
+    return {"layers": [{}], "checks": {"student_against_teacher": outputs}}
 
 
 @pytest.mark.parametrize(
     ("report", "said"),
     [
-        ({"layers": [{}], "checks": {"student_against_teacher": {"top1_agreement": 0.125}}}, "not trained: 12 % of"),
-        ({"layers": [{}], "checks": {"student_against_teacher": {"mean_embedding_cosine": 0.5}}}, "cosine of 0.500"),
-        ({"layers": [{}], "checks": {"student_against_teacher": {"hidden_state_error": 0.25}}}, "by 25 % on short"),
+        (checked(top1_agreement=0.125), "not trained: same top token 12.5% on short samples"),
+        (checked(mean_embedding_cosine=0.5), "cosine of embeddings 0.500 on short"),
+        (checked(hidden_state_error=0.25), "error of hidden states 25.0% on short"),
         ({"layers": []}, "No layer was converted"),
         ({"layers": [{}], "checks": None, "quality": None}, "Converted, and not measured"),
     ],
@@ -205,7 +185,7 @@ def test_every_section_is_there_in_order():
     for said in (
         "hybrid", "in 2 of 2 layers", "trained on 2,000 tokens", "trained length 512", "the model reads 512",
         "position_bias", "dropped.weight", "3 x 4", "hf-linear-attention convert", "--train_file a.jsonl",
-        "Loss of stage 1, transfer", "half-life", "139 kB",
+        "Loss of stage 1, transfer", "half-life", "139 kB", "512 bytes per token: as much after 271 tokens",
     ):  # fmt: skip
         assert said.lower() in shown.text.lower(), said
 
@@ -214,27 +194,18 @@ def test_every_section_is_there_in_order():
     ("names", "missing"),
     [
         (["quality.positions"], {"How far it reads"}),
-        (["quality.recall.buckets"], {"Recall"}),
         (["quality.samples"], {"What it writes"}),
         (["checks", "quality.heads"], {"Which heads are hard", "What the heads forget"}),
         (["dropped_features", "tensors"], {"What was left out"}),
         (["command"], {"How to repeat it"}),
         (
             ["quality"],
-            {"How far it reads", "Recall", "What it writes", "All figures of held-out text"},
+            {"How far it reads", "What it writes", "All figures of held-out text"},
         ),
     ],
 )
 def test_a_section_without_data_is_left_out(names, missing):
     assert set(TITLES) - set(titles(page(without(*names)))) == missing
-
-
-def test_a_report_of_an_earlier_version_makes_a_page():
-    layers = [{"layer": 0, "state_bytes": 9, "num_heads": 2}]
-    assert titles(page({"base_model": "gpt2", "layers": layers, "num_layers": 1}, [], CONFIG)) == ["Speed and memory"]
-    shown = page({"base_model": "gpt2"}, [], CONFIG)
-    assert titles(shown) == []
-    assert "gpt2 with linear attention" in shown.text
 
 
 def test_the_first_different_token_is_marked_and_what_is_the_same_is_not():
@@ -247,25 +218,6 @@ def test_heads_that_were_not_trained_are_shown_once():
     quality = {**REPORT["quality"], "heads": REPORT["checks"]["heads"]}
     assert page().text.count("Error of the heads, ") == 2
     assert page({**REPORT, "quality": quality}).text.count("Error of the heads, ") == 1
-
-
-def test_the_template_is_part_of_an_installation():
-    project = tomllib.loads((TEMPLATE_FILE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    kinds = project["tool"]["setuptools"]["package-data"]["hf_linear_attention.conversion"]
-    assert any(TEMPLATE_FILE.match(kind) for kind in kinds)
-
-
-def test_neighbours_say_whether_they_are_the_same():
-    quality = {
-        "validation_file": "v", "max_tokens": 1, "cosine": 0.9, "same_neighbour": 0.5,
-        "neighbours": [
-            {"text": "A", "original": "B", "student": "B"},
-            {"text": "C", "original": "D", "student": "E"},
-        ],
-    }  # fmt: skip
-    shown = page({**REPORT, "quality": quality}, [])
-    assert shown.text.count("nearest, this model (the same)") == 1
-    assert shown.text.count("nearest, this model (another)") == 1
 
 
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}"
@@ -302,7 +254,7 @@ def test_it_loads_nothing_and_runs_nothing():
 def test_every_plot_has_a_title_a_description_and_a_table():
     text = page_of(REPORT, RUNS, CONFIG, "m")
     plots = re.findall(r'<svg role="img" aria-labelledby="(\S+) (\S+)".*?</svg>', text, re.DOTALL)
-    assert len(plots) == 8
+    assert len(plots) == 5
     ids = re.findall(r'id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     assert {name for pair in plots for name in pair} <= set(ids)
@@ -340,16 +292,13 @@ def test_it_is_made_again_from_the_files_in_the_folder(tmp_path):
 def test_ticks_are_round_and_inside():
     assert Axis(0, 1).ticks == [0, 0.5, 1]
     assert Axis(1.3, 2.2).ticks == pytest.approx([1.5, 2.0])
-    assert Axis(64, 1024, 2).ticks == [64, 128, 256, 512, 1024]
-    assert Axis(90, 2e6, 10).ticks == [100, 1e3, 1e4, 1e5, 1e6]
-    assert Axis(0.05, 0.5, 10).ticks == pytest.approx([0.05, 0.1, 0.2, 0.5])
-    assert Axis(0.012, 0.016, 10).ticks == pytest.approx([0.012, 0.013, 0.014, 0.015, 0.016])
+    assert Axis(64, 1024, is_log=True).ticks == [64, 128, 256, 512, 1024]
     assert Axis(5, 5).ticks == [5]
-    assert len(Axis(1, 2.0**40, 2).ticks) <= 7
+    assert len(Axis(1, 2.0**40, is_log=True).ticks) <= 7
 
 
 def test_a_point_is_where_its_value_is():
-    chart = line_chart("t", "d", [Line("a", [(1, 0), (4, 10), (16, 5)])], ("x", "y"), x_log=2)
+    chart = line_chart("t", "d", [Line("a", [(1, 0), (4, 10), (16, 5)])], ("x", "y"), is_log=True)
     (_, _, points), *_ = chart.lines
     assert [x for x, _ in points] == pytest.approx([chart.left, (chart.left + chart.right) / 2, chart.right])
     assert points[1][1] < points[2][1] < points[0][1]  # y grows downwards
@@ -360,18 +309,6 @@ def test_a_value_above_the_plot_is_in_the_table():
     chart = line_chart("t", "d", [Line("a", [(1, 0), (2, 1)]), Line("b", [(1, 0), (2, 50)])], ("x", "y"), most_y=2)
     assert chart.lines[1][2][1][1] < 0
     assert chart.table["rows"] == [["1", "0", "0"], ["2", "1", "50"]]
-
-
-def test_a_table_of_heads_names_layers_and_heads():
-    found = head_table("t", [(3, [0.0, 0.5]), (7, [1.0, 2.0])], "{:.2f}".format)
-    assert found["header"] == ["layer", "head 0", "head 1"]
-    assert found["rows"] == [["3", "0.00", "0.50"], ["7", "1.00", "2.00"]]
-    assert head_table("t", [], str) is None
-
-
-@pytest.mark.parametrize(("value", "text"), [(12, "12 B"), (139_075, "139 kB"), (1.5e9, "1.5 GB")])
-def test_bytes(value, text):
-    assert bytes_text(value) == text
 
 
 def test_a_published_command_has_no_folder_of_the_author():

@@ -7,14 +7,12 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from architectures import tiny_model
 from checkpoints import convert_folder, files, run, save_twin
 from matrix import DECODERS, FAMILY_ROWS
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import plan as plan_module
 from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.source import Source, open_source
 
@@ -147,19 +145,3 @@ def test_capped_logits_are_refused_and_not_ignored(tmp_path):
     assert code == 2
     assert "caps its logits at 30.0" in err
     assert run("--model_name_or_path", tmp_path / "gemma2", "--dry_run", "--layers", "none")[0] == 0
-
-
-def test_an_untested_model_type_is_pointed_out(tmp_path):
-    tiny_model("beam", "AutoModelForCausalLM").save_pretrained(tmp_path / "beam")
-    code, _, err = run("--model_name_or_path", tmp_path / "beam", "--dry_run")
-    assert code == 0
-    assert "the model type `beam` is not tested" in err
-
-
-def test_a_tensor_made_of_several_counts_as_mapped_when_the_loader_found_it(llama):
-    plan = make_plan(open_source(str(llama)), LINEAR)
-    extra = plan_module.TensorPlan(None, "model.fused.weight", (2, 2), "float32")
-    plan.new.append(extra)
-    plan.confirm({t.target for t in plan.new} - {"model.fused.weight"})
-    assert extra in plan.mapped
-    assert extra not in plan.new

@@ -61,13 +61,6 @@ def test_a_longer_checkpoint(embedding, tmp_path, options):
     assert torch.equal(load_file(out / "model.safetensors")[name], expected.state_dict()[name].to(model.dtype))
 
 
-def test_the_other_files_of_sentence_transformers_are_kept(embedding, tmp_path):
-    out = tmp_path / "out"
-    convert_folder(embedding, out, "--max_position_embeddings", 150, "--no_verify")
-    for name in ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"):
-        assert read(out / name) == read(embedding / name)
-
-
 def test_a_conversion_without_the_option_changes_no_limit(embedding, tmp_path):
     out = tmp_path / "out"
     convert_folder(embedding, out, "--no_verify")
@@ -121,12 +114,3 @@ def test_an_evaluation_reads_the_whole_new_length(embedding, tmp_path, words, is
     quality = read(tmp_path / "out" / "conversion_report.json")["quality"]
     assert quality["max_length"] == 150
     assert (quality["cosine_min"] > 1 - 1e-5) == is_equal
-
-
-def test_what_is_printed_and_what_is_refused(embedding, llama):
-    code, text, _ = run("--model_name_or_path", embedding, "--max_position_embeddings", 150, "--dry_run")
-    assert code == 0
-    assert "positions   64 -> 150 tokens, tiled: embeddings.position_embeddings.weight" in text
-    code, _, error = run("--model_name_or_path", llama, "--max_position_embeddings", 150, "--dry_run")
-    assert code == 2
-    assert "`llama` has no table of learned positions" in error

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_linear_attention
 from hf_linear_attention import convert, convert_and_heal
 from hf_linear_attention._common.errors import TerminatedError, UsageError
-from hf_linear_attention.conversion.options import request_of
 from hf_linear_attention.conversion.report import RECIPE
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
@@ -46,7 +45,6 @@ def same_weights(one: Path, two: Path) -> bool:
 @pytest.mark.parametrize(
     ("family", "given"),
     [
-        ("llama", []),
         ("llama", ["--attention", "0-1:hybrid,2-:linear", "--window_size", "0:8,1:4", "--seed", "3"]),
         ("llama", ["--attention", "performer", "--seed", "5", "--layers", "0,2", "--dtype", "bfloat16"]),
         ("llama", ["--attention", "hybrid", "--state_bytes", "20000", "--softmax_layers", "1"]),
@@ -121,37 +119,24 @@ def test_converted_cross_attention_gets_a_mechanism_that_has_a_form_for_it(tmp_p
 
 
 def test_five_lines_of_python(llama, text, tmp_path):
-    lines = [line for line in text.read_text().split("\n\n") if line.strip()]
-    model = convert_and_heal(str(llama), "default", lines, tokens="1k", window_size=4, num_features=8)
+    options = {"tokens": "500", "validation_file": text, **SMALL}
+    model = convert_and_heal(str(llama), "default", text, output_dir=tmp_path / "kept", **options)
     model.save_pretrained(tmp_path / "out")
     assert type(model).__name__ == "LinearLlamaForCausalLM"
     assert not model.training
     assert {"README.md", "conversion_report.json", "training_report.json", RECIPE} <= set(files(tmp_path / "out"))
-    stock = AutoModelForCausalLM.from_pretrained(llama)
-    tokenizer = AutoTokenizer.from_pretrained(llama)
-    recipe = {"preset": "default", "tokens": "1k", "window_size": 4, "num_features": 8, "train_file": str(text)}
-    loaded = convert_and_heal(stock, recipe, tokenizer=tokenizer, output_dir=tmp_path / "kept")
-    assert (tmp_path / "kept" / "model.safetensors").is_file()
-    for same in (tmp_path / "kept" / RECIPE, yaml.safe_load((tmp_path / "kept" / RECIPE).read_text())):
-        again = convert_and_heal(str(llama), same)
-        assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), again.state_dict().values()))
-
-
-def test_values_by_layer_and_lists_in_python():
-    given = {"window_size": {"0-1": 64, 2: 16}, "layers": [0, 2], "projection_size": (8, 6), "decay": None}
-    found = request_of({"model_name_or_path": "x", **given}).given
-    assert found == {"window_size": {"0-1": 64, "2": 16}, "layers": [0, 2], "projection_size": [8, 6]}
-    with pytest.raises(UsageError, match=r"softmax_heads .* has lists in it"):
-        request_of({"model_name_or_path": "x", "softmax_heads": [[0, 1]]})
+    assert same_weights(tmp_path / "kept", tmp_path / "out")
+    again = convert_and_heal(str(llama), yaml.safe_load((tmp_path / "kept" / RECIPE).read_text()))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_what_was_given_in_memory_is_named_so(named, llama, text, tmp_path):
     """No file names a folder that is removed, and the model is called what the loaded one was."""
-    stock = AutoModelForCausalLM.from_pretrained(llama)
+    stock, texts = AutoModelForCausalLM.from_pretrained(llama), [text.read_text()[:3000]]
     stock.name_or_path = "me/tiny-llama" if named else ""
-    options = {"tokens": "500", "tokenizer": AutoTokenizer.from_pretrained(llama), "validation_file": text, **SMALL}
-    model = convert_and_heal(stock, "default", [text.read_text()[:3000]], output_dir=tmp_path / "kept", **options)
+    options = {"tokens": "500", "tokenizer": AutoTokenizer.from_pretrained(llama), **SMALL}
+    model = convert_and_heal(stock, "default", texts, **options)
     model.save_pretrained(tmp_path / "out")
     everything = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".md", ".json"))
     assert "/hf-linear-attention-" not in everything
@@ -160,16 +145,15 @@ def test_what_was_given_in_memory_is_named_so(named, llama, text, tmp_path):
     )
     card = (tmp_path / "out" / "README.md").read_text()
     assert ("huggingface.co/me/tiny-llama" if named else "`a model in memory`") in card
+    assert "\n# " + ("tiny-llama" if named else "llama") + "-linear" in card
     recipe = (tmp_path / "out" / RECIPE).read_text()
     assert "# The train_file was in memory" in recipe
     values = yaml.safe_load(recipe)
     assert "train_file" not in values
     assert values.get("model_name_or_path") == ("me/tiny-llama" if named else None)
-    again = convert_and_heal(
-        stock, tmp_path / "out" / RECIPE, [text.read_text()[:3000]], tokenizer=options["tokenizer"]
-    )
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-    assert "\n# " + ("tiny-llama" if named else "llama") + "-linear" in again.conversion_files["README.md"].decode()
+    if named:
+        again = convert_and_heal(stock, tmp_path / "out" / RECIPE, texts, tokenizer=options["tokenizer"])
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
 
 def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text, monkeypatch, caplog):
@@ -193,17 +177,13 @@ def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text,
         (("SRC", "default"), "give a `--train_file`"),
         (("SRC", {"attention": "linear"}), "names no preset"),
         (("SRC", {"preset": "default", "dry_run": True}, ["A text."]), "options of the command"),
+        (("LOADED", "default", ["A text."]), "pass it as `tokenizer`"),
     ],
 )
 def test_what_python_refuses(arguments, said, llama):
-    _, *others = arguments
+    model, *others = arguments
     with pytest.raises(UsageError, match=said):
-        convert_and_heal(str(llama), *others)
-
-
-def test_a_loaded_model_needs_its_tokenizer(llama):
-    with pytest.raises(UsageError, match="pass it as `tokenizer`"):
-        convert_and_heal(AutoModelForCausalLM.from_pretrained(llama), "default", ["a"])
+        convert_and_heal(str(llama) if model == "SRC" else AutoModelForCausalLM.from_pretrained(llama), *others)
 
 
 def test_a_model_converted_in_python_is_saved_with_report_and_card(llama, tmp_path):

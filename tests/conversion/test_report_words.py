@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hf_linear_attention.conversion.options import parse
-from hf_linear_attention.conversion.report import published_words
 from hf_linear_attention.training.tracking import MOST_POINTS, loss_curve
-
-
-def test_a_request_keeps_the_words_of_its_yaml_file_too_and_not_the_name_of_the_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("attention: hybrid\nlayers: [0, 2]\n")
-    given = ["--model_name_or_path", "x", "--dry_run"]
-    expected = ["--attention", "hybrid", "--layers", "0,2", *given]
-    request = parse([f"--config={path}", *given])
-    assert published_words(request.options) == expected
-    again = parse(expected)
-    assert (again.given, published_words(again.options)) == (request.given, expected)
 
 
 def test_a_curve_of_losses_is_thinned_out_and_ends_at_its_end(tmp_path):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import run, save_twin
+from checkpoints import save_twin
 from transformers import AutoConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.plan import LINEAR_SHARE, VECTOR, split_budget, state_bytes, with_budget
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -65,18 +64,6 @@ def test_a_given_size_stays():
     assert (chosen["num_features"], chosen["num_sinks"], chosen["window_size"]) == (10, 1, 113)
     chosen = split_budget(13_000, {"mechanism": "hybrid"}, bytes_of)
     assert (chosen["num_features"], chosen["num_sinks"], chosen["window_size"]) == (48, 4, 101)
-
-
-def test_what_cannot_be_split_is_refused(llama):
-    code, _, err = run("--model_name_or_path", llama, "--dry_run", "--attention", "hybrid", "--state_bytes", 500)
-    assert code == 2
-    assert "`--state_bytes 500` is less than" in err
-    assert "give more bytes or smaller sizes" in err
-    code, _, err = run("--model_name_or_path", llama, "--dry_run", "--attention", "linear", "--state_bytes", 50_000)
-    assert code == 2
-    assert "`linear` has no window; use `--attention hybrid`" in err
-    with pytest.raises(UsageError, match="no window"):
-        split_budget(1, {"mechanism": "performer"}, lambda sized: 0)
 
 
 def test_a_preset_splits_its_own_bytes_where_heads_are_small(llama):

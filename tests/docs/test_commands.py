@@ -35,6 +35,7 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import save_twin, tiny_tokenizer
+from converted import brief_timing  # noqa: F401  (a fixture, found here by name)
 from documented import (
     ROOT,
     Block,
@@ -215,9 +216,6 @@ def by_itself() -> dict[str, Any]:
 
 # What a page takes for granted instead of a decoder SRC and its conversion OUT; may return names for its Python.
 BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
-    "docs/commands.md": lambda: decoder(
-        max_position_embeddings=1024, num_hidden_layers=1
-    ),  # beyond the length from which linear is faster
     "docs/runs_in.md": by_itself,
     "docs/state.md": by_itself,
     "docs/tutorials/classifier.md": classifier,

@@ -13,7 +13,7 @@ from matrix import stock_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
 
-from hf_linear_attention.conversion import evaluate_model
+from hf_linear_attention.conversion import commands
 from hf_linear_attention.conversion.convert_checkpoint import main
 
 
@@ -64,7 +64,7 @@ def evaluate(*words: object) -> tuple[int, str, str]:
     """`hf-linear-attention evaluate`, of a model and its original that are named as for its conversion."""
     names = {"--model_name_or_path": "--teacher_name_or_path", "--output_dir": "--model_name_or_path"}
     parts = [str(word).partition("=") for word in words]
-    return run(*("".join((names.get(name, name), *rest)) for name, *rest in parts), command=evaluate_model.main)
+    return run(*("".join((names.get(name, name), *rest)) for name, *rest in parts), command=commands.evaluate)
 
 
 def convert_folder(source: Path, output: Path, *words: object) -> dict:

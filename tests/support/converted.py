@@ -1,9 +1,11 @@
-"""Sources that many tests convert, made once."""
+"""Sources that many tests convert, made once, and timing that is brief, because no test is about the times."""
 
 from __future__ import annotations
 
 import pytest
 from checkpoints import convert_folder, save_twin
+
+from hf_linear_attention.conversion import layer_speed
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,13 @@ def linear_llama(llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted") / "llama"
     convert_folder(llama, folder, "--attention", "linear", "--num_features", 16)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_timing():
+    """A layer is timed once at two lengths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_speed, "ROUNDS", 1)
+        patch.setattr(layer_speed, "STEPS", 1)
+        patch.setattr(layer_speed, "LONGEST", 256)
+        yield

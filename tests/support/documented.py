@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_linear_attention.conversion.commands import overview
+from hf_linear_attention.conversion.commands import COMPARE, EVALUATE, overview
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,9 @@ OF_A_MODEL = (
     (r"^(tale|story) ", "label "),
     (r"(?<=, )`\w+`(?= \d)", "another mechanism"),
     (r"(?<![\w.])/\S*/", ""),
+    # how fast this machine is now
+    (r"never within its [\d,]+ positions( \([\d,]+ tokens\))?|not up to [\d,]+ tokens", "# tokens"),
+    (r"faster here (?=#)", "it is faster than softmax here from "),
 )
 OVERVIEW = "hf-linear-attention --help"
 
@@ -67,8 +70,9 @@ def pages() -> dict[str, str]:
         for file in sorted((ROOT / folder).glob("*.py")):
             name = file.relative_to(ROOT).as_posix()
             head = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-            command = "hf-linear-attention evaluate" if file.stem == "evaluate_model" else f"python {name}"
-            found[name] = head.replace("%(prog)s", command)
+            found[name] = head.replace("%(prog)s", f"python {name}")
+    for name, head in (("compare", COMPARE), ("evaluate", EVALUATE)):
+        found[f"hf-linear-attention {name} --help"] = head.replace("%(prog)s", f"hf-linear-attention {name}")
     return found | {OVERVIEW: overview()}
 
 

@@ -1,5 +1,7 @@
-"""The folder that is written: whether it may be, and the other files in it: tokenizer, processors, those of
-sentence-transformers, and the code of the model.
+"""The folder that is written: whether it may be, the files in it beside the model, and `--push_to_hub`.
+
+Beside the model are its tokenizer and processors, the files of sentence-transformers, and the code of the model. The
+finished folder is pushed as one commit, without the paths of the machine that made it.
 """
 
 from __future__ import annotations
@@ -8,16 +10,22 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_linear_attention._common.errors import ConversionError, UsageError
+from hf_linear_attention._common.errors import ConversionError, RunError, UsageError, one_line
 from hf_linear_attention._common.folders import file_above
+from hf_linear_attention._common.model_card import HISTORY, REPORT, without_path
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.configuration_linear_attention import code_in
+from hf_linear_attention.conversion.options import RECIPE
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.verification import TEXTS
 
@@ -52,9 +60,8 @@ def load_source_tokenizer(source: Source, trust_remote_code: bool) -> PreTrained
 
 def load_image_processor(source: Source, trust_remote_code: bool) -> Any:
     """The source's image processor; None if there is none, or it cannot be loaded here."""
-    if not _present(source, PROCESSOR_FILES):
-        return None
-    return _try_loading(AutoImageProcessor, source.folder, trust_remote_code)
+    has_one = _present(source, PROCESSOR_FILES)
+    return _try_loading(AutoImageProcessor, source.folder, trust_remote_code) if has_one else None
 
 
 def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
@@ -165,31 +172,29 @@ def check_output(output_dir: str, overwrite: bool, source: Path | None) -> Path:
         UsageError: if something exists there that must not be replaced.
     """
     path = Path(output_dir).expanduser().resolve()
-    if source is not None and (path == source or path in source.parents):
-        raise UsageError(f"`--output_dir` = {output_dir!r} contains the checkpoint to convert; choose another folder")
-    if source is not None and source in path.parents:
-        raise UsageError(
-            f"`--output_dir` = {output_dir!r} is inside of the checkpoint to convert; choose another folder"
-        )
-    if (file := file_above(path)) is not None:
-        raise UsageError(f"`--output_dir` = {output_dir!r}: {file} is a file; choose another folder")
-    if not path.exists():
-        return path
-    if not path.is_dir():
-        raise UsageError(f"`--output_dir` = {output_dir!r} is a file; choose the name of a folder")
-    if not overwrite:
-        raise UsageError(f"`--output_dir` = {output_dir!r} exists; give `--overwrite` to replace it, or another name")
-    if (folder := next(_kept_by_others(path), None)) is not None:
-        raise UsageError(
-            f"`--output_dir` = {output_dir!r}: this user may not remove what is in {folder}, so it cannot be replaced; "
-            "choose another name"
-        )
-    if any(path.iterdir()) and not (path / "config.json").is_file():
-        raise UsageError(
-            f"`--output_dir` = {output_dir!r} has no config.json, so it is not a model folder and is not overwritten; "
-            "choose another name"
-        )
+    if (problem := _problem_of_output(path, overwrite, source)) is not None:
+        raise UsageError(f"`--output_dir` = {output_dir!r} {problem}; choose another name")
     return path
+
+
+def _problem_of_output(path: Path, overwrite: bool, source: Path | None) -> str | None:
+    if source is not None and (path == source or path in source.parents):
+        return "contains the checkpoint to convert"
+    if source is not None and source in path.parents:
+        return "is inside of the checkpoint to convert"
+    if (file := file_above(path)) is not None:
+        return f"is below {file}, which is a file"
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        return "is a file"
+    if not overwrite:
+        return "exists, and `--overwrite`, which replaces it, was not given"
+    if (folder := next(_kept_by_others(path), None)) is not None:
+        return f"cannot be replaced, because this user may not remove what is in {folder}"
+    if any(path.iterdir()) and not (path / "config.json").is_file():
+        return "has no config.json, so it is not a model folder and is not overwritten"
+    return None
 
 
 def _kept_by_others(path: Path) -> Iterator[Path]:
@@ -200,21 +205,92 @@ def _kept_by_others(path: Path) -> Iterator[Path]:
             yield folder
 
 
-def check_shipped(folder: Path) -> None:
-    """Check that the checkpoint has all the code that it needs.
-
-    Raises:
-        ConversionError: if a file is missing.
-    """
-    if missing := sorted(name for name, text in code_in(folder).items() if text is None):
-        raise ConversionError(
-            f"{', '.join(missing)} of the model's code was not written to {folder}, and the model cannot be loaded "
-            "without it; install the package again"
-        )
-
-
 def share_permissions(folder: Path) -> None:
     """Give the weight files, which only their owner can read at first, the permissions of the other files."""
     mode = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)
+
+
+# ---- `--push_to_hub`
+
+# The weights of an earlier model there go if this one has none of their name: they could be loaded in place of these.
+WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+
+
+def check_hub_name(name: str) -> None:
+    """Refuse what could not be pushed after the work.
+
+    Raises:
+        UsageError: for an impossible name, without a login, or offline.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"`--push_to_hub {name}`: {reason}; give a name such as user/model") from error
+    if constants.is_offline_mode():
+        raise UsageError(f"`--push_to_hub {name}` needs the Hub, and HF_HUB_OFFLINE is set; unset it, or push later")
+    if get_token() is None:
+        raise UsageError(f"`--push_to_hub {name}` needs a login; run `hf auth login`, or set HF_TOKEN")
+
+
+def push(folder: Path, name: str) -> str:
+    """Create the repository unless it exists, upload the folder as one commit, and return its address.
+
+    Checkpoints for resuming and the models of earlier stages stay where they are.
+
+    Raises:
+        RunError: if the Hub refuses; the folder is complete and stays.
+    """
+    try:
+        api = HfApi()
+        url = api.create_repo(name, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            shown = _without_paths_in(folder.resolve(), Path(scratch) / "model")
+            message = "Upload converted model"
+            api.upload_folder(repo_id=url.repo_id, folder_path=shown, commit_message=message, delete_patterns=WEIGHTS)
+    except Exception as error:  # whatever it is, such as an error of the HTTP library, it must not hide the model
+        known = isinstance(error, (HfHubHTTPError, ValueError))
+        what = "failed" if known else f"could not reach the Hub ({constants.ENDPOINT})"
+        raise RunError(
+            f"the model is complete in {folder}, but `--push_to_hub {name}` {what}: {one_line(error)}; "
+            f"`hf upload {name} {folder}` tries again"
+        ) from error
+    return str(url)
+
+
+def _without_paths_in(folder: Path, place: Path) -> Path:
+    """Links in `place` to the files of a folder, with reports and recipes in which paths have become names."""
+    shutil.copytree(folder, place, copy_function=_link, ignore=shutil.ignore_patterns("stages", "checkpoint-*"))
+    for path in place.rglob("*"):
+        if path.name in (REPORT, HISTORY, RECIPE):
+            text = path.read_text(encoding="utf-8")
+            path.unlink()  # only the link
+            path.write_text(with_texts(path.name, text, without_path), encoding="utf-8")
+    return place
+
+
+def _link(path: str, place: str) -> None:
+    """A link to a file, or a copy where this user may make none, as on Windows."""
+    try:
+        os.symlink(path, place)
+    except OSError:
+        shutil.copyfile(path, place)
+
+
+def with_texts(name: str, content: str, change: Callable[[str], str]) -> str:
+    """The content of a report or of a recipe with every text in it changed; comments of a recipe stay."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: changed(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [changed(inner) for inner in value]
+        return change(value) if isinstance(value, str) else value
+
+    if name != RECIPE:
+        return json.dumps(changed(json.loads(content)), indent=2) + "\n"
+    comments = [line for line in content.splitlines() if line.startswith("#")]
+    values = yaml.safe_dump(changed(yaml.safe_load(content)), sort_keys=False, allow_unicode=True)
+    return "\n".join([*comments, values])
