@@ -44,7 +44,6 @@ def options(llama: str, files: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (["--warmup_ratio", 0.5], [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]),
         (["--warmup_ratio", 0.2], [0, 0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),  # 1.6 steps are 2
         (["--warmup_ratio", 0.5, "--lr_scheduler_type", "constant_with_warmup"], [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
         (["--lr_scheduler_type", "constant"], [1] * STEPS),
@@ -90,9 +89,3 @@ def test_gradients_are_clipped_to_the_norm(limit: float, finetune, options: list
     assert event["grad_norm"] == pytest.approx(whole.norm().item(), rel=1e-4)
     factor = 0.05 / (whole.norm() + 1e-6) if limit == 0.05 else 1.0  # torch's own guard against a norm of 0
     torch.testing.assert_close(clipped, whole * factor, rtol=1e-4, atol=1e-9)
-
-
-def test_gradients_are_clipped_to_1_by_default(finetune, options: list[Any], steps: Steps) -> None:
-    events = finetune(*options, "--max_train_steps", 2, "--task_loss_weight", 100)
-    assert all(event["grad_norm"] > 1 for event in events)
-    assert [gradient.norm().item() for _, gradient in steps] == pytest.approx([1, 1], rel=1e-4)

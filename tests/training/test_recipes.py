@@ -13,9 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from task_twins import TWINS
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from hf_linear_attention import convert
 from hf_linear_attention.training.tasks import TASKS
 from hf_linear_attention.training.tracking import read_metrics
 
@@ -43,16 +41,13 @@ def originals(request: pytest.FixtureRequest, files: Path) -> Callable[[str], tu
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_trains_on_two_processes(
-    recipe: Path, originals: Callable[[str], tuple[str, Path, str]], tmp_path: Path, dataset_cache: Path
+    recipe: Path, originals: Callable[[str], tuple[str, Path, str]], converted: Any, tmp_path: Path, dataset_cache: Path
 ) -> None:
     task = yaml.safe_load(recipe.read_text(encoding="utf-8"))["task"]
     original, files, suffix = originals(task)
-    converted, out = tmp_path / "converted", tmp_path / "out"
     settings = {"drop": ["position_bias"]} if task == "seq2seq_lm" else {}
-    convert(original, mechanism="linear", feature_map="exp", **settings).save_pretrained(converted)
-    processor = {"text": AutoTokenizer, "images": AutoImageProcessor, "sound": AutoProcessor}[TASKS[task].inputs]
-    processor.from_pretrained(original).save_pretrained(converted)
-    options: list[Any] = ["--config", recipe, "--model_name_or_path", converted, "--teacher_name_or_path", original]
+    student, out = converted(original, mechanism="linear", feature_map="exp", **settings), tmp_path / "out"
+    options: list[Any] = ["--config", recipe, "--model_name_or_path", student, "--teacher_name_or_path", original]
     options += ["--train_file", files / f"train.{suffix}", "--validation_file", files / f"valid.{suffix}"]
     options += ["--output_dir", out, "--max_train_steps", 2, "--logging_steps", 1]
     options += ["--per_device_train_batch_size", 4, *(["--max_length", 64] if TASKS[task].inputs == "text" else [])]
@@ -64,7 +59,7 @@ def test_every_recipe_trains_on_two_processes(
     assert len(losses) == 2
     assert all(math.isfinite(loss) for loss in losses)
     assert [event["step"] for event in events if any(name.startswith("eval_") for name in event)] == [0, 2]
-    before, after = (load_file(folder / "model.safetensors") for folder in (converted, out))
+    before, after = (load_file(folder / "model.safetensors") for folder in (student, out))
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert any(".linear_attention." in name for name in changed)
     assert any(".linear_attention." not in name for name in changed)

@@ -14,10 +14,8 @@ from safetensors.torch import load_file
 
 from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention._common.model_card import HISTORY
-from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.training.checkpoints import changed_settings, compare_recipes
 from hf_linear_attention.training.loop import TrainingLoop
-from hf_linear_attention.training.recipe import FACTS
 
 
 RESUME = ["--resume_from_checkpoint", "latest"]
@@ -69,7 +67,6 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("before", "after", "name"),
     [
         (["--validation_file", "valid.tsv"], ["--validation_file", "train.tsv"], "validation_file"),
-        (["--max_eval_tokens", 90], [], "max_eval_tokens"),
         (["--metric_for_best_model", "accuracy"], ["--metric_for_best_model", "f1"], "metric_for_best_model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -135,16 +132,6 @@ def test_another_teacher_is_another_evaluation_of_embeddings(task: str, evaluati
     changed = changed_settings(*({"task": task, "teacher_name_or_path": teacher} for teacher in "ab"))
     assert (changed.fixed, changed.watched) == ([], ["teacher_name_or_path: a -> b"])
     assert changed.evaluation == evaluation
-
-
-@pytest.mark.parametrize("name", FACTS)
-def test_another_value_means_on_resumption_what_the_option_says(name: str) -> None:
-    """Options are refused unless their metadata say otherwise, so that a new one cannot be forgotten."""
-    changed = changed_settings({name: "old"}, {name: "new"})
-    text, meaning = [f"{name}: old -> new"], FACTS[name].meaning_on_resume({name: "new"})
-    assert changed.fixed == (text if OnResume.REFUSED in meaning else [])
-    assert changed.watched == (text if OnResume.WARNED in meaning else [])
-    assert changed.evaluation == (text if OnResume.INCOMPARABLE in meaning else [])
 
 
 def test_a_run_with_an_option_that_is_gone_is_refused() -> None:

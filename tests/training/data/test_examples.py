@@ -74,11 +74,6 @@ def test_paragraphs_of_a_text_file_are_documents(build, files: Path, tokenizer: 
     assert paragraphs("a\nb\nc\n") == ["a", "b", "c"]
 
 
-def test_first_tokens_of_the_evaluation_text(build, files: Path) -> None:
-    limited = build("causal_lm", "validation", validation_file=str(files / "valid.txt"), max_eval_tokens=40)
-    assert 40 <= limited.lengths.sum() < 40 + 16
-
-
 def test_tables(build, tmp_path: Path) -> None:
     """Quotes in a .tsv are characters; the text "null" is a text."""
     (tmp_path / "t.tsv").write_text('text\tlabel\n"open quote\ta\nnull\tb\nthree\ta\n', encoding="utf-8")
@@ -154,12 +149,6 @@ def test_class_mapping() -> None:
     trained = BertConfig(num_labels=2, architectures=["BertForSequenceClassification"])
     with pytest.raises(TrainingError, match=r"\['0', '1', '2'\].*LABEL_0, LABEL_1"):
         class_mapping(trained, ["0", "1", "2"])
-
-
-def test_class_names_of_a_class_label_column() -> None:
-    features = datasets.Features({"label": datasets.ClassLabel(names=["no", "yes"])})
-    rows = datasets.Dataset.from_dict({"label": [1, 0]}, features=features)
-    assert label_names(rows, "label") == ["yes", "no"]
 
 
 def test_tokens_are_kept_between_runs(

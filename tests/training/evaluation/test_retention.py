@@ -26,10 +26,7 @@ from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.retention import (
     SeparateWindows,
     batches_of,
-    bucket_edges,
     compare,
-    distance_edges,
-    grams_in,
     longest_window,
     most_positions,
     nats_of,
@@ -116,13 +113,6 @@ def test_a_language_model_against_its_teacher(teacher) -> None:
     assert figures["student"] == pytest.approx(total / sum(counts))
 
 
-def test_an_equal_model_has_no_gap(teacher) -> None:
-    figures = compare(teacher, convert(teacher, mechanism="linear", layers="none"), batches())
-    assert figures["gap"] == 0
-    assert figures["agreement"] == 1
-    assert "gap_closed" not in figures
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("bos", [1, None])
 def test_buckets_are_those_of_a_loop_over_windows(llama_teacher: str, bos: int | None) -> None:
@@ -171,12 +161,6 @@ def test_the_length_is_the_least_of_what_ends_it() -> None:
     assert longest_window(512, 100_000, 16_384, 1024) == (1024, "the last position that the model has")
 
 
-def test_edges_are_powers_of_two_times_the_trained_length() -> None:
-    assert bucket_edges(512, 4096) == [0, 64, 128, 256, 512, 1024, 2048, 4096]
-    assert bucket_edges(100, 350) == [0, 12, 25, 50, 100, 200, 350]
-    assert bucket_edges(512, 100) == [0, 64, 100]
-
-
 @pytest.mark.parametrize(
     ("config", "ends"),
     [
@@ -205,14 +189,6 @@ def test_the_text_that_examples_are_cut_from() -> None:
     assert (running_text(documents) == np.concatenate([STREAM[:10], STREAM[50:53]])).all()
 
 
-def test_one_target_has_no_standard_error() -> None:
-    nats = {"student": torch.tensor([1.0, 2.0]), "teacher": torch.tensor([0.5, 1.0])}
-    first, second = position_buckets(torch.tensor([0, 9]), nats, [0, 5, 10], [("student", "teacher")])
-    assert first["student_minus_teacher"]["mean"] == 0.5
-    assert math.isnan(first["student_minus_teacher"]["standard_error"])
-    assert second["student"] == 2.0
-
-
 def test_distances_are_those_of_a_naive_search() -> None:
     examples = StreamWindows(HELD_OUT, 64, 1)
     found = recall_distances(repeats(examples), TRAINING)
@@ -230,11 +206,6 @@ def test_distances_are_those_of_a_naive_search() -> None:
     assert found.tolist() == expected
     assert len(expected) == len(HELD_OUT)
     assert 20 < sum(distance > 0 for distance in expected) < 250  # some repeats are not rare, some targets none
-
-
-def test_documents_are_counted_apart() -> None:
-    gram = (3, 4, 5, 3)
-    assert grams_in([[3, 4, 5, 3, 4, 5, 3], [3, 4], [5, 3]], {gram}) == {gram: 2}
 
 
 def test_the_share_of_the_gap_needs_targets_and_a_gap(monkeypatch) -> None:
@@ -257,9 +228,3 @@ def test_the_share_of_the_gap_needs_targets_and_a_gap(monkeypatch) -> None:
     assert math.isnan(empty["student"])
     (alone,) = recall_buckets(distance, {"teacher": nats["teacher"]}, [56, 128], "same_bytes")
     assert "closed" not in alone
-
-
-def test_edges_go_up_to_the_length() -> None:
-    assert distance_edges(512) == [56, 128, 256, 512]
-    assert distance_edges(300) == [56, 128, 256, 300]
-    assert distance_edges(48) == []

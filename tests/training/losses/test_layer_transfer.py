@@ -7,18 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
-
-from hf_linear_attention import convert
-
-
-@pytest.fixture
-def converted(llama_teacher: str, tmp_path: Path) -> Path:
-    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="linear", feature_map="exp")
-    model.save_pretrained(tmp_path / "converted")
-    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "converted")
-    return tmp_path / "converted"
 
 
 def changed(folder: Path, source: Path) -> set[str]:
@@ -30,14 +19,15 @@ def changed(folder: Path, source: Path) -> set[str]:
 
 
 def test_every_mechanism_learns_and_what_follows_the_last_is_not_computed(
-    finetune, converted: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finetune, converted, llama_teacher: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     forward = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda *a: calls.append(1) or forward(*a))
-    options = ["--model_name_or_path", converted, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
+    student = converted(llama_teacher, mechanism="linear", feature_map="exp")
+    options = ["--model_name_or_path", student, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
     options += ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--max_length", 32, "--join_documents"]
     steps = finetune(*options, "--max_train_steps", 3, "--logging_steps", 1)
-    assert changed(tmp_path / "out", converted) == {"layers.0", "layers.1"}
+    assert changed(tmp_path / "out", student) == {"layers.0", "layers.1"}
     assert {name for name in steps[0] if "layer_" in name} == {f"attention_transfer.layer_{layer}" for layer in (0, 1)}
     assert len(calls) == 2 + 1 + 1  # the last MLP is computed once, to see that no attention follows it
