@@ -34,7 +34,6 @@ from hf_linear_attention.training.data.file_checks import (
 )
 from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
 from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
-from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import (
     DataArguments,
     ModelArguments,
@@ -45,6 +44,7 @@ from hf_linear_attention.training.recipe import (
     TaskArguments,
 )
 from hf_linear_attention.training.recipe_parser import FILE_TYPES, fill_defaults
+from hf_linear_attention.training.tasks import missing_library, needs
 
 
 if TYPE_CHECKING:

@@ -48,7 +48,6 @@ from hf_linear_attention.training.evaluation.embeddings import (
     retrieval_test,
     with_teacher,
 )
-from hf_linear_attention.training.evaluation.generation_figures import continued, generation_figures
 from hf_linear_attention.training.evaluation.retention import (
     SMALLEST_GAP,
     SeparateWindows,
@@ -56,7 +55,9 @@ from hf_linear_attention.training.evaluation.retention import (
     TokenFigures,
     batches_of,
     bucket_edges,
+    continued,
     distance_edges,
+    generation_figures,
     is_hybrid,
     longest_window,
     most_positions,

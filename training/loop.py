@@ -29,8 +29,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from hf_linear_attention._common.errors import TerminatedError, TrainingError
 from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParameters, TrainingState
-from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, count_units, loader
-from hf_linear_attention.training.data.inputs import TrainInputs
+from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, TrainInputs, count_units, loader
 from hf_linear_attention.training.data.processors import Processor, tokenizer_of
 from hf_linear_attention.training.distributed import (
     engine_of,
@@ -42,8 +41,7 @@ from hf_linear_attention.training.distributed import (
 )
 from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator, RetrievalTest
 from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation, Selection
-from hf_linear_attention.training.losses.combined_loss import LOSS, StudentWithObjectives, TransferLayers
-from hf_linear_attention.training.losses.objectives import Objective
+from hf_linear_attention.training.losses.objectives import LOSS, Objective, StudentWithObjectives, TransferLayers
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
 from hf_linear_attention.training.models import freeze, parameter_groups

@@ -33,7 +33,6 @@ from hf_linear_attention.training.data.file_checks import (
     folder_files,
     wanted_columns,
 )
-from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.presets import (
     Preset,
     Stage,
@@ -51,7 +50,7 @@ from hf_linear_attention.training.recipe import (
     Recipe,
     parse_dims,
 )
-from hf_linear_attention.training.tasks import RETRIEVAL
+from hf_linear_attention.training.tasks import RETRIEVAL, missing_library, needs
 from hf_linear_attention.training.tracking import tracker_problems
 
 

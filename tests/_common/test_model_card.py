@@ -12,7 +12,7 @@ import yaml
 
 from hf_linear_attention._common.model_card import escaped, metric_type, write_model_card
 from hf_linear_attention.conversion.report import GENERATION, LABELS, quality_rows
-from hf_linear_attention.training.evaluation.scores import GREATER_IS_BETTER
+from hf_linear_attention.training.evaluation.evaluator import GREATER_IS_BETTER
 
 
 def read_card(folder):

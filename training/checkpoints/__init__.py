@@ -47,7 +47,7 @@ from hf_linear_attention._common.heads import is_without_head
 from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.training.data.inputs import CONTENT
+from hf_linear_attention.training.data.batches import CONTENT
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import (
     engine_of,

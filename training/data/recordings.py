@@ -24,7 +24,7 @@ from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.attention.transformers_internals import count_frames
 from hf_linear_attention.training.data.packing import Example, Examples, Part, Tokens, finished
 from hf_linear_attention.training.data.processors import load_config
-from hf_linear_attention.training.data.rows import bad_text, folder_of, refuse_bad, require_column
+from hf_linear_attention.training.data.rows import bad_texts, folder_of, refuse_bad, require_column
 from hf_linear_attention.training.data.texts import target_tokens
 from hf_linear_attention.training.models import empty_model
 from hf_linear_attention.training.recipe import Recipe
@@ -196,7 +196,7 @@ def check_recordings(part: Part) -> None:
         name = recipe.data.text_column_name
         require_column(rows, "text_column_name", name)
         texts = list(rows[name])
-        bad |= {number: bad_text(name, text) for number, text in enumerate(texts) if not isinstance(text, str)}
+        bad |= bad_texts(rows, [name], may_be_empty=True)
     if longest is None and "input_values" in processor.feature_extractor.model_input_names:
         needed = np.ones(len(rows), np.int64)
         if recipe.task.logits == "frames" and _needs_text(part):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention._common.model_card import HISTORY
 from hf_linear_attention.training.checkpoints import changed_settings, compare_recipes
+from hf_linear_attention.training.evaluation.evaluator import SCORES
 from hf_linear_attention.training.loop import TrainingLoop
 
 
@@ -43,7 +44,7 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         value = values.pop(0)
         return {"accuracy": value, "f1": value}
 
-    monkeypatch.setattr("hf_linear_attention.training.evaluation.evaluator.Classification._compute", compute)
+    monkeypatch.setitem(SCORES, "sequence_classification", (SCORES["sequence_classification"][0], compute))
     return values
 
 

@@ -13,12 +13,11 @@ from recipes import recipe_of
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from hf_linear_attention._common.errors import TrainingError
-from hf_linear_attention.training.data import tokenization
+from hf_linear_attention.training.data import texts as tokenization
 from hf_linear_attention.training.data.batches import pad
 from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.rows import label_names, load_rows
-from hf_linear_attention.training.data.texts import build_examples, check_texts
-from hf_linear_attention.training.data.tokenization import paragraphs
+from hf_linear_attention.training.data.texts import build_examples, check_texts, paragraphs
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import DataArguments
 
@@ -97,7 +96,7 @@ BAD_FILES = {
     ),
     "t.csv": (
         'text,label\n"a\nb",x\n,y\nb,\nc,y\n',
-        ["line 4: `text` is empty, but has a label", "line 5: `label` is missing"],
+        ["line 4: `text` is empty", "line 5: `label` is missing"],
     ),
 }
 

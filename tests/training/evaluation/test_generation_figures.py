@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.evaluation.generation_figures import (
+from hf_linear_attention.training.evaluation.retention import (
     agreement_length,
     continued,
     drawn,

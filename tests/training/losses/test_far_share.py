@@ -14,8 +14,12 @@ from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.training.losses import objectives as far_share
-from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.losses.objectives import share_divergence
+from hf_linear_attention.training.losses.objectives import (
+    OBJECTIVES,
+    StudentWithObjectives,
+    build_objectives,
+    share_divergence,
+)
 from hf_linear_attention.training.presets import fit_to, load_preset
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.losses.combined_loss import (
+from hf_linear_attention.training.losses.objectives import (
     OBJECTIVES,
     StudentWithObjectives,
     build_objectives,

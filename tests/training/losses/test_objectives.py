@@ -13,8 +13,13 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.losses.objectives import absolute_head_error, map_cross_entropy
+from hf_linear_attention.training.losses.objectives import (
+    OBJECTIVES,
+    StudentWithObjectives,
+    absolute_head_error,
+    build_objectives,
+    map_cross_entropy,
+)
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import ObjectiveArguments, Recipe
 
