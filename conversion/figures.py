@@ -50,7 +50,6 @@ from hf_linear_attention.training.evaluation.embeddings import (
 )
 from hf_linear_attention.training.evaluation.retention import (
     SMALLEST_GAP,
-    SeparateWindows,
     Settings,
     TokenFigures,
     batches_of,
@@ -69,6 +68,7 @@ from hf_linear_attention.training.evaluation.retention import (
     repeats,
     running_text,
     score,
+    separate_windows,
     summary,
     target_positions,
     window_settings,
@@ -340,7 +340,7 @@ def _positions(
     """The nats per token of all models by position, in windows that are longer than the trained length."""
     trained_length = trained_length_of(teacher, student, text)
     length, ended_by = window_length(teacher, trained_length, text)
-    windows = SeparateWindows(running_text(text.examples), max(length, 2), text.bos_token_id)
+    windows = separate_windows(running_text(text.examples), max(length, 2), text.bos_token_id)
     facts = {"trained_length": trained_length, "length": length, "ended_by": ended_by, "windows": len(windows)}
     if len(windows) == 0:
         return {**facts, "buckets": []}

@@ -112,7 +112,7 @@ class ObjectiveArguments:
         "Keep the outputs of the teacher in this folder, and read them where a text is trained on again: in a later "
         "epoch, stage or run. Attention transfer computes them anyway, and only writes them.",
         None,
-        needs=("teacher_name_or_path", *TRANSFER_WEIGHTS),
+        needs=(*TEACHER_WEIGHTS, *TRANSFER_WEIGHTS),
         tasks=CACHED,
         is_path=True,
         on_resume=OnResume.WARNED,

@@ -31,6 +31,7 @@ from hf_linear_attention.training.data.file_checks import (
     column_instead,
     file_problems,
     folder_files,
+    option_problems,
     wanted_columns,
 )
 from hf_linear_attention.training.presets import (
@@ -54,7 +55,6 @@ from hf_linear_attention.training.tasks import RETRIEVAL, missing_library, needs
 from hf_linear_attention.training.tracking import tracker_problems
 
 
-FILE_TYPES = SUFFIXES
 GENERATED = ("exact_match", "f1", "same_text", "wer", "cer")
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
@@ -86,7 +86,6 @@ def find_problems(recipe: Recipe) -> list[str]:
         _checkpoints,
         _files,
         _data_folder,
-        _caching,
         _columns,
         _objectives,
         _adapters,
@@ -125,12 +124,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
         path = getattr(data, name)
         if path is None:
             continue
-        if Path(path).suffix not in FILE_TYPES:
-            yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
-        elif not os.path.isfile(path):  # unlike `Path.is_file`, it is False in a folder that may not be read
-            what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
-            yield f"`--{name} {path}`: {what}; check the path"
-        elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
+        if Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
             what = {"text": "classes", "images": "images", "sound": "recordings"}[recipe.task.inputs]
             what = "targets" if recipe.task.pair_column else what
             what = "questions" if recipe.task.logits == "spans" else what
@@ -140,7 +134,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
             )
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
-            yield from file_problems(path, columns, column_instead(recipe))
+            yield from option_problems(name, path, columns, column_instead(recipe))
     if recipe.task_options.retrieval_file is not None:
         try:
             check_retrieval_file(recipe.task_options.retrieval_file)
@@ -167,13 +161,8 @@ def _data_folder(recipe: Recipe) -> Iterator[str]:
             yield str(error)
             return
         for path in files:
-            if Path(path).suffix in FILE_TYPES:
+            if Path(path).suffix in SUFFIXES:
                 yield from file_problems(path, columns, column_instead(recipe))
-
-
-def _caching(recipe: Recipe) -> Iterator[str]:
-    if recipe.objective.cache_teacher is not None and not recipe.imitates:
-        yield f"`--cache_teacher` needs an objective with a teacher: give one of {', '.join(TEACHER_WEIGHTS)}"
 
 
 def _columns(recipe: Recipe) -> Iterator[str]:

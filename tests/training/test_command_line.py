@@ -72,7 +72,7 @@ def base(files: Path, tmp_path: Path) -> list[str]:
         (["--output_dir", "."], ["is not empty", "--resume_from_checkpoint latest", "--overwrite_output_dir"]),
         (
             [*TEACHER, "--cache_teacher", "c", "--task_loss_weight", "1", "--logits_kl_weight", "0"],
-            ["needs an objective with a teacher"],
+            ["--cache_teacher c` needs `--logits_kl_weight` or"],
         ),
         (["--task", "image_classification", "--max_length", "8"], ["--max_length` has no effect for `--task image"]),
         (["--train_file", "", "--dataset_name", ""], ["`--train_file` is empty"]),

@@ -114,7 +114,6 @@ class TrainedParameters:
 
 
 STATE_FILE = "trainer_state.json"
-GONE_COUNT = "evaluations_since_best"  # which earlier versions kept in the state
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
 # Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
 # change, except the number of processes, as long as no process has its own part of the optimizer.
@@ -164,14 +163,8 @@ def damage_of(checkpoint: Path) -> str | None:
     state, recipe = content.get("state"), content.get("recipe")
     if not isinstance(state, dict) or not isinstance(recipe, dict):
         return f"{STATE_FILE} has no `state` or no `recipe`"
-    known = {entry.name: getattr(TrainingState(), entry.name) for entry in dataclasses.fields(TrainingState)}
-    given = {name: value for name, value in state.items() if name != GONE_COUNT}
-    wrong = [name for name, value in given.items() if name not in known or type(value) is not type(known[name])]
-    counts = [state.get(name) for name, value in known.items() if isinstance(value, int)]
-    if wrong or not all(type(count) is int and count >= 0 for count in counts):
-        return f"`state` in {STATE_FILE} is not the progress of a run"
-    if checkpoint.name != f"checkpoint-{state['step']}":
-        return f"{STATE_FILE} is that of step {state['step']}"
+    if checkpoint.name != f"checkpoint-{state.get('step')}":
+        return f"{STATE_FILE} is that of step {state.get('step')}"
     return None
 
 
@@ -285,17 +278,27 @@ class Checkpointer:
         """The progress of a checkpoint. Its best evaluation is dropped if later ones cannot be compared with it.
 
         Raises:
-            TrainingError: if it is a checkpoint of another run.
+            SetupError: if a changed setting makes it another run.
         """
         content = read_json(checkpoint / STATE_FILE)
-        changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
+        changed = changed_settings(content["recipe"], self.recipe)
+        if fixed := changed[OnResume.REFUSED]:
+            raise SetupError(
+                f"cannot resume from {checkpoint}, because these settings decide the data order or the model: "
+                f"{'; '.join(fixed)}; give the old values, or start a new run in another `--output_dir`"
+            )
+        if watched := changed[OnResume.WARNED]:
+            logger.warning(
+                "the settings have changed, so the run continues differently than without a break: %s",
+                "; ".join(watched),
+            )
         names = {entry.name for entry in dataclasses.fields(TrainingState)}
         state = TrainingState(**{name: value for name, value in content["state"].items() if name in names})
-        if changed.evaluation and state.best:
+        if (other := changed[OnResume.INCOMPARABLE]) and state.best:
             logger.warning(
                 "the best evaluation so far (step %d) cannot be compared with later ones (%s): the best is chosen "
                 "among the later ones",
-                *(state.best["step"], "; ".join(changed.evaluation)),
+                *(state.best["step"], "; ".join(other)),
             )
             state.best = {}
         return state
@@ -319,21 +322,12 @@ class Checkpointer:
         load_accelerator_state(str(checkpoint), [], [], [self.scheduler], [], process, scaler)
 
 
-@dataclass(frozen=True)
-class ChangedSettings:
-    """The facts that differ from those of a checkpoint, each as `name: old -> new`.
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[OnResume, list[str]]:
+    """The facts of the run that resumes that differ from those of a checkpoint, as `name: old -> new`, by meaning.
 
-    Those in `fixed` make it another run, those in `watched` change how the run continues, and those in `evaluation`
-    make its evaluations incomparable.
+    Those that are REFUSED make it another run, those that are WARNED of change how it continues, and with those that are
+    INCOMPARABLE its evaluations cannot be compared.
     """
-
-    fixed: list[str]
-    watched: list[str]
-    evaluation: list[str]
-
-
-def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
-    """The differences between the recipe `old` of a checkpoint and the recipe `new` of the run that resumes from it."""
     known = {**FACTS, "world_size": WORLD_SIZE}
     gone = {name: old[name] for name in DECIDED_WEIGHTS if name in old and not GONE[name].is_harmless(old[name])}
     # A version that did not know an option did what its default does.
@@ -342,30 +336,12 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSetting
     if old.get(CONTENT) is None:  # the checkpoint is from a version that did not record it
         changed.pop(CONTENT, None)
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
-    fixed, watched, evaluation = (
-        [text for name, text in changed.items() if meaning in meanings[name]]
+    found = {
+        meaning: [text for name, text in changed.items() if meaning in meanings[name]]
         for meaning in (OnResume.REFUSED, OnResume.WARNED, OnResume.INCOMPARABLE)
-    )
-    fixed += [f"{name}: {value} -> not an option of this version" for name, value in gone.items()]
-    return ChangedSettings(fixed, watched, evaluation)
-
-
-def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> ChangedSettings:
-    """Refuse to resume what would be another run, and warn if the run will continue differently.
-
-    Raises:
-        SetupError: if a difference makes it another run.
-    """
-    changed = changed_settings(old, new)
-    if changed.fixed:
-        raise SetupError(
-            f"cannot resume from {checkpoint}, because these settings decide the data order or the model: "
-            f"{'; '.join(changed.fixed)}; give the old values, or start a new run in another `--output_dir`"
-        )
-    if changed.watched:
-        text = "; ".join(changed.watched)
-        logger.warning("the settings have changed, so the run continues differently than without a break: %s", text)
-    return changed
+    }
+    found[OnResume.REFUSED] += [f"{name}: {value} -> not an option of this version" for name, value in gone.items()]
+    return found
 
 
 SENTENCE_MODEL_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")

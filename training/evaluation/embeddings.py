@@ -68,12 +68,14 @@ def read_retrieval(path: str) -> Retrieval:
         raise RuntimeError("the file is named above")
     for name in (QUERY, DOCUMENT):
         require_column(rows, "retrieval_file", name)
-    refuse_bad(bad_texts(rows, [DOCUMENT]), data, "validation")
+    others = {n: query for n, query in enumerate(rows[QUERY]) if query is not None and not isinstance(query, str)}
+    bad = {number: f"`{QUERY}` is {query!r}, not a text" for number, query in others.items()}
+    refuse_bad(bad | bad_texts(rows, [DOCUMENT]), data, "validation")
     documents: dict[str, int] = {}
     relevant: dict[str, set[int]] = {}
     for query, document in zip(rows[QUERY], rows[DOCUMENT], strict=True):
         place = documents.setdefault(document, len(documents))
-        if isinstance(query, str) and query.strip():
+        if query is not None and query.strip():
             relevant.setdefault(query, set()).add(place)
     if not relevant:
         raise DataError(f"`--retrieval_file {path}` has no query; fill the column `{QUERY}`")

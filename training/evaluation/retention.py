@@ -50,7 +50,7 @@ from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, 
 from hf_linear_attention.mechanisms.window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, aligned_labels, loader
-from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, FirstExamples, StreamWindows, Tokens
+from hf_linear_attention.training.data.packing import IGNORED, Documents, Examples, FirstExamples, StreamWindows, Tokens
 from hf_linear_attention.training.losses.outputs import run_model
 
 
@@ -200,29 +200,14 @@ def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, 
     }
 
 
-class SeparateWindows:
+def separate_windows(stream: Tokens, length: int, bos_token_id: int | None) -> Documents:
     """`stream` cut into full windows of `length` tokens, including the BOS, that do not overlap; the rest is unused."""
-
-    def __init__(self, stream: Tokens, length: int, bos_token_id: int | None) -> None:
-        self.stream, self.bos_token_id = stream, bos_token_id
-        self.body = length - (bos_token_id is not None)
-
-    @property
-    def lengths(self) -> Tokens:
-        """The number of tokens of every window, without the BOS."""
-        return np.full(len(self), self.body, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.stream) // self.body
-
-    def __getitem__(self, index: int) -> Example:
-        tokens = self.stream[index * self.body : (index + 1) * self.body]
-        if self.bos_token_id is None:
-            return {"input_ids": tokens, "labels": tokens}
-        return {
-            "input_ids": np.concatenate([[self.bos_token_id], tokens]),
-            "labels": np.concatenate([[IGNORED], tokens]),
-        }
+    body = length - (bos_token_id is not None)
+    parts = [stream[start : start + body] for start in range(0, len(stream) - body + 1, body)]
+    if bos_token_id is None:
+        return Documents(parts, "tokens")
+    inputs, labels = ([np.concatenate([[first], part]) for part in parts] for first in (bos_token_id, IGNORED))
+    return Documents(inputs, labels)
 
 
 def running_text(examples: Examples) -> Tokens:

@@ -16,8 +16,6 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -361,56 +359,6 @@ def _log_sum(logits: Tensor, mask: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), largest - share.log(), largest)
 
 
-class LastLayerReachedError(Exception):
-    """Ends a forward pass after the last converted layer."""
-
-
-def layer_name(objective: str, layer: int) -> str:
-    """The name of a layer's error in metrics.jsonl."""
-    return f"{objective}.layer_{layer}"
-
-
-class TransferLayers:
-    """The converted layers, which attention transfer trains.
-
-    Every layer is trained on the softmax model's activations. So what follows the last one need not be computed.
-    """
-
-    def __init__(self, model: nn.Module, is_sharded: bool = False) -> None:
-        """Find the converted layers of `model`.
-
-        Args:
-            model: the student.
-            is_sharded: whether the model has hooks after its layers that must run in every pass.
-        """
-        self.modules = list(linear_attention_modules(model).values())
-        self.numbers = [module.linear_attention.shape.layer for module in self.modules]
-        self.called, self.is_sharded = list[nn.Module](), is_sharded
-        # After its call a pass can end. If a module is called several times (ALBERT), there is none.
-        self.final: nn.Module | None = None
-
-    def observe(self, seen: list[ObservedAttention], call: ObservedAttention) -> None:
-        """Append `call` to `seen`.
-
-        Raises:
-            LastLayerReachedError: after `final`.
-        """
-        self.called.append(call.module)
-        seen.append(call)
-        if call.module is self.final:
-            raise LastLayerReachedError
-
-    def begin_pass(self) -> None:
-        """Forget the calls of the last pass."""
-        self.called.clear()
-
-    def end_whole_pass(self) -> None:
-        """Let later passes end in the last module if it was called last, and once, in this whole pass."""
-        last = self.modules[-1]
-        if not self.is_sharded and self.called[-1:] == [last] and self.called.count(last) == 1:
-            self.final = last
-
-
 def layer_of(call: ObservedAttention) -> int:
     """The number of the layer that made the call."""
     return call.module.linear_attention.shape.layer
@@ -454,21 +402,19 @@ class StudentWithObjectives(nn.Module):
         student: Any,
         objectives: dict[str, tuple[float, Objective]],
         layers: str | None,
-        transfer: TransferLayers | None = None,
         note: Note | None = None,
     ) -> None:
         """Combine the student and its objectives.
 
         Args:
             layers: which hidden states the student returns: "last", "all" or None.
-            transfer: the layers that attention transfer trains; by default those of `student`.
             note: what is called with every batch and the outputs of the softmax model in attention transfer.
         """
         super().__init__()
         if "far_share" in objectives:
             check_far_share(student)
-        self.student, self.objectives, self.layers = student, objectives, layers
-        self.transfer, self.note = transfer or TransferLayers(student), note
+        self.student, self.objectives, self.layers, self.note = student, objectives, layers, note
+        self.numbers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
         if any(objective.needs_attention_weights for _, objective in objectives.values()):
             student.set_attn_implementation("eager")
@@ -489,9 +435,9 @@ class StudentWithObjectives(nn.Module):
             terms[name] = total.mean()
             if total.dim():
                 errors = list(zip(map(layer_of, student.attention), total.detach(), strict=True))
-                for layer in self.transfer.numbers:  # a layer that is called several times has several errors
+                for layer in self.numbers:  # a layer that is called several times has several errors
                     own = torch.stack([error for called, error in errors if called == layer])
-                    of_layers[layer_name(name, layer)] = own.mean()
+                    of_layers[f"{name}.layer_{layer}"] = own.mean()
         loss = weighted_sum(self.objectives, terms)
         figures = {LOSS: loss.detach()} | {name: term.detach() for name, term in terms.items()}
         return loss, figures | of_layers
@@ -506,11 +452,10 @@ class StudentWithObjectives(nn.Module):
 
     def _observed(self, batch: Batch) -> StudentOutputs:
         seen: list[ObservedAttention] = []
-        self.transfer.begin_pass()
-        with observe_attention(self.student, partial(self.transfer.observe, seen)), suppress(LastLayerReachedError):
-            outputs = run_model(self.student, batch, self.layers)
-            if self.note is not None:
-                self.note(batch, outputs, self.layers)
-            else:  # nobody needs what follows the last attention
-                self.transfer.end_whole_pass()
+        # Every layer learns on the activations of the softmax model, so nobody needs the output layer.
+        needs_whole = self.note is not None or getattr(self.student.config, "is_encoder_decoder", False)
+        with observe_attention(self.student, seen.append):
+            outputs = run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
+        if self.note is not None:
+            self.note(batch, outputs, self.layers)
         return StudentOutputs(attention=tuple(seen))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention._common.model_card import HISTORY
-from hf_linear_attention.training.checkpoints import changed_settings, compare_recipes
+from hf_linear_attention._common.options import OnResume
+from hf_linear_attention.training.checkpoints import changed_settings
 from hf_linear_attention.training.evaluation.evaluator import SCORES
 from hf_linear_attention.training.loop import TrainingLoop
 
@@ -117,11 +117,14 @@ def test_the_same_evaluation_goes_on_being_compared(
 
 
 def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_taken(
-    finetune, options: list[Any], files: Path, tmp_path: Path
+    finetune, options: list[Any], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune(*options, "--validation_file", files / "valid.tsv")
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
-    finetune(*options, "--validation_file", files / "train.tsv", *RESUME)
+    other = [*options, "--validation_file", files / "train.tsv", *RESUME]
+    finetune(*other, "--seed", 1, expect=2)
+    assert "seed: 42 -> 1" in capsys.readouterr().err
+    finetune(*other)
     assert same_weights(tmp_path / "out", tmp_path / "out" / "checkpoint-10")
     figures = json.loads((tmp_path / "out" / HISTORY).read_text(encoding="utf-8"))["runs"][-1]["metrics"]
     assert figures["eval_samples"] == 60
@@ -131,15 +134,17 @@ def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_
 def test_another_teacher_is_another_evaluation_of_embeddings(task: str, evaluation: list[str]) -> None:
     """They are compared with the teacher's."""
     changed = changed_settings(*({"task": task, "teacher_name_or_path": teacher} for teacher in "ab"))
-    assert (changed.fixed, changed.watched) == ([], ["teacher_name_or_path: a -> b"])
-    assert changed.evaluation == evaluation
+    assert changed[OnResume.REFUSED] == []
+    assert changed[OnResume.WARNED] == ["teacher_name_or_path: a -> b"]
+    assert changed[OnResume.INCOMPARABLE] == evaluation
 
 
 def test_a_run_with_an_option_that_is_gone_is_refused() -> None:
     """But not one that had its default, or that chose only where and when to evaluate."""
     old = {"loss_on": "answers", "on_bad_rows": "raise", "streaming": False, "doc_stride": None, "max_eval_samples": 9}
-    assert changed_settings(old, {}).fixed == []
-    assert changed_settings({**old, "loss_on": "all"}, {}).fixed == ["loss_on: all -> not an option of this version"]
+    assert changed_settings(old, {})[OnResume.REFUSED] == []
+    refused = changed_settings({**old, "loss_on": "all"}, {})[OnResume.REFUSED]
+    assert refused == ["loss_on: all -> not an option of this version"]
 
 
 def test_what_decides_data_order_or_model_is_refused() -> None:
@@ -147,10 +152,8 @@ def test_what_decides_data_order_or_model_is_refused() -> None:
     free = {"eval_steps", "output_dir", "report_to", "per_device_eval_batch_size", "gradient_checkpointing"}
     names = fixed | free | {"train_examples", "sequences_per_step"}
     changed = changed_settings({}, dict.fromkeys(names, 1))
-    assert {text.split(":")[0] for text in changed.fixed} == names - free
-    assert (changed.watched, changed.evaluation) == ([], [])
-    with pytest.raises(SetupError, match="seed: 1 -> 2"):
-        compare_recipes({"seed": 1}, {"seed": 2}, Path("checkpoint-2"))
-    for stage, place in ((None, "watched"), (2, "fixed")):
+    assert {text.split(":")[0] for text in changed[OnResume.REFUSED]} == names - free
+    assert changed[OnResume.WARNED] == changed[OnResume.INCOMPARABLE] == []
+    for stage, place in ((None, OnResume.WARNED), (2, OnResume.REFUSED)):
         changed = changed_settings({"zero_stage": stage, "world_size": 1}, {"zero_stage": stage, "world_size": 2})
-        assert getattr(changed, place) == ["world_size: 1 -> 2"]
+        assert changed[place] == ["world_size: 1 -> 2"]

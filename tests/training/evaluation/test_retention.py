@@ -24,7 +24,6 @@ from hf_linear_attention.training.data.batches import pad
 from hf_linear_attention.training.data.packing import Documents, FirstExamples, StreamWindows
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.retention import (
-    SeparateWindows,
     batches_of,
     compare,
     longest_window,
@@ -35,6 +34,7 @@ from hf_linear_attention.training.evaluation.retention import (
     recall_distances,
     repeats,
     running_text,
+    separate_windows,
     target_positions,
     without_far,
 )
@@ -119,7 +119,7 @@ def test_buckets_are_those_of_a_loop_over_windows(llama_teacher: str, bos: int |
     teacher = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
     student = convert(teacher, mechanism="window", window_size=6)
     models = {"teacher": teacher, "student": student}
-    batches = batches_of(SeparateWindows(STREAM, 40, bos), 40, 0)
+    batches = batches_of(separate_windows(STREAM, 40, bos), 40, 0)
     nats = {name: nats_of(model, batches) for name, model in models.items()}
     edges = [0, 4, 16, 40]
     found = position_buckets(target_positions(batches), nats, edges, [("student", "teacher"), ("student", "absent")])
@@ -146,9 +146,8 @@ def test_buckets_are_those_of_a_loop_over_windows(llama_teacher: str, bos: int |
 
 
 def test_full_windows_alone_and_every_token_once() -> None:
-    windows = SeparateWindows(STREAM, 41, 1)
+    windows = separate_windows(STREAM, 41, 1)
     assert len(windows) == 3
-    assert windows.lengths.tolist() == [40, 40, 40]
     tokens = np.concatenate([windows[index]["input_ids"][1:] for index in range(3)])
     assert (tokens == STREAM[:120]).all()
     assert all(windows[index]["input_ids"][0] == 1 and windows[index]["labels"][0] == -100 for index in range(3))
