@@ -325,8 +325,8 @@ class Checkpointer:
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[OnResume, list[str]]:
     """The facts of the run that resumes that differ from those of a checkpoint, as `name: old -> new`, by meaning.
 
-    Those that are REFUSED make it another run, those that are WARNED of change how it continues, and with those that are
-    INCOMPARABLE its evaluations cannot be compared.
+    Those that are REFUSED make it another run, those that are WARNED of change how it continues, and the INCOMPARABLE
+    ones change its evaluations.
     """
     known = {**FACTS, "world_size": WORLD_SIZE}
     gone = {name: old[name] for name in DECIDED_WEIGHTS if name in old and not GONE[name].is_harmless(old[name])}
