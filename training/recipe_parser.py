@@ -342,18 +342,6 @@ def parse_options(argv: Sequence[str], description: str | None = None) -> Recipe
     return make_recipe(given)
 
 
-def parse(argv: Sequence[str]) -> Recipe:
-    """The recipe of one run that `argv` describes.
-
-    Raises:
-        UsageError: as in `parse_options`, and for a preset.
-    """
-    recipe = parse_options(argv)
-    if not isinstance(recipe, Recipe):
-        raise UsageError("a preset has several stages; leave it out")
-    return recipe
-
-
 def make_recipe(options: Mapping[str, Any]) -> Recipe:
     """The recipe with these options, and with defaults for all others.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +70,11 @@ def run(recipe: Recipe, known: dict[str, float] | None = None) -> dict[str, floa
     """
     accelerator = start_processes(recipe)
     set_seed(recipe.run.seed)
-    with no_empty_folder(recipe.output_dir):
-        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator), known or {})
-
-
-@contextmanager
-def no_empty_folder(folder: Path) -> Iterator[None]:
-    """Remove `folder` after a run that failed before it had written anything there."""
     try:
-        yield
+        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator), known or {})
     except BaseException:
         with suppress(OSError):  # it holds something, or another process was faster
-            folder.rmdir()
+            recipe.output_dir.rmdir()
         raise
 
 
@@ -112,22 +105,11 @@ def _run(
         known=known,
     )
     start_trackers(recipe, accelerator)
-    with ending(accelerator):
-        if data.train is None:
-            return context.evaluate(0, 0)
-        return _train(context, data.train, objectives, checkpoint)
-
-
-@contextmanager
-def ending(accelerator: Accelerator) -> Iterator[None]:
-    """Close the trackers at the end of a run that succeeded.
-
-    The processes stay connected for the next stage of a preset, because a second connection through torchrun's store
-    hangs.
-    """
-    yield
+    figures = context.evaluate(0, 0) if data.train is None else _train(context, data.train, objectives, checkpoint)
+    # The processes stay connected for the next stage of a preset: a second connection through torchrun's store hangs.
     for tracker in accelerator.trackers:
         tracker.finish()
+    return figures
 
 
 def _prepare_folder(recipe: Recipe, accelerator: Accelerator) -> Path | None:
@@ -285,11 +267,9 @@ def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:
     return state.best["figures"]
 
 
-Run = Callable[[Recipe, dict[str, float]], dict[str, float]]
-"""A function of a stage's recipe and of the figures of the model that it starts from, which are empty if unknown."""
-
-
-def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, float]:
+def run_stages(
+    preset: Preset, given: Mapping[str, Any], run: Callable[[Recipe, dict[str, float]], dict[str, float]]
+) -> dict[str, float]:
     """Run every stage that is not finished yet, and return the figures of the last one.
 
     Args:

@@ -14,7 +14,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import finetune
 from hf_linear_attention.training.finetune import main
 from hf_linear_attention.training.recipe import GROUPS
-from hf_linear_attention.training.recipe_parser import build_parser, parse
+from hf_linear_attention.training.recipe_parser import build_parser, parse_options
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,14 +89,14 @@ def test_refusals(base: list[str], options: list[str], words: list[str], capsys:
 def test_all_problems_are_listed_at_once(base: list[str]) -> None:
     options = ["--learning_rate", "-1", "--logits_kl_weight", "1", "--eval_steps", "0", "--save_total_limit", "1"]
     with pytest.raises(UsageError) as caught:
-        parse([*base, *options])
+        parse_options([*base, *options])
     assert len(caught.value.problems) >= 5
     assert "(5)" in str(caught.value)
 
 
 def test_defaults_follow_task_and_teacher(base: list[str]) -> None:
     def weights(*options: str) -> tuple[float | None, ...]:
-        found = parse([*base, *options]).objective
+        found = parse_options([*base, *options]).objective
         return found.task_loss_weight, found.logits_kl_weight, found.hidden_state_weight, found.embedding_weight
 
     assert weights() == (1, 0, 0, 0)
@@ -108,7 +108,7 @@ def test_defaults_follow_task_and_teacher(base: list[str]) -> None:
 def test_yaml_gives_defaults_and_the_command_line_wins(base: list[str], tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("learning_rate: 1e-3\nseed: 7\noverwrite_output_dir: true\nmax_train_steps:\n", encoding="utf-8")
-    recipe = parse([*base, f"--config={config}", "--seed", "8"])
+    recipe = parse_options([*base, f"--config={config}", "--seed", "8"])
     assert (recipe.optimization.learning_rate, recipe.run.seed, recipe.run.overwrite_output_dir) == (1e-3, 8, True)
     assert recipe.optimization.max_train_steps is None
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from hf_linear_attention import convert
 from hf_linear_attention.training.data.batches import pad, stream_of
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 STEPS, BATCH = 8, 4
@@ -42,7 +42,7 @@ def test_the_stock_trainer_reaches_the_same_loss(
     words += ["--per_device_train_batch_size", BATCH, "--gradient_accumulation_steps", accumulation]
     events = finetune(*words, output_dir=tmp_path / "ours")
 
-    recipe = parse([*map(str, words), "--output_dir", str(tmp_path / "unused")])
+    recipe = parse_options([*map(str, words), "--output_dir", str(tmp_path / "unused")])
     stream = stream_of(load_data(recipe, tokenizer).train, recipe, tokenizer, shuffle=True)
     settings = TrainingArguments(
         output_dir=str(tmp_path / "theirs"),

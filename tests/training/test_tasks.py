@@ -30,7 +30,7 @@ from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.evaluation.evaluator import error_rates, text_match
 from hf_linear_attention.training.models import auto_class_of
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 from hf_linear_attention.training.tasks import TASKS
 
 
@@ -56,7 +56,7 @@ def recipe_of(task: str, folder: Path, model: Path, *options: Any) -> Any:
     words = ["--task", task, "--model_name_or_path", model, "--output_dir", "o", "--train_file", folder / "train.jsonl"]
     words += ["--validation_file", folder / "valid.jsonl"]
     teacher = ["--teacher_name_or_path", model] if TASKS[task].logits is None else []
-    return parse([str(word) for word in (*words, *teacher, *options)])
+    return parse_options([str(word) for word in (*words, *teacher, *options)])
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

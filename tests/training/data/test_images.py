@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 TASK = ["--task", "image_classification"]
@@ -83,7 +83,7 @@ def test_distillation_from_the_softmax_original(
 
 
 def examples_of(folder: str, *words: Any) -> Examples:
-    recipe = parse([str(word) for word in ("--model_name_or_path", folder, *TASK, *words, "--output_dir", "unused")])
+    recipe = parse_options([*map(str, ("--model_name_or_path", folder, *TASK, *words)), "--output_dir=o"])
     found = load_data(recipe, AutoImageProcessor.from_pretrained(folder)).train
     assert found is not None
     return found

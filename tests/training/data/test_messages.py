@@ -16,7 +16,7 @@ from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 TEMPLATE = (
@@ -54,7 +54,7 @@ def chat(llama_teacher: str, tmp_path: Path) -> dict[str, Path]:
 
 def examples_of(chat: dict[str, Path], *more: Any) -> Any:
     words = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file", chat["data.jsonl"], *more]
-    recipe = parse([str(word) for word in (*words, "--output_dir", "o")])
+    recipe = parse_options([str(word) for word in (*words, "--output_dir", "o")])
     return load_data(recipe, load_processor(recipe)).train
 
 

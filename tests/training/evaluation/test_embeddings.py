@@ -24,7 +24,7 @@ from hf_linear_attention.training.evaluation.embeddings import (
     retrieval_test,
 )
 from hf_linear_attention.training.losses.outputs import pooled
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 PROMPTS = {"prompts": {"query": "ask: ", "passage": "tell: ", "topic": "sort: "}, "default_prompt_name": "topic"}
@@ -85,7 +85,9 @@ def recipe_of(model: Path, folder: Path, *options: Any) -> Any:
     file = write_rows(folder / "rows.jsonl", ROWS)
     texts = write_rows(folder / "texts.jsonl", [{"text": row["document"]} for row in ROWS])
     words = ["--task", "embedding", "--model_name_or_path", model, "--teacher_name_or_path", model, "--output_dir", "o"]
-    return parse([str(word) for word in (*words, "--validation_file", texts, "--retrieval_file", file, *options)])
+    return parse_options(
+        [str(word) for word in (*words, "--validation_file", texts, "--retrieval_file", file, *options)]
+    )
 
 
 def test_prompts_stand_before_the_texts(model: Path, tmp_path: Path) -> None:
