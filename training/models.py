@@ -118,10 +118,8 @@ def freeze(model: nn.Module, pattern: str) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = {name for name in names if re.search(pattern, name)}
     if not found or len(found) == len(names):
-        raise SetupError(
-            f"`--freeze_pattern {pattern}` matches {len(found)} of the {len(names)} names of parameters, such as "
-            f"{', '.join(names[:3])}; it must match some of them, but not all"
-        )
+        counts = f"{len(found)} of the {len(names)} names of parameters, such as {', '.join(names[:3])}"
+        raise SetupError(f"`--freeze_pattern {pattern}` matches {counts}; it must match some of them, but not all")
     for name in found:
         model.get_parameter(name).requires_grad_(False)
     logger.info("%d of %d parameters are frozen", len(found), len(names))
@@ -166,9 +164,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise SetupError(
-            f"peft could not add adapters ({error}); choose modules with `--lora_target_modules`"
-        ) from error
+        raise SetupError(f"peft: {error}; choose modules with `--lora_target_modules`") from error
     for name, parameter in model.named_parameters():
         if name in trained and ".linear_attention." in name:
             parameter.requires_grad_(True)
@@ -245,10 +241,8 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
     if numeric and max(map(int, unique)) < len(known):
         return {str(index): index for index in range(len(known))}
     if any(name.endswith(CLASSIFIERS) for name in config.architectures or ()):
-        raise DataError(
-            f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}; "
-            "rename those in the data, or choose another label column"
-        )
+        wanted, own = sorted(unique)[:10], ", ".join(known)
+        raise DataError(f"the classes of the data, {wanted}, are not those of the checkpoint, {own}; rename them")
     return {name: index for index, name in enumerate(sorted(unique, key=int if numeric else None))}
 
 
@@ -282,8 +276,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
         mine, yours = getattr(student.config, name, None), getattr(teacher.config, name, None)
         if used and mine != yours:
             raise SetupError(
-                f"`{name}` is {mine} in the model but {yours} in the teacher {path}, and they must agree; choose "
-                "another teacher or other objectives"
+                f"`{name}` is {mine}, but {yours} in the teacher {path}; choose another teacher or objective"
             )
     return teacher
 

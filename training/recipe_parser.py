@@ -128,10 +128,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
             what = {"text": "classes", "images": "images", "sound": "recordings"}[recipe.task.inputs]
             what = "targets" if recipe.task.pair_column else what
             what = "questions" if recipe.task.logits == "spans" else what
-            yield (
-                f"`--{name} {path}`: a .txt file has no {what}; use .jsonl, .csv, .tsv or .parquet with the columns of "
-                f"`--task {recipe.model.task}`"
-            )
+            yield f"`--{name} {path}`: a .txt file has no {what}; use {', '.join('*' + kind for kind in SUFFIXES[1:])}"
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
             yield from option_problems(name, path, columns, column_instead(recipe))
@@ -143,10 +140,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
     if not recipe.has_training and data.validation_file is None:
-        yield (
-            "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` alone to "
-            "evaluate"
-        )
+        yield "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` to evaluate"
 
 
 def _data_folder(recipe: Recipe) -> Iterator[str]:
@@ -239,10 +233,7 @@ def _folder(recipe: Recipe) -> Iterator[str]:
     if resume is not None and run.overwrite_output_dir:
         yield "`--resume_from_checkpoint` and `--overwrite_output_dir` exclude each other; give only one of them"
     if resume not in (None, "latest") and not (Path(str(resume)) / "trainer_state.json").is_file():
-        yield (
-            f"`--resume_from_checkpoint {resume}` is not a checkpoint folder of this script; give `latest` or the path "
-            "of a checkpoint-<step> folder"
-        )
+        yield f"`--resume_from_checkpoint {resume}` is no checkpoint; give `latest` or a checkpoint-<step> folder"
     for name in ("model_name_or_path", "teacher_name_or_path"):
         model = getattr(recipe.model, name)
         if model is not None and Path(model).is_dir() and Path(model).resolve() in path.resolve().parents:
@@ -253,8 +244,8 @@ def _folder(recipe: Recipe) -> Iterator[str]:
         yield f"`--output_dir {path}` is a file; give the path of a folder"
     elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:
         yield (
-            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest` to resume the "
-            "run in it, or `--overwrite_output_dir` to start over"
+            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest`, or "
+            "`--overwrite_output_dir`"
         )
 
 
@@ -275,10 +266,8 @@ def _selection(recipe: Recipe) -> Iterator[str]:
     run, allowed = recipe.run, recipe.task.figures
     name = (run.metric_for_best_model or allowed[0]).removeprefix("eval_")
     if name not in allowed:
-        yield (
-            f"`--metric_for_best_model {run.metric_for_best_model}` is not a figure of `--task {recipe.model.task}`; "
-            f"choose one of {', '.join(allowed)}"
-        )
+        best = run.metric_for_best_model
+        yield f"`--metric_for_best_model {best}` is not a figure of the task; choose one of {', '.join(allowed)}"
     library = missing_library(recipe.model.task, name)
     if library is not None and (run.metric_for_best_model or run.load_best_model_at_end):
         yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"

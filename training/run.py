@@ -222,9 +222,7 @@ def _can_pack(context: RunContext) -> bool:
         return False
     for model in (context.student, *([context.teacher.model] if context.teacher else [])):
         if not keeps_documents_apart(model):
-            logger.info(
-                "%s would mix packed documents, so each document is trained on separately", type(model).__name__
-            )
+            logger.info("%s would mix packed documents, so each is trained on separately", type(model).__name__)
             return False
     return True
 

@@ -254,10 +254,8 @@ class Checkpointer:
         if problems:
             if self.accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise TrainingError(
-                f"{folder.name.removeprefix(folders.INCOMPLETE)} could not be written ({problems[0]}); "
-                f"{self.last_good()}"
-            )
+            name = folder.name.removeprefix(folders.INCOMPLETE)
+            raise TrainingError(f"{name} could not be written ({problems[0]}); {self.last_good()}")
 
     def last_good(self) -> str:
         """A clause for an error message that names the checkpoint from which the run can be resumed."""
@@ -288,18 +286,12 @@ class Checkpointer:
                 f"{'; '.join(fixed)}; give the old values, or start a new run in another `--output_dir`"
             )
         if watched := changed[OnResume.WARNED]:
-            logger.warning(
-                "the settings have changed, so the run continues differently than without a break: %s",
-                "; ".join(watched),
-            )
+            logger.warning("the settings have changed, so the run continues differently: %s", "; ".join(watched))
         names = {entry.name for entry in dataclasses.fields(TrainingState)}
         state = TrainingState(**{name: value for name, value in content["state"].items() if name in names})
         if (other := changed[OnResume.INCOMPARABLE]) and state.best:
-            logger.warning(
-                "the best evaluation so far (step %d) cannot be compared with later ones (%s): the best is chosen "
-                "among the later ones",
-                *(state.best["step"], "; ".join(other)),
-            )
+            text = "the best evaluation so far (step %d) cannot be compared with later ones (%s), and is forgotten"
+            logger.warning(text, state.best["step"], "; ".join(other))
             state.best = {}
         return state
 
@@ -314,11 +306,7 @@ class Checkpointer:
             part.load_state_dict(saved[name])
         process, scaler = self.accelerator.process_index, self.accelerator.scaler
         if not (checkpoint / f"{RNG_STATE_NAME}_{process}.pkl").is_file():
-            logger.warning(
-                "%s has no random state of process %d, because there are more processes than before; dropout will "
-                "differ from that of the uninterrupted run",
-                *(checkpoint, process),
-            )
+            logger.warning("%s has no random state of process %d, so dropout will differ", checkpoint, process)
         load_accelerator_state(str(checkpoint), [], [], [self.scheduler], [], process, scaler)
 
 

@@ -92,10 +92,8 @@ def check_questions(part: Part) -> None:
     recipe, rows, split = part.recipe, part.rows, part.split
     needs_answers = split == "validation" or bool(recipe.objective.task_loss_weight)
     if missing := [name for name in QUESTION_COLUMNS[: 2 + needs_answers] if name not in rows.column_names]:
-        raise DataError(
-            f"the {split} data has no column {' and '.join(missing)}, but {', '.join(rows.column_names)}; rename them "
-            "as in SQuAD: question, context, answers"
-        )
+        found = ", ".join(rows.column_names)
+        raise DataError(f"the {split} data has no column {' and '.join(missing)} as in SQuAD, but {found}; rename them")
     bad = bad_texts(rows, QUESTION_COLUMNS[:2])
     if "answers" in rows.column_names:
         for number, (context, answers) in enumerate(zip(rows["context"], rows["answers"], strict=True)):

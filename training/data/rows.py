@@ -107,9 +107,7 @@ def _read_line_by_line(path: str, used: set[Any]) -> datasets.Dataset:
     try:
         return datasets.Dataset.from_dict(columns)
     except (ValueError, TypeError) as error:  # pyarrow's errors are both
-        raise DataError(
-            f"a column of {path} holds values of several types ({error}); give all its values the same type"
-        ) from error
+        raise DataError(f"{path} mixes types in a column ({error}); give its values the same type") from error
 
 
 def require_column(rows: datasets.Dataset, option: str, name: str) -> None:
@@ -193,10 +191,8 @@ def pair_scores(part: Part) -> list[float] | None:
     if split == "train":
         return None
     if name not in rows.column_names:
-        raise DataError(
-            f"`--label_column_name {name}`, the score of each pair, is not a column of the {split} data; it has "
-            f"{', '.join(rows.column_names)}"
-        )
+        columns = ", ".join(rows.column_names)
+        raise DataError(f"`--label_column_name {name}`, for scores, is not a column of the {split} data: {columns}")
     wrong = [value for value in rows[name] if isinstance(value, bool) or not isinstance(value, (int, float))]
     if wrong:
         raise DataError(f"column `{name}` holds {wrong[0]!r}, but scores must be numbers; correct the data")
@@ -220,9 +216,7 @@ def class_labels(part: Part, *, of_words: bool = False) -> list[Any] | None:
         raise DataError(f"`--label_column_name {name}` is not a column of the {split} data; it has {columns}")
     values = label_names(rows, name, path_of(recipe.data, split), of_words=of_words)
     if unknown := sorted({*(itertools.chain(*values) if of_words else values)} - {*known}):
-        raise DataError(
-            f"there are unknown classes in the {split} data: {unknown[:10]}; the known classes are {sorted(known)}"
-        )
+        raise DataError(f"unknown classes in the {split} data: {unknown[:10]}; known are {sorted(known)}")
     return [[known[value] for value in row] for row in values] if of_words else [known[value] for value in values]
 
 
@@ -240,10 +234,8 @@ def label_names(rows: datasets.Dataset, name: str, path: str | None = None, *, o
         if isinstance(feature, datasets.ClassLabel):
             return feature.int2str(value)
         if not isinstance(value, (str, int)):
-            raise DataError(
-                f"column `{name}` of {path or 'the data'} holds {value!r}, but classes must be whole numbers or names; "
-                "correct the data"
-            )
+            place = path or "the data"
+            raise DataError(f"column `{name}` of {place} holds {value!r}; classes are whole numbers or names")
         return str(value)
 
     return [[as_name(value) for value in row] if of_words else as_name(row) for row in rows[name]]

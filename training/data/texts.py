@@ -219,9 +219,7 @@ def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
     """
     empty = [number for number, document in enumerate(documents) if len(document) == 0]
     if empty and keep:
-        raise DataError(
-            f"row {empty[0]} has a label, but its text has no tokens (as in {len(empty)} row(s)); remove such rows"
-        )
+        raise DataError(f"row {empty[0]} has a label, but no tokens (as {len(empty)} row(s)); remove such rows")
     return [document for document in documents if len(document)]
 
 
@@ -251,10 +249,7 @@ def require_fast(tokenizer: PreTrainedTokenizerBase, lacks: str) -> None:
         SetupError: if it is.
     """
     if not tokenizer.is_fast:
-        raise SetupError(
-            f"{type(tokenizer).__name__} does not tell {lacks}; convert it to a fast tokenizer (tokenizer.json), or "
-            "give one with `--tokenizer_name`"
-        )
+        raise SetupError(f"{type(tokenizer).__name__} does not tell {lacks}; give a fast one with `--tokenizer_name`")
 
 
 def check_words(part: Part) -> None:
@@ -317,10 +312,8 @@ def check_language(part: Part) -> None:
     recipe, rows, split = part.recipe, part.rows, part.split
     if not _is_conversation(part):
         if "predict_with_generate" in recipe.given:
-            raise DataError(
-                f"`--predict_with_generate` is for conversations, but the {split} data has no column `{MESSAGES}`; it "
-                f"has {', '.join(rows.column_names)}"
-            )
+            columns = ", ".join(rows.column_names)
+            raise DataError(f"`--predict_with_generate` needs a column `{MESSAGES}`; the {split} data has {columns}")
         check_texts(part)
         return
     bad = {number: text for number, row in enumerate(rows[MESSAGES]) if (text := _problem(row)) is not None}
@@ -346,10 +339,7 @@ def language_examples(part: Part) -> Examples:
         return build_examples(part)
     tokenizer, max_length = part.processor, part.max_length
     if tokenizer.chat_template is None or not tokenizer.is_fast:
-        raise SetupError(
-            f"the column `{MESSAGES}` needs a fast tokenizer (tokenizer.json) with a chat template; give one with "
-            "`--tokenizer_name`, or train on texts"
-        )
+        raise SetupError(f"`{MESSAGES}` needs a fast tokenizer with a chat template; give one with `--tokenizer_name`")
     documents: list[Tokens] = []
     columns: dict[str, list[Any]] = {"labels": [], "prompt_length": [], "loss_mask": []}
     for messages in part.rows[MESSAGES]:
@@ -380,8 +370,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
         before, after = render(number, True), render(number + 1, False)
         if not (text.startswith(after) and after.startswith(before)):
             raise SetupError(
-                "the chat template changes earlier messages when a conversation goes on, so the answers cannot be "
-                "found in it; give one answer in each row, or another template"
+                "the chat template changes earlier messages; give one answer in each row, or another template"
             )
         spans.append((len(before), len(after)))
     return text, spans

@@ -266,8 +266,7 @@ def _refuse_before(recipe: Recipe) -> None:
     """
     if _precision(recipe) == "fp8":
         raise SetupError(
-            "the launch file asks for mixed precision fp8, which a linear attention state does not survive; "
-            "allowed are no, fp16 and bf16: set `mixed_precision: bf16` in the launch file"
+            "the launch file asks for fp8; allowed are no, fp16 and bf16: set `mixed_precision: bf16` in it"
         )
     shards = {"DeepSpeed": DEEPSPEED, "FSDP": "ACCELERATE_USE_FSDP"}
     engine = next((name for name, variable in shards.items() if _is_on(variable)), None)
@@ -276,10 +275,7 @@ def _refuse_before(recipe: Recipe) -> None:
     if engine == "DeepSpeed" and not is_deepspeed_available():
         raise SetupError("the launch file asks for DeepSpeed, which is not installed: `pip install deepspeed`")
     if engine == "FSDP" and not torch.cuda.is_available():
-        raise SetupError(
-            "the launch file asks for FSDP, but without a GPU accelerate would silently use DDP instead; launch with "
-            "training/launch/cpu2.yaml"
-        )
+        raise SetupError("the launch file asks for FSDP, which needs a GPU; launch with training/launch/cpu2.yaml")
     conditions = _wrong_with_deepspeed(recipe) if engine == "DeepSpeed" else _wrong_with_fsdp()
     weights = recipe.objective
     conditions |= {
@@ -290,10 +286,8 @@ def _refuse_before(recipe: Recipe) -> None:
         "`--use_peft`": recipe.model.use_peft,
     }
     if wrong := [name for name, is_wrong in conditions.items() if is_wrong]:
-        raise SetupError(
-            f"the launch file asks for {engine}, whose shards do not work with {'; '.join(wrong)}; change these "
-            "settings, or launch with training/launch/ddp.yaml, which keeps a whole model on every process"
-        )
+        text = f"the launch file asks for {engine}, which does not work with {'; '.join(wrong)}"
+        raise SetupError(f"{text}; change these settings, or launch with training/launch/ddp.yaml")
 
 
 def _wrong_with_deepspeed(recipe: Recipe) -> dict[str, bool]:

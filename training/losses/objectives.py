@@ -280,8 +280,7 @@ def check_far_share(model: nn.Module) -> None:
     """
     if not has_far_share(model):
         raise UsageError(
-            "`--far_share_weight` needs layers of `hybrid` whose `normalization` is `joint`, and the model has none; "
-            "drop the option"
+            "`--far_share_weight` needs layers of `hybrid` with `normalization` = `joint`; drop the option"
         )
 
 

@@ -70,7 +70,7 @@ def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("variable", "value", "word"),
     [
-        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP, but without a GPU.*silently use DDP.*launch/cpu2\.yaml"),
+        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP, which needs a GPU.*launch/cpu2\.yaml"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", r"fp8.*allowed are no, fp16 and bf16"),
         ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*pip install deepspeed"),
     ],
