@@ -82,10 +82,6 @@ def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
         logger.info("`--mechanism_learning_rate` has no effect, because %s has no learned parameters", mechanisms)
 
 
-def _is_trained(name: str, trainable: str) -> bool:
-    return trainable == "all" or (MECHANISM if trainable == "mechanism" else ADAPTER) in name
-
-
 def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
     """The parameter groups for AdamW: base and mechanism, each with and without weight decay.
 
@@ -96,10 +92,11 @@ def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, A
     """
     plan = recipe.optimization
     _check_mechanism(model, recipe)
+    part = {"all": "", "mechanism": MECHANISM, "adapter": ADAPTER}[recipe.model.trainable]
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         in_mechanism = MECHANISM in name
-        parameter.requires_grad_(parameter.requires_grad and _is_trained(name, recipe.model.trainable))
+        parameter.requires_grad_(parameter.requires_grad and part in name)
         if parameter.requires_grad:
             groups.setdefault((in_mechanism, parameter.dim() > 1), []).append(parameter)
     rates = {False: plan.learning_rate, True: plan.mechanism_learning_rate or plan.learning_rate}

@@ -82,7 +82,6 @@ def fill_defaults(recipe: Recipe) -> None:
 def find_problems(recipe: Recipe) -> list[str]:
     """One sentence per problem, with the option and its value, what is allowed, and what to do."""
     checks = (
-        _facts,
         _checkpoints,
         _files,
         _data_folder,
@@ -96,15 +95,13 @@ def find_problems(recipe: Recipe) -> list[str]:
         tracker_problems,
         _modes,
     )
-    return [problem for check in checks for problem in check(recipe)]
-
-
-def _facts(recipe: Recipe) -> Iterator[str]:
-    """Check the facts that stand beside every option."""
-    values = recipe.flat()
-    yield from out_of_bounds(FACTS, values)
-    yield from without_needs(FACTS, values, recipe.given)
-    yield from without_task(FACTS, recipe.given, recipe.model.task)
+    values, given = recipe.flat(), recipe.given
+    return [
+        *out_of_bounds(FACTS, values),
+        *without_needs(FACTS, values, given),
+        *without_task(FACTS, given, recipe.model.task),
+        *(problem for check in checks for problem in check(recipe)),
+    ]
 
 
 def _checkpoints(recipe: Recipe) -> Iterator[str]:

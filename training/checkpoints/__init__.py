@@ -228,15 +228,13 @@ class Checkpointer:
             (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
         self._do(write, folder)
-        self._do(lambda: self._save_of_accelerate(folder), folder, everywhere=True)
+        of_accelerate: Any = str(folder), [], [], [self.scheduler], [], self.accelerator.process_index, 0
+        scaler = self.accelerator.scaler
+        self._do(lambda: save_accelerator_state(*of_accelerate, scaler), folder, everywhere=True)
         if (engine := engine_of(self.accelerator)) is not None:
             self._do(lambda: save_zero(engine, folder), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
         return final
-
-    def _save_of_accelerate(self, folder: Path) -> None:
-        process, scaler = self.accelerator.process_index, self.accelerator.scaler
-        save_accelerator_state(str(folder), [], [], [self.scheduler], [], process, 0, scaler)
 
     def _do(self, action: Callable[[], None], folder: Path, everywhere: bool = False) -> None:
         """Run `action` on the main process, or with `everywhere` on all processes.

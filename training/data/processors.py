@@ -52,7 +52,7 @@ def check_direction(recipe: Recipe, config: PreTrainedConfig, path: str) -> None
     """
     kind = getattr(config, "stock_model_type", config.model_type)
     if recipe.model.task == "causal_lm" and is_masked_lm(kind) and not is_causal_config(config, kind):
-        raise UsageError(f"`--task causal_lm`: {path} ({kind}) sees what it has to predict; use `--task masked_lm`")
+        raise UsageError(f"`--task causal_lm`: {path} ({kind}) attends to both sides; use `--task masked_lm`")
 
 
 def load_speech_processor(recipe: Recipe) -> Any:

@@ -201,17 +201,14 @@ def check_recordings(part: Part) -> None:
         needed = np.ones(len(rows), np.int64)
         if recipe.task.logits == "frames" and _needs_text(part):
             strings = [text if isinstance(text, str) else "" for text in texts]
-            needed = np.array([max(1, frames_needed(ids)) for ids in processor.tokenizer(strings)["input_ids"]])
+            tokens = processor.tokenizer(strings)["input_ids"]
+            # An alignment has at least one frame for each token, and a blank between two equal ones.
+            needed = np.array([max(1, len(ids) + sum(a == b for a, b in itertools.pairwise(ids))) for ids in tokens])
         for number, found in enumerate(map(_frame_counter(recipe), counts.tolist())):
             if found < needed[number]:
                 what = f"{max(found, 0)} frames, but {needed[number]} are needed"
                 bad.setdefault(number, f"`{column}` is too short: the model makes {what}")
     refuse_bad(bad, recipe.data, part.split)
-
-
-def frames_needed(tokens: Sequence[int]) -> int:
-    """The frames that an alignment of these tokens has at least: one each, and a blank between two equal ones."""
-    return len(tokens) + sum(a == b for a, b in itertools.pairwise(tokens))
 
 
 def recording_examples(part: Part) -> Examples:

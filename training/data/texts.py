@@ -122,12 +122,6 @@ def _rows(column: Any) -> list[Tokens]:
     return rows
 
 
-def document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
-    """The ids of the tokens before and after a document: a BOS token before it, or otherwise an EOS token after it."""
-    bos = tokenizer.bos_token_id
-    return bos, (None if bos is not None else tokenizer.eos_token_id)
-
-
 def joined(first: int | None, tokens: Tokens, last: int | None = None) -> Tokens:
     """`tokens` with the ids `first` before and `last` after them; None adds nothing."""
     before = [] if first is None else [first]
@@ -193,13 +187,17 @@ def build_examples(part: Part) -> Examples:
     )
     documents = columns.pop("input_ids")
     if pairs is None:
-        documents = _without_empty(documents, keep=labels is not None)
+        empty = [number for number, document in enumerate(documents) if len(document) == 0]
+        if empty and labels is not None:  # accuracy must count every labelled text
+            raise DataError(f"row {empty[0]} has a label, but no tokens (as {len(empty)} row(s)); remove such rows")
+        documents = [document for document in documents if len(document)]
     return finished(Documents(documents, labels, **columns), part)
 
 
 def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Examples:
     tokenizer, max_length, training = part.processor, part.max_length, part.split == "train"
-    bos, end = document_ends(tokenizer)
+    bos = tokenizer.bos_token_id  # before a document, or otherwise an EOS token after it
+    end = None if bos is not None else tokenizer.eos_token_id
     found = tokenize_texts(texts, tokenizer, add_special_tokens=False)["input_ids"]
     if running_text:
         return (
@@ -209,18 +207,6 @@ def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Exampl
     if training:
         return PackedBlocks([np.concatenate(documents)] if part.recipe.data.join_documents else documents, max_length)
     return Documents([document[:max_length] for document in documents], "tokens")
-
-
-def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
-    """The documents that have tokens.
-
-    Raises:
-        DataError: if a document is empty and `keep` is set, because accuracy must count every labelled text.
-    """
-    empty = [number for number, document in enumerate(documents) if len(document) == 0]
-    if empty and keep:
-        raise DataError(f"row {empty[0]} has a label, but no tokens (as {len(empty)} row(s)); remove such rows")
-    return [document for document in documents if len(document)]
 
 
 def target_examples(part: Part) -> Examples:

@@ -15,8 +15,8 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -358,14 +358,8 @@ def _log_sum(logits: Tensor, mask: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), largest - share.log(), largest)
 
 
-def layer_of(call: ObservedAttention) -> int:
-    """The number of the layer that made the call."""
-    return call.module.linear_attention.shape.layer
-
-
 Note = Callable[[Batch, Any, str | None], None]
 LOSS = "loss"  # the name of the weighted sum among the figures of a step
-Term = TypeVar("Term", Tensor, float)
 
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
     "far_share": FarShare,  # before those that only need the output, which is computed with the shares
@@ -382,11 +376,6 @@ def build_objectives(recipe: Recipe) -> dict[str, tuple[float, Objective]]:
     """The objectives whose weight is above 0, with their weights."""
     weights = {name: getattr(recipe.objective, f"{name}_weight") for name in OBJECTIVES}
     return {name: (weight, OBJECTIVES[name](recipe)) for name, weight in weights.items() if weight}
-
-
-def weighted_sum(objectives: Mapping[str, tuple[float, Objective]], terms: Mapping[str, Term]) -> Term:
-    """The loss, given the term of every objective, for the whole model or for one layer."""
-    return cast(Term, sum(weight * terms[name] for name, (weight, _) in objectives.items()))
 
 
 class StudentWithObjectives(nn.Module):
@@ -433,11 +422,12 @@ class StudentWithObjectives(nn.Module):
             total = objective.total(batch, student, teacher) * scales[name]
             terms[name] = total.mean()
             if total.dim():
-                errors = list(zip(map(layer_of, student.attention), total.detach(), strict=True))
+                layers = [call.module.linear_attention.shape.layer for call in student.attention]
+                errors = list(zip(layers, total.detach(), strict=True))
                 for layer in self.numbers:  # a layer that is called several times has several errors
                     own = torch.stack([error for called, error in errors if called == layer])
                     of_layers[f"{name}.layer_{layer}"] = own.mean()
-        loss = weighted_sum(self.objectives, terms)
+        loss: Any = sum(weight * terms[name] for name, (weight, _) in self.objectives.items())
         figures = {LOSS: loss.detach()} | {name: term.detach() for name, term in terms.items()}
         return loss, figures | of_layers
 
