@@ -66,13 +66,6 @@ def test_adapters_alone_change_the_projections_and_nothing_else(
     assert type(loaded).__name__ == "LinearLlamaForCausalLM"
 
 
-def test_mechanisms_are_trained_beside_adapters(finetune, causal: list[Any], student: Path, tmp_path: Path) -> None:
-    finetune(*causal, "--mechanism_learning_rate", "1e-2", "--max_train_steps", 2)
-    names = changed(student, tmp_path / "out")
-    assert any(".linear_attention." in name for name in names)
-    assert not any("mlp" in name or "norm.weight" in name for name in names)
-
-
 def test_resuming_with_adapters_is_bit_exact(finetune, causal: list[Any], tmp_path: Path) -> None:
     options = [*causal, "--max_train_steps", 4, "--checkpointing_steps", 2]
     finetune(*options, output_dir=tmp_path / "whole")

@@ -80,9 +80,7 @@ def test_without_the_libraries_the_other_figures_remain(
 
 
 @pytest.mark.usefixtures("no_libraries")
-def test_figures_that_were_asked_for_are_refused_without_their_library(
-    finetune, twin, bert: str, bert_teacher: str, tmp_path: Path, capsys
-) -> None:
+def test_figures_that_were_asked_for_are_refused_without_their_library(finetune, twin, tmp_path: Path, capsys) -> None:
     """Before anything is trained."""
     folder = twin("token_classification")
     options = ["--task", "token_classification", "--model_name_or_path", folder / "original"]
@@ -90,11 +88,6 @@ def test_figures_that_were_asked_for_are_refused_without_their_library(
     for asked in (["--load_best_model_at_end"], ["--metric_for_best_model", "f1"]):
         finetune(*options, *asked, expect=2)
         assert 'needs seqeval; install it with `pip install "hf-linear-attention[eval]"`' in capsys.readouterr().err
-    (tmp_path / "rows.tsv").write_text("query\tdocument\na\tb\n", encoding="utf-8")
-    models = ["--task", "embedding", "--model_name_or_path", bert, "--teacher_name_or_path", bert_teacher]
-    data = ["--validation_file", folder / "valid.jsonl", "--text_column_name", "tokens"]
-    finetune(*models, *data, "--retrieval_file", tmp_path / "rows.tsv", expect=2)
-    assert "rows.tsv` needs sentence-transformers; install it" in capsys.readouterr().err
     (tmp_path / "pairs.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1\n", encoding="utf-8")
     with pytest.raises(UsageError, match="`--pairs_file` needs scipy; install it"):
         check_pairs_file(str(tmp_path / "pairs.tsv"))
