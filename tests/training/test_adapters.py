@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from runs import changed
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention.training.models import add_adapters, merged_state_dict
@@ -30,12 +30,6 @@ def causal(student: Path, files: Path) -> list[Any]:
     data = ["--train_file", files / "train.jsonl", "--validation_file", files / "valid.txt", "--max_eval_tokens", 60]
     sizes = ["--max_length", 32, "--learning_rate", "1e-2", "--use_peft", "--lora_target_modules", "attention"]
     return ["--model_name_or_path", student, "--task", "causal_lm", *data, *sizes]
-
-
-def changed(before: Path, after: Path) -> set[str]:
-    old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
-    assert old.keys() == new.keys()
-    return {name for name in old if not torch.equal(old[name], new[name])}
 
 
 def test_merging_keeps_the_function_and_leaves_the_model_alone(student: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from runs import write_lines
 from safetensors.torch import load_file, save_file
 from task_twins import TWINS
 from torch import nn
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
             {"text": " ".join(text.split())[:150], "label": names[n % 2], "other": names[n % 3 == 0]}
             for n, text in enumerate(part)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_lines(folder / f"{name}.jsonl", rows)
         (folder / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
     (folder / "data").mkdir()
     shutil.copy(folder / "train.jsonl", folder / "data")
@@ -107,7 +108,7 @@ def cases(
     messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good morning."}]
     (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
     rows = [{"query": text, "document": text[::-1]} for text in ("a loop", "a class", "a function", "import")]
-    (folder / "retrieval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(folder / "retrieval.jsonl", rows)
     shutil.copytree(bert, folder / "prompted")
     prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
     (folder / "prompted" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
@@ -180,8 +181,9 @@ def cases(
         },
         "beside": {
             **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), with_prompt),
-            "predict_with_generate": {"task": "seq2seq_lm"},
-            "generation_max_length": {"task": "seq2seq_lm"},
+            **dict.fromkeys(
+                ("predict_with_generate", "generation_max_length"), {"task": "seq2seq_lm", "max_eval_tokens": 20}
+            ),
             "trust_remote_code": {"model_name_or_path": with_code},
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},

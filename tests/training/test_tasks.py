@@ -1,16 +1,22 @@
-"""Tasks beyond plain text: what rows become, what is learned from the original, and what is measured and refused."""
+"""Tasks beyond plain text: what rows become, what is learned from the original, and what is measured and refused.
+
+Every shipped recipe also trains a converted model on two processes, on real text.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+import yaml
+from runs import changed, write_lines
 from task_twins import TAGS, TWINS
 from transformers import (
     AutoConfig,
@@ -32,6 +38,7 @@ from hf_linear_attention.training.evaluation.evaluator import error_rates, text_
 from hf_linear_attention.training.models import auto_class_of
 from hf_linear_attention.training.recipe_parser import parse_options
 from hf_linear_attention.training.tasks import TASKS
+from hf_linear_attention.training.tracking import read_metrics
 
 
 ELSEWHERE = {"text": ["y"], "answer_start": [0]}
@@ -84,11 +91,9 @@ def test_every_task_is_healed_and_resumes(
     close = "eval_agreement" if TASKS[task].logits is not None else "eval_cosine"
     assert figures[0][close] <= figures[1][close] <= 1
     assert f"eval_{TASKS[task].figures[0]}" in figures[0]
-    whole = load_file(tmp_path / "out" / "model.safetensors")
-    finetune(*options, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-3")
-    again = load_file(tmp_path / "out" / "model.safetensors")
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    again = tmp_path / "again"
+    finetune(*options, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-3", output_dir=again)
+    assert not changed(tmp_path / "out", again)
 
 
 def test_the_first_token_of_a_word_has_its_class(twin: Twin) -> None:
@@ -209,11 +214,10 @@ def test_attention_transfer_reaches_encoder_decoder_and_cross_attention(
         if event["step"] == 1
     ]  # fmt: skip
     assert events[0]["loss"] == pytest.approx(events[1]["loss"], rel=1e-4)
-    before, after = model.state_dict(), load_file(tmp_path / "out24" / "model.safetensors")
-    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    names = changed(tmp_path / "student", tmp_path / "out24")
     modules = linear_attention_modules(model)
-    assert all(any(name.startswith(f"{module}.linear_attention") for name in changed) for module in modules)
-    assert all(".linear_attention." in name for name in changed)
+    assert all(any(name.startswith(f"{module}.linear_attention") for name in names) for module in modules)
+    assert all(".linear_attention." in name for name in names)
     assert ("decoder.layers.0.encoder_attn" in " ".join(modules)) == (family == "bart")
 
 
@@ -362,7 +366,7 @@ def test_columns_of_speech_are_named(twin: Twin, tmp_path: Path, finetune: Any, 
 
 def test_without_a_task_loss_no_text_is_needed(student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
     rows, path = rows_of(twin("ctc") / "train.jsonl"), twin("ctc") / "silent.jsonl"
-    path.write_text("".join(json.dumps({"audio": row["audio"]}) + "\n" for row in rows[:4]), encoding="utf-8")
+    write_lines(path, ({"audio": row["audio"]} for row in rows[:4]))
     events = finetune(*student("ctc"), "--train_file", path, "--max_train_steps", 1)
     assert any("logits_kl" in event for event in events)
 
@@ -374,3 +378,47 @@ def test_weights_where_layers_see_fewer_positions_than_frames() -> None:
         assert weights.shape == (2, length)
         assert torch.allclose(weights.sum(-1), torch.ones(2))
     assert (token_weights(batch, 3)[1] > 0).tolist() == [True, True, False]
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "training" / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def originals(request: pytest.FixtureRequest, files: Path) -> Callable[[str], tuple[str, Path, str]]:
+    """An original for a task, and the folder and suffix of its data files."""
+
+    def original(task: str) -> tuple[str, Path, str]:
+        if task == "image_classification":
+            return request.getfixturevalue("vision_teacher"), request.getfixturevalue("pictures"), "jsonl"
+        if task in TWINS:
+            folder = request.getfixturevalue("twin")(task)
+            return str(folder / "original"), folder, "jsonl"
+        if task == "sequence_classification":
+            return request.getfixturevalue("named_classifier"), files, "tsv"
+        names = {"causal_lm": "llama_teacher", "masked_lm": "masked_teacher", "embedding": "bert_teacher"}
+        return request.getfixturevalue(names[task]), files, "jsonl"
+
+    return original
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_trains_on_two_processes(
+    recipe: Path, originals: Callable[[str], tuple[str, Path, str]], converted: Any, tmp_path: Path, dataset_cache: Path
+) -> None:
+    task = yaml.safe_load(recipe.read_text(encoding="utf-8"))["task"]
+    original, files, suffix = originals(task)
+    settings = {"drop": ["position_bias"]} if task == "seq2seq_lm" else {}
+    student, out = converted(original, mechanism="linear", feature_map="exp", **settings), tmp_path / "out"
+    options: list[Any] = ["--config", recipe, "--model_name_or_path", student, "--teacher_name_or_path", original]
+    options += ["--train_file", files / f"train.{suffix}", "--validation_file", files / f"valid.{suffix}"]
+    options += ["--output_dir", out, "--max_train_steps", 2, "--logging_steps", 1]
+    options += ["--per_device_train_batch_size", 4, *(["--max_length", 64] if TASKS[task].inputs == "text" else [])]
+    log = tmp_path / "stderr"
+    run = processes.start(processes.finetune, dataset_cache, options, ranks=2, stderr=log)
+    assert processes.finish(run) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]
+    events = read_metrics(out / "metrics.jsonl")
+    losses = [event["loss"] for event in events if "loss" in event]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    assert [event["step"] for event in events if any(name.startswith("eval_") for name in event)] == [0, 2]
+    assert {".linear_attention." in name for name in changed(student, out)} == {True, False}

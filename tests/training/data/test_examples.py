@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 from recipes import recipe_of
+from runs import write_lines
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from hf_linear_attention._common.errors import TrainingError
@@ -118,7 +119,7 @@ def test_pairs_of_texts(
 ) -> None:
     monkeypatch.setattr(tokenizer, "model_input_names", ["input_ids", "token_type_ids", "attention_mask"])  # as BERT's
     lines = [{"text": "one", "other": "first text", "label": "a"}, {"text": "two", "other": "it", "label": "b"}]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_lines(tmp_path / "t.jsonl", lines)
     options = {"train_file": str(tmp_path / "t.jsonl"), "text_pair_column_name": "other", "classes": {"a": 0, "b": 1}}
     examples = build("sequence_classification", "train", **options)
     expected = [tokenizer(line["text"], line["other"]) for line in lines]

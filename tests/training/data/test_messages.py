@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attention import convert
@@ -48,7 +49,7 @@ def chat(llama_teacher: str, tmp_path: Path) -> dict[str, Path]:
     for name in ("original", "student"):
         tokenizer.save_pretrained(paths[name])
     rows = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in ROWS]
-    paths["data.jsonl"].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(paths["data.jsonl"], rows)
     return paths
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from runs import write_lines
 from transformers import AutoModel, AutoTokenizer
 
 from hf_linear_attention._common.errors import UsageError
@@ -97,7 +97,7 @@ def write_pairs(texts: list[str], path: Path) -> list[dict[str, object]]:
     """Five pairs of texts, each with a score."""
     scores = [3, 0.5, 4, 1, 2]
     rows = [{"text": texts[i], "other": texts[-1 - i], "label": score} for i, score in enumerate(scores)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
     return rows
 
 

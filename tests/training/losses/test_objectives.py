@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from recipes import recipe_of
+from runs import changed
 from torch import Tensor
 from transformers import BertForMaskedLM, LlamaForCausalLM
 
@@ -186,3 +188,17 @@ def test_the_map_loss_is_the_cross_entropy_of_the_weights(llama_teacher: str, me
 def test_every_objective_has_its_weight_option() -> None:
     fields = {name for name in ObjectiveArguments.__dataclass_fields__ if name.endswith("_weight")}
     assert fields == {f"{name}_weight" for name in OBJECTIVES}
+
+
+def test_every_mechanism_learns_and_the_output_layer_is_not_computed(
+    finetune, converted, llama_teacher: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "forward", None)  # the model without its output layer is enough
+    student = converted(llama_teacher, mechanism="linear", feature_map="exp")
+    options = ["--model_name_or_path", student, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
+    options += ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--max_length", 32, "--join_documents"]
+    steps = finetune(*options, "--max_train_steps", 3, "--logging_steps", 1)
+    names = changed(student, tmp_path / "out")
+    assert all(".linear_attention." in name for name in names)
+    assert {name.split(".")[2] for name in names} == {"0", "1"}
+    assert {name for name in steps[0] if "layer_" in name} == {f"attention_transfer.layer_{layer}" for layer in (0, 1)}
