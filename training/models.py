@@ -22,7 +22,7 @@ from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import mechanisms_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
+from hf_linear_attention.training.data.processors import check_direction, load_config, load_tokenizer, pad_token_id
 from hf_linear_attention.training.recipe import MECHANISM, ModelArguments, Recipe
 from hf_linear_attention.training.tasks import TASKS
 
@@ -74,9 +74,8 @@ def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
     rate = recipe.optimization.mechanism_learning_rate
     if recipe.model.trainable == "mechanism" or (rate is not None and mechanisms is None):
         raise SetupError(
-            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which `--mechanism_learning_rate` and "
-            "`--trainable mechanism` need; convert it (conversion/convert_checkpoint.py) to a mechanism with learned "
-            "parameters, or drop the option"
+            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters for `--mechanism_learning_rate` and "
+            "`--trainable mechanism`; convert it to a mechanism with learned parameters, or drop the option"
         )
     if rate is not None:
         logger.info("`--mechanism_learning_rate` has no effect, because %s has no learned parameters", mechanisms)
@@ -210,9 +209,7 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
     """
     extra: dict[str, Any] = {}
     if classes is not None:
-        with reading(_files(path)):
-            config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
-        known = known_classes(config)
+        known = known_classes(load_config(recipe, path))
         same_numbers = len(classes) == len(known) and all(name == str(index) for name, index in classes.items())
         if not same_numbers and not set(classes) <= set(known):
             extra = {"label2id": classes, "id2label": {index: name for name, index in classes.items()}}
@@ -263,9 +260,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
         SetupError: if the objectives in use cannot compare it with the student.
     """
     path = str(recipe.model.teacher_name_or_path)
-    with reading(_files(path)):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
-    check_direction(recipe, config, path)
+    check_direction(recipe, load_config(recipe, path), path)
     teacher = _load(recipe, path, is_trained=False, dtype="auto" if mixed_precision else torch.float32)
     if recipe.model.task == "sequence_classification":
         teacher.config.pad_token_id = student.config.pad_token_id

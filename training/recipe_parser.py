@@ -55,7 +55,12 @@ from hf_linear_attention.training.tasks import RETRIEVAL, missing_library, needs
 from hf_linear_attention.training.tracking import tracker_problems
 
 
-GENERATED = ("exact_match", "f1", "same_text", "wer", "cer")
+# What some figures need; if they are of texts, only where texts can be generated.
+NEEDED_BY = {
+    "spearman": "text_pair_column_name",
+    **dict.fromkeys(RETRIEVAL, "retrieval_file"),
+    **dict.fromkeys(("exact_match", "f1", "same_text", "wer", "cer"), "predict_with_generate"),
+}
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
@@ -122,10 +127,8 @@ def _files(recipe: Recipe) -> Iterator[str]:
         if path is None:
             continue
         if Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
-            what = {"text": "classes", "images": "images", "sound": "recordings"}[recipe.task.inputs]
-            what = "targets" if recipe.task.pair_column else what
-            what = "questions" if recipe.task.logits == "spans" else what
-            yield f"`--{name} {path}`: a .txt file has no {what}; use {', '.join('*' + kind for kind in SUFFIXES[1:])}"
+            kinds = ", ".join("*" + kind for kind in SUFFIXES[1:])
+            yield f"`--{name} {path}`: a .txt has no columns, which `--task {recipe.model.task}` needs; use {kinds}"
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
             yield from option_problems(name, path, columns, column_instead(recipe))
@@ -163,11 +166,6 @@ def _columns(recipe: Recipe) -> Iterator[str]:
         yield "`--text_column_name` has no effect on .txt files; drop it"
     if task == "embedding" and "label_column_name" in given and data.text_pair_column_name is None:
         yield "`--label_column_name` needs `--text_pair_column_name` with `--task embedding`; give both or neither"
-    if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
-        yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
-    best = str(recipe.run.metric_for_best_model)
-    if best.removeprefix("eval_") in RETRIEVAL and recipe.task_options.retrieval_file is None:
-        yield f"`--metric_for_best_model {best}` needs a `--retrieval_file`; give one"
 
 
 def _objectives(recipe: Recipe) -> Iterator[str]:
@@ -268,8 +266,15 @@ def _selection(recipe: Recipe) -> Iterator[str]:
     library = missing_library(recipe.model.task, name)
     if library is not None and (run.metric_for_best_model or run.load_best_model_at_end):
         yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
-    if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
-        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
+    needed = NEEDED_BY.get(name)
+    is_generated = needed == "predict_with_generate"
+    if (
+        run.metric_for_best_model
+        and needed
+        and not recipe.flat()[needed]
+        and (recipe.task.generates or not is_generated)
+    ):
+        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--{needed}`; give it too"
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:

@@ -114,6 +114,7 @@ def cases(
     (folder / "prompted" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
     with_prompt = {"model_name_or_path": folder / "prompted", "per_device_eval_batch_size": 1}
     images = {"train_file": pictures / "train.jsonl"}
+    generated = {"task": "seq2seq_lm", "max_eval_tokens": 20}
     return {
         "base": {
             "model_name_or_path": student,
@@ -181,9 +182,7 @@ def cases(
         },
         "beside": {
             **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), with_prompt),
-            **dict.fromkeys(
-                ("predict_with_generate", "generation_max_length"), {"task": "seq2seq_lm", "max_eval_tokens": 20}
-            ),
+            **dict.fromkeys(("predict_with_generate", "generation_max_length"), generated),
             "trust_remote_code": {"model_name_or_path": with_code},
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},

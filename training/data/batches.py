@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -151,20 +151,13 @@ def _positions(example: Example, length: int) -> Tensor:
     return torch.from_numpy(np.concatenate([own, np.arange(length - count)]))
 
 
-class TrainBatches:
+def train_batches(
+    start: int, stop: int, batch_size: int, accumulation: int, rank: int, world_size: int
+) -> Iterator[list[int]]:
     """The positions of the batches that one process sees, from optimizer step `start` to `stop`."""
-
-    def __init__(self, start: int, stop: int, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
-        self.batches = range(start * accumulation, stop * accumulation)
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches:
-            first = (batch * self.world_size + self.rank) * self.batch_size
-            yield list(range(first, first + self.batch_size))
+    for batch in range(start * accumulation, stop * accumulation):
+        first = (batch * world_size + rank) * batch_size
+        yield list(range(first, first + batch_size))
 
 
 class EvaluationBatches:
@@ -186,11 +179,11 @@ class EvaluationBatches:
             yield list(self.mine[start : start + self.batch_size]) or [0]
 
 
-def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_id: int) -> DataLoader[Batch]:
+def loader(stream: Stream, batches: Iterable[list[int]], pad_token_id: int) -> DataLoader[Batch]:
     """A loader with a separate generator: if it used the global one, dropout would depend on it."""
     return DataLoader(
         stream,
-        batch_sampler=batches,
+        batch_sampler=cast(Any, batches),
         collate_fn=lambda examples: pad(examples, pad_token_id),
         generator=torch.Generator().manual_seed(stream.seed),
     )
@@ -308,7 +301,7 @@ class TrainInputs:
         """The batches from optimizer step `start` to `stop`, `gradient_accumulation_steps` of them per step."""
         plan, size = self.recipe.optimization, self.recipe.optimization.per_device_train_batch_size
         place = self.accelerator.process_index, self.accelerator.num_processes
-        positions = TrainBatches(start, stop, size, plan.gradient_accumulation_steps, *place)
+        positions = train_batches(start, stop, size, plan.gradient_accumulation_steps, *place)
         return loader(self.source, positions, self.pad_token_id)
 
     def total_steps(self) -> int:

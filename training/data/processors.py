@@ -113,9 +113,9 @@ def pad_token_id(processor: Processor) -> int:
     return int(next(token for token in candidates if token is not None))
 
 
-def load_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config of the model that is trained."""
-    path = recipe.model.model_name_or_path
+def load_config(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
+    """The config of the model in `path`, by default of the one that is trained."""
+    path = path or recipe.model.model_name_or_path
     with reading(f"config.json of {path}"):
         return AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 

@@ -9,9 +9,9 @@ from hf_linear_attention.training.data.batches import (
     EvaluationBatches,
     Masking,
     Stream,
-    TrainBatches,
     pad,
     steps_for_tokens,
+    train_batches,
 )
 from hf_linear_attention.training.data.packing import Documents
 
@@ -21,7 +21,7 @@ def documents(count: int) -> Documents:
 
 
 def positions_of_steps(batch_size: int, accumulation: int, world_size: int, start: int, stop: int) -> list[list[int]]:
-    ranks = [list(TrainBatches(start, stop, batch_size, accumulation, r, world_size)) for r in range(world_size)]
+    ranks = [list(train_batches(start, stop, batch_size, accumulation, r, world_size)) for r in range(world_size)]
     steps = []
     for step in range(stop - start):
         window = slice(step * accumulation, (step + 1) * accumulation)
