@@ -267,13 +267,9 @@ def _selection(recipe: Recipe) -> Iterator[str]:
     if library is not None and (run.metric_for_best_model or run.load_best_model_at_end):
         yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
     needed = NEEDED_BY.get(name)
-    is_generated = needed == "predict_with_generate"
-    if (
-        run.metric_for_best_model
-        and needed
-        and not recipe.flat()[needed]
-        and (recipe.task.generates or not is_generated)
-    ):
+    if needed == "predict_with_generate" and not recipe.task.generates:
+        needed = None
+    if run.metric_for_best_model and needed and not recipe.flat()[needed]:
         yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--{needed}`; give it too"
 
 
