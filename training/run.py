@@ -265,9 +265,11 @@ def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:
     return state.best["figures"]
 
 
-def run_stages(
-    preset: Preset, given: Mapping[str, Any], run: Callable[[Recipe, dict[str, float]], dict[str, float]]
-) -> dict[str, float]:
+Run = Callable[[Recipe, dict[str, float]], dict[str, float]]
+"""A function of a stage's recipe and of the figures of the model that it starts from, which are empty if unknown."""
+
+
+def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, float]:
     """Run every stage that is not finished yet, and return the figures of the last one.
 
     Args:
