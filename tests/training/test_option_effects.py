@@ -23,9 +23,8 @@ from runs import write_lines
 from safetensors.torch import load_file, save_file
 from task_twins import TWINS
 from torch import nn
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
-from hf_linear_attention import convert
 from hf_linear_attention.training.evaluation.evaluator import Selection
 from hf_linear_attention.training.finetune import main
 from hf_linear_attention.training.recipe import FACTS, GROUPS
@@ -62,11 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(llama: str, folder: Path) -> Path:
-    model = convert(LlamaForCausalLM.from_pretrained(llama), mechanism="hybrid", window_size=4, num_features=8)
-    model.save_pretrained(folder / "student")
-    AutoTokenizer.from_pretrained(llama).save_pretrained(folder / "student")
-    return folder / "student"
+def student(converted: Callable[..., Path], llama: str) -> Path:
+    return converted(llama, mechanism="hybrid", window_size=4, num_features=8)
 
 
 @pytest.fixture(scope="module")

@@ -76,13 +76,10 @@ def data_of(task: str, twin: Twin, *options: Any) -> Any:
 
 
 @pytest.mark.parametrize("task", TWINS)
-def test_every_task_is_healed_and_resumes(
-    task: str, student: Callable[[str], list[Any]], twin: Twin, finetune: Any, tmp_path: Path
-) -> None:
-    """The loss falls and the predictions come closer to the original's; a run that was cut in two ends the same."""
+def test_every_task_is_healed(task: str, student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
+    """The loss falls and the predictions come closer to the original's."""
     steps = ["--max_train_steps", 6, "--per_device_train_batch_size", 24, "--learning_rate", 5e-4]
-    steps += ["--hidden_state_weight", 1, "--checkpointing_steps", 3]
-    options = [*student(task), *steps, "--validation_file", twin(task) / "valid.jsonl"]
+    options = [*student(task), *steps, "--hidden_state_weight", 1, "--validation_file", twin(task) / "valid.jsonl"]
     events = finetune(*options)
     losses = [event["loss"] for event in events if "loss" in event]
     assert losses[-1] < 0.9 * losses[0]
@@ -91,9 +88,6 @@ def test_every_task_is_healed_and_resumes(
     close = "eval_agreement" if TASKS[task].logits is not None else "eval_cosine"
     assert figures[0][close] <= figures[1][close] <= 1
     assert f"eval_{TASKS[task].figures[0]}" in figures[0]
-    again = tmp_path / "again"
-    finetune(*options, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-3", output_dir=again)
-    assert not changed(tmp_path / "out", again)
 
 
 def test_the_first_token_of_a_word_has_its_class(twin: Twin) -> None:

@@ -68,9 +68,7 @@ def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task
         assert parse_options([*words, f"--train_file={any_task}", f"--output_dir={tmp_path / 'o'}"])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in (*preset_names(), PAPERS[-1]) if "causal_lm" in load_preset(name).stages]
-)
+@pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
 def test_every_causal_preset_runs(
     name: str, finetune, converted, llama_teacher: str, data: list[str], tmp_path: Path
 ) -> None:
@@ -78,7 +76,7 @@ def test_every_causal_preset_runs(
     settings = with_budget(load_preset(name).settings["causal"], LlamaForCausalLM, config, torch.float32)
     student = converted(llama_teacher, **settings)
     models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher]
-    finetune("--preset" if name in preset_names() else "--config", name, *models, "--task", "causal_lm", *data)
+    finetune("--preset", name, *models, "--task", "causal_lm", *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     stages = load_preset(name).stages["causal_lm"]
     for run, stage in zip(runs, stages, strict=True):
@@ -91,7 +89,6 @@ def test_every_causal_preset_runs(
     [
         ("linformer", "masked_lm"),
         ("performer", "embedding"),
-        ("cald-linformer", "masked_lm"),
     ],
 )
 def test_the_stages_of_an_encoder(
@@ -99,9 +96,6 @@ def test_the_stages_of_an_encoder(
 ) -> None:
     """The first of two stages trains the parameters of the mechanisms alone, and the second all others too."""
     teacher = masked_teacher
-    option = "--preset"
-    if name not in preset_names():
-        option, name = "--config", str(ROOT / presets.PAPERS / f"{name}.yaml")
     settings = dict(load_preset(name).settings["bidirectional"])
     settings |= {"projection_size": 4} if settings["mechanism"] == "linformer" else {}  # rows are longer than that
     student = tmp_path / "student"
@@ -110,7 +104,7 @@ def test_the_stages_of_an_encoder(
     # Several steps, because the first of a schedule has the rate 0.
     data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_tokens", 4000]
     models = ["--model_name_or_path", student, "--teacher_name_or_path", teacher]
-    finetune(option, name, *models, "--task", task, *data)
+    finetune("--preset", name, *models, "--task", task, *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     stages = load_preset(name).stages[task]
     assert [run["training"].get("attention_transfer_weight") for run in runs] == ([1.0, None] if stages[1:] else [None])
