@@ -48,6 +48,8 @@ TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight"
 # With these, the student computes its original softmax attention and is its own teacher.
 TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
 
+# Options that hold for a model that is only evaluated, too.
+shared = partial(option, for_evaluation=True)
 # Options with another value of which a run is resumed (`OnResume`); the last are those of evaluations.
 warned = partial(option, on_resume=OnResume.WARNED)
 free = partial(option, on_resume=OnResume.FREE)
@@ -133,12 +135,11 @@ class TaskArguments:
         tasks=("embedding",),
         is_path=True,
     )
-    prompt_name: str | None = option(
+    prompt_name: str | None = shared(
         "Prompt of a sentence-transformers model that stands before every text of the data; default: its "
         "default_prompt_name.",
         None,
         tasks=("embedding",),
-        for_evaluation=True,
     )
     query_prompt_name: str | None = incomparable(
         "Prompt before the queries of retrieval_file; default: `query`, if there is one.",
@@ -159,11 +160,10 @@ class TaskArguments:
         tasks=("embedding",),
         for_evaluation=True,
     )
-    audio_column_name: str = option(
+    audio_column_name: str = shared(
         "Column with the recording: a path relative to the folder of the data file, or its samples.",
         "audio",
         tasks=SOUND_TASKS,
-        for_evaluation=True,
     )
     predict_with_generate: bool = incomparable(
         "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
@@ -197,26 +197,22 @@ def _where_embeddings_are_compared(values: Mapping[str, Any]) -> OnResume:
 class ModelArguments:
     """The model that is trained, its teacher, and which parameters are trained."""
 
-    model_name_or_path: str = option(
+    model_name_or_path: str = shared(
         "Model to train: a folder (such as a converted checkpoint) or a name on the Hub.",
-        for_evaluation=True,
         is_path=True,
         is_per_stage=True,
     )
-    task: str = option(
-        "Task of the model; it decides the head, the loss and the figures of an evaluation.",
-        choices=tuple(TASKS),
-        for_evaluation=True,
+    task: str = shared(
+        "Task of the model; it decides the head, the loss and the figures of an evaluation.", choices=tuple(TASKS)
     )
-    teacher_name_or_path: str | None = option(
+    teacher_name_or_path: str | None = shared(
         "Model to imitate, usually the original that was converted.",
         None,
-        for_evaluation=True,
         is_path=True,
         on_resume=_where_embeddings_are_compared,
     )
-    tokenizer_name: str | None = option(
-        "Tokenizer, if it is not the model's own.", None, tasks=TEXT_TASKS, for_evaluation=True, is_path=True
+    tokenizer_name: str | None = shared(
+        "Tokenizer, if it is not the model's own.", None, tasks=TEXT_TASKS, is_path=True
     )
     trust_remote_code: bool = free("Run the Python code in the model folders.", False, for_evaluation=True)
     allow_missing: bool = free(
@@ -270,46 +266,35 @@ class DataArguments:
         tasks=("causal_lm",),
     )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
-    text_column_name: str = option(
+    text_column_name: str = shared(
         "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
         "text",
         tasks=(*COLUMN_TASKS, *SOUND_TASKS),
-        for_evaluation=True,
     )
-    image_column_name: str = option(
-        "Column with the image itself or its path, relative to the folder of the data file.",
-        "image",
-        tasks=IMAGE_TASKS,
-        for_evaluation=True,
+    image_column_name: str = shared(
+        "Column with the image itself or its path, relative to the folder of the data file.", "image", tasks=IMAGE_TASKS
     )
-    text_pair_column_name: str | None = option(
+    text_pair_column_name: str | None = shared(
         "Column with a second text. For sequence_classification, both texts are one input; in the validation data of "
         "an embedding model, the label is the similarity of the two texts; for seq2seq_lm, it is the text to write "
         "(default: target).",
         None,
         tasks=("sequence_classification", "embedding", "seq2seq_lm"),
-        for_evaluation=True,
     )
-    label_column_name: str = option(
+    label_column_name: str = shared(
         "Column with the class, the class of every word, or the score of a pair; default: label (token_classification: "
         "tags, ner_tags or pos_tags).",
         "label",
         tasks=(*CLASSIFICATION, "token_classification", "embedding"),
-        for_evaluation=True,
     )
-    max_length: int | None = option(
+    max_length: int | None = shared(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
         bounds=Bounds(least=2, below=2**24),
         tasks=(*TEXT_TASKS, "speech_seq2seq"),
-        for_evaluation=True,
     )
-    mlm_probability: float = option(
-        "Share of the tokens that are masked (masked_lm).",
-        0.15,
-        bounds=PROBABILITY,
-        tasks=("masked_lm",),
-        for_evaluation=True,
+    mlm_probability: float = shared(
+        "Share of the tokens that are masked (masked_lm).", 0.15, bounds=PROBABILITY, tasks=("masked_lm",)
     )
     max_eval_tokens: int | None = incomparable(
         "Evaluate on only about this many tokens, from the start of the validation data.",
@@ -380,9 +365,9 @@ class RunArguments:
     resume_from_checkpoint: str | None = free(
         "Checkpoint to resume from: `latest` or the path of a checkpoint-<step> folder.", None, is_per_stage=True
     )
-    seed: int = option("Seed of data order, masks, dropout and new heads.", 42, bounds=SEED, for_evaluation=True)
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
-        "Mixed precision; default: that of `accelerate launch`.", None, for_evaluation=True
+    seed: int = shared("Seed of data order, masks, dropout and new heads.", 42, bounds=SEED)
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = shared(
+        "Mixed precision; default: that of `accelerate launch`.", None
     )
     logging_steps: int = free("Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT)
     eval_steps: int | None = free(
