@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.logs import progress
@@ -202,15 +203,16 @@ class Generation:
         self.processor, self.max_length, self.is_sharded = processor, max_length, is_sharded
 
     @torch.no_grad()
-    def texts(self, model: Any, batch: Batch) -> list[str]:
-        """The texts that the model generates for the inputs of `batch`."""
-        inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+    def _tokens(self, model: Any, **inputs: Any) -> Tensor:
         # The processes that share a sharded model must make as many forward passes as the slowest.
         more = {"synced_gpus": True} if self.is_sharded else {}
-        found = model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
+        return model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
+
+    def texts(self, model: Any, batch: Batch) -> list[str]:
+        """The texts that the model generates for the inputs of `batch`."""
+        found = self._tokens(model, **{name: batch[name] for name in MODEL_INPUTS if name in batch})
         return self.processor.batch_decode(found, skip_special_tokens=True)
 
-    @torch.no_grad()
     def ends(self, model: Any, batch: Batch) -> list[bool]:
         """Whether the answer that the model gives to the last message of every conversation ends."""
         stop = model.generation_config.eos_token_id
@@ -218,11 +220,8 @@ class Generation:
         ends = []
         for ids, length in zip(batch["input_ids"], batch["prompt_length"].tolist(), strict=True):
             prompt = ids[:length].unsqueeze(0)  # one by one, so that nothing is padded on the left
-            more = {"synced_gpus": True} if self.is_sharded else {}
-            options = {"max_new_tokens": self.max_length, "do_sample": False, "num_beams": 1, "eos_token_id": stop}
-            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **more)
-            new = found[0, length:].tolist()
-            ends.append(bool(set(new) & set(stop if isinstance(stop, list) else [stop])))
+            found = self._tokens(model, inputs=prompt, attention_mask=torch.ones_like(prompt), eos_token_id=stop)
+            ends.append(bool({*found[0, length:].tolist()} & {*(stop if isinstance(stop, list) else [stop])}))
         return ends
 
     def __call__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch) -> list[Generated]:
